@@ -1,4 +1,4 @@
-"""Defines jobs and commands that read golden files and have golden results.
+"""Defines the jobs and commands that read golden files and must give golden results.
 
 The files were created once by version 0.1, before its folders were rearranged. They stay unchanged
 as long as the package can read them. If a file format changes on purpose, new files are added next
@@ -25,7 +25,7 @@ from tests.multiprocess.launch import ROOT, run_ranks
 
 FILES = Path(__file__).with_name("files")
 SCRIPT = Path(__file__).with_name("script.py")
-LIMIT_S = 60.0  # limit for one job
+LIMIT_S = 60.0  # This is the time limit for one job.
 SHAPE = (
     "--num-layers 4 --hidden-size 8 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 8 "
     "--max-position-embeddings 8 --vocab-size 31 --make-vocab-size-divisible-by 8"
@@ -45,13 +45,13 @@ SHARDED = "--bf16 --use-distributed-optimizer"
 
 CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
-# Number of ranks and flags of the run that loads each checkpoint.
+# Each checkpoint is loaded by a run with this number of ranks and these flags.
 RESUMED = {
     "single": (2, CHUNKS),
     "chunks": (1, ""),
     "v-split": (2, f"{PP2} --partition 3-1 --pipeline-schedule 1f1b"),
     "async": (1, FP16),
-    "local": (2, PP2),  # the disks of the nodes contain parts for the same ranks
+    "local": (2, PP2),  # The disks of the nodes contain parts for the same ranks.
     "distributed": (1, SHARDED),
 }
 # These runs start from scratch.
@@ -166,10 +166,11 @@ class Job:
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, str]]:
-    """Runs jobs one after another in a folder, to which relative paths refer.
+    """Runs ``jobs`` one after another in ``folder``, to which relative paths refer.
 
     Returns:
-        Status of the first rank that failed, or 0, and the output of the ranks, by name of the job.
+        Exit status (of the first rank that failed, or 0) and output of all ranks, by name of the
+        job.
     """
     said = {}
     for job in jobs:
@@ -193,7 +194,7 @@ def machine() -> dict[str, str]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "vendor": _vendor(),
     }
-    if "MKL_CBWR" in os.environ:  # the code path that overrides MKL's default
+    if "MKL_CBWR" in os.environ:  # This variable overrides MKL's default code path.
         facts["mkl"] = os.environ["MKL_CBWR"]
     return facts
 
@@ -205,13 +206,13 @@ def _vendor() -> str:
 
 
 def extract(path: Path, folder: Path) -> None:
-    """Unpacks an archive into a folder."""
+    """Unpacks the archive at ``path`` into ``folder``."""
     with tarfile.open(path) as packed:
         packed.extractall(folder, filter="data")
 
 
 def unpack(folder: Path) -> None:
-    """Unpacks all golden files."""
+    """Unpacks all golden files into ``folder``."""
     for path in sorted(FILES.glob("*.tar.xz")):
         extract(path, folder)
     # Parts on a node's disk are identified by the name and path of the shared folder.
@@ -221,7 +222,7 @@ def unpack(folder: Path) -> None:
 
 
 def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
-    """Returns jobs that write their progress to a folder with their name."""
+    """Returns jobs for ``runs``, each of which writes its progress to a folder with its name."""
     return [
         Job(name=name, ranks=ranks, flags=f"{flags} --progress-dir report-{name}")
         for name, (ranks, flags) in runs.items()
@@ -229,7 +230,7 @@ def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
 
 
 def resume_jobs() -> list[Job]:
-    """Returns jobs that continue from each checkpoint of the trainer."""
+    """Returns a job for each checkpoint of the trainer, which continues from the checkpoint."""
     runs = {}
     for name, (ranks, flags) in RESUMED.items():
         more = f"--load {name} --exit-on-missing-checkpoint --trust-checkpoint"
@@ -241,7 +242,7 @@ def resume_jobs() -> list[Job]:
 
 
 def pipeline_jobs() -> list[Job]:
-    """Returns the jobs that run a Pipeline."""
+    """Returns the jobs that run a ``Pipeline``."""
     return [
         Job(name=name, ranks=ranks, script={"report_dir": f"report-{name}", **script})
         for name, (ranks, script) in PIPELINES.items()
@@ -249,7 +250,7 @@ def pipeline_jobs() -> list[Job]:
 
 
 def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Returns the figures that the jobs wrote, with full precision."""
+    """Returns the losses, gradient norms and learning rates of ``jobs``, without rounding."""
     results: dict[str, Any] = {}
     for job in jobs:
         reports = folder / f"report-{job.name}"
@@ -275,14 +276,14 @@ def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def elastic_words(checkpoints: str, total: int) -> list[str]:
-    """Returns the command of a job that runs the script up to a step."""
+    """Returns the command of a job that runs the script up to step ``total``."""
     script = json.dumps({**ELASTIC_SCRIPT, "total": total})
     command = ["train", "elastic", "--machines", "machines.txt", "--checkpoint", checkpoints]
     return [*command, str(SCRIPT), script]
 
 
 def elastic_figures(folder: Path) -> dict[str, Any]:
-    """Returns the last figures of the job that :func:`elastic_words` starts."""
+    """Returns the last results of the job that :func:`elastic_words` starts."""
     report: dict[str, Any] = json.loads((folder / "report-elastic" / "rank-0.json").read_text())
     return report
 
@@ -306,7 +307,7 @@ def command(arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 def answer(name: str) -> Any:
-    """Runs a command from :data:`ANSWERS` in the current folder, which contains the golden files.
+    """Runs the command ``name`` of :data:`ANSWERS` in the current folder with the golden files.
 
     Returns:
         Output without parts that depend on time or location, parsed if it is JSON.
@@ -324,6 +325,6 @@ def answer(name: str) -> Any:
     if ANSWERS[name][:2] == [
         "job",
         "submit",
-    ]:  # the rest of the script does not depend on the files
+    ]:  # The rest of the script does not depend on the files.
         lines = [line for line in lines if line.startswith("#SBATCH")]
     return lines

@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the mean loss for ``tokens`` (``[B, S] int64``)."""
+        """Returns the mean loss for ``tokens``, whose form is ``[B, S] int64``."""
         x = self.embedding(tokens)
         for block, cut in zip(self.blocks, self.cuts, strict=True):
             x = cut(x + functional.dropout(torch.tanh(block(x)), 0.1, self.training))
@@ -41,14 +41,14 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
-    """Returns the samples of a step."""
+    """Returns the samples of step ``step``, which depend only on its number."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Returns a checksum of a tensor's bytes."""
+    """Returns a checksum of the bytes of ``tensor``."""
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
@@ -61,15 +61,15 @@ def train(
     load: str = "",
     save: str = "",
 ) -> None:
-    """Trains, and writes the figures to ``<report_dir>/rank-<rank>.json``.
+    """Trains, and writes the results to ``<report_dir>/rank-<rank>.json``.
 
     Args:
-        report_dir: Folder for the figures.
+        report_dir: Folder for the results.
         total: Number of steps in the whole training run.
         pipeline: Additional arguments of the Pipeline.
         loop: Arguments of ``Pipeline.loop``. If it is ``None``, the script counts the steps itself.
-        load: Folder of checkpoints to continue from, only without ``loop``.
-        save: Folder for a checkpoint after the last step, only without ``loop``.
+        load: Folder of checkpoints to continue from. Requires that ``loop`` is ``None``.
+        save: Folder for a checkpoint after the last step. Requires that ``loop`` is ``None``.
     """
     torch.manual_seed(1)
     shared = [["embedding.weight", "head.weight"]]

@@ -22,14 +22,15 @@ from tests.multiprocess.launch import forking
 from . import cases
 from .cases import LIMIT_S, Job, run_jobs
 
-# The file contains the figures of the same runs on several machines. Results on any other machine
-# are compared with the first machine's figures, with a tolerance.
+# The file contains the results of the same runs on several machines. Results on any other machine
+# are compared with those of the first machine, with a tolerance.
 MACHINES: list[dict[str, Any]] = json.loads((cases.FILES / "expected.json").read_text())
 EXPECTED = next(
     (answers for answers in MACHINES if answers["machine"] == cases.machine()), MACHINES[0]
 )
 ANSWERS: dict[str, Any] = json.loads((cases.FILES / "answers.json").read_text())
-# Tolerance for sums in a different order, due to another processor or another version of torch.
+# The order of sums depends on the processor and the version of torch, so results may differ by this
+# tolerance.
 NEAR = 1e-5
 NEWER = "newer"
 REFUSED = {
@@ -64,7 +65,7 @@ REFUSED_BY_RANKS = {
 
 
 def change(path: Path, key: str) -> Path:
-    """Copies a JSON file, increases the copy's version, and returns the copy."""
+    """Copies a JSON file, increases the version ``key`` in the copy, and returns its path."""
     copy = path.with_name(f"{NEWER}-{path.name}")
     shutil.copy(path, copy)
     raise_version(copy, key)
@@ -115,7 +116,7 @@ def node() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]]:
-    """Returns the output of all jobs, and the figures of jobs that must succeed."""
+    """Returns the output of all jobs, and the results of jobs that must succeed."""
     jobs = [*cases.run_jobs_of(cases.RUNS), *cases.resume_jobs(), *cases.pipeline_jobs()]
     said = run_jobs(golden, [*jobs, *cases.run_jobs_of(REFUSED), REFUSED_PIPELINE])
     done = [job for job in jobs if said[job.name][0] == 0]
@@ -123,7 +124,7 @@ def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]
 
 
 def same(results: Any, expected: Any) -> None:
-    """Compares figures exactly on the same kind of machine, otherwise up to rounding.
+    """Checks that results are equal on the same kind of machine, otherwise nearly equal.
 
     Checksums of loaded data are compared on all machines.
     """
@@ -179,9 +180,9 @@ def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
 
 
 def alike(actual: Any, expected: Any, where: str) -> None:
-    """Compares values from JSON, with figures compared up to rounding."""
+    """Checks that values from JSON are equal, except for rounding errors."""
     if isinstance(expected, dict) and isinstance(actual, dict):
-        assert set(actual) >= set(expected), where  # later versions may add keys
+        assert set(actual) >= set(expected), where  # Later versions may add keys.
         for key, value in expected.items():
             alike(actual[key], value, f"{where}.{key}")
     elif isinstance(expected, list) and isinstance(actual, list):
@@ -236,13 +237,13 @@ def test_a_node_reads_the_settings_that_were_submitted(here: Path) -> None:
     path.write_text(path.read_text().replace("HERE", str(here)))
     status, _, errors = cases.command(["job", "node", "slurm", str(path), "logs/none"])
     assert status == 2
-    assert "must be started by srun" in errors  # this message comes after all checks of settings
+    assert "must be started by srun" in errors  # This message comes after all checks of settings.
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
-    """Checks the checkpoint, the measured model, the state and the manager's lease."""
+    """Checks that the checkpoint, measured model, state and manager's lease are used."""
     done = subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", *cases.elastic_words("elastic-script", 5)],
         cwd=golden,

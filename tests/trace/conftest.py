@@ -42,7 +42,7 @@ def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[lis
 
 
 def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader:
-    """Returns the header of a run with only pipeline parallelism, with optional changes."""
+    """Returns the header of ``rank`` in a run with only pipeline parallelism, with ``changes``."""
     values: dict[str, object] = {
         "run": "run-1",
         "rank": rank,
@@ -57,7 +57,7 @@ def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader
 
 
 def row_of(span: Span) -> SpanRow:
-    """Returns the row that represents a span in a trace file."""
+    """Returns the row that represents ``span`` in a trace file."""
     return SpanRow(
         kind=KIND[span.action],
         chunk=span.chunk,
@@ -75,7 +75,7 @@ def row_of(span: Span) -> SpanRow:
 
 
 def table_of(spans: Iterable[Span]) -> TraceTable:
-    """Returns a table with the given spans of one rank."""
+    """Returns a table with ``spans``, which belong to one rank."""
     spans = tuple(spans)
     rows = np.array([row_of(span) for span in spans], dtype=np.int64)
     rows[:, COLUMNS.index("duration_ns")] -= rows[:, COLUMNS.index("start_ns")]
@@ -83,20 +83,20 @@ def table_of(spans: Iterable[Span]) -> TraceTable:
 
 
 def step_of(*rows: tuple[Span, ...], waits: tuple[tuple[Span, ...], ...] = ()) -> PipelineStep:
-    """Returns a step with the actions of some ranks."""
+    """Returns a step with the actions in ``rows``, one row per rank."""
     figures = {rank: rank_figures(table_of(row), 1) for rank, row in enumerate(rows) if row}
     return PipelineStep(1, "x", "loop", 1, 1, rows, waits, figures=figures)
 
 
 def record(recorder: Recorder, *span: Any, **more: Any) -> None:
-    """Records a span, given as action, chunk, microbatch, start, end, and other columns by name."""
+    """Records a span: action, chunk, microbatch, start and end, then other columns by name."""
     recorder.extend([row_of(Span(*span, iteration=0, **more))])
 
 
 def write_spans(
     folder: Path, header: TraceHeader, spans: Iterable[Span], *, num_microbatches: int = 4
 ) -> Path:
-    """Writes spans with the recorder. An iteration begins with its first span."""
+    """Writes ``spans`` with the recorder. Each iteration begins with its first span."""
     with Recorder(folder, header) as recorder:
         iteration = None
         for span in spans:

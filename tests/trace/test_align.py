@@ -1,4 +1,4 @@
-"""Tests aligning the clocks of ranks by samples, by messages, or by the time of day."""
+"""Tests the alignment of ranks' clocks by samples, by messages, or by the time of day."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_ranks_of_two_hosts_are_moved_onto_unix_time(tmp_path: Path) -> None:
 
 
 def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
-    """Returns samples of a clock ``offset_ns`` behind the reference (delay: 20 us)."""
+    """Returns samples of a clock ``offset_ns`` behind the reference, with a delay of 20 us."""
     return ClockSamples(
         0,
         tuple(
@@ -94,9 +94,9 @@ def test_samples_serve_where_the_reference_itself_is_missing(tmp_path: Path) -> 
 
 
 def conversation(folder: Path, error_ns: int, *starts: int) -> RunTrace:
-    """Returns a run in which F is sent from rank 0 to rank 1, and B is sent back.
+    """Returns a run in which rank 0 sends a forward message, and rank 1 sends a backward message.
 
-    ``starts`` contains the times in the order sent, arrived, sent, arrived. The time of day of rank
+    ``starts`` contains the times in the order sent, arrived, sent, arrived. The wall clock of rank
     1 is off by ``error_ns``.
     """
     kinds = (("send", 0, "F"), ("receive", 1, "F"), ("send", 1, "B"), ("receive", 0, "B"))

@@ -1,4 +1,4 @@
-"""Tests estimating the offset and drift of clocks from exchanges with occasional delays."""
+"""Checks that the offset and drift of clocks are estimated well if some exchanges are late."""
 
 import numpy as np
 import numpy.typing as npt

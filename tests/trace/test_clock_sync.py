@@ -1,4 +1,4 @@
-"""Tests comparing clocks over real connections, and rejecting unknown clients."""
+"""Tests that clocks are compared over real connections, and unknown clients are rejected."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ def test_a_burst_is_taken_at_once_and_another_at_the_end(server: ClockServer) ->
     sampler.close()
     assert len(bursts) >= 2
     for t0, t1, t2, t3 in bursts[0].samples:
-        assert t0 <= t1 <= t2 <= t3  # both sides use the same clock, so the times are ordered
+        assert t0 <= t1 <= t2 <= t3  # Both sides use the same clock, so the times are ordered.
     sampler.close()
 
 
 def test_strangers_are_turned_away(server: ClockServer) -> None:
     with closing(socket.create_connection(("localhost", server.port), 5)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" * 9)
-        with contextlib.suppress(ConnectionResetError):  # some of the received data was not read
+        # Closing the connection fails if some of the received data was not read.
+        with contextlib.suppress(ConnectionResetError):
             assert connection.recv(64) == b""
 
 
@@ -93,7 +94,7 @@ def test_one_rank_of_each_other_clock_asks(clocks: str, asking: list[int]) -> No
     places: list[Any] = []
 
     def gather(value: Any) -> list[Any]:
-        """Returns the values of all ranks: their clocks, then the server's address from rank 0."""
+        """Returns the values of all ranks: their clocks, then the address from rank 0."""
         if isinstance(value, str):
             return list(clocks)
         places.append(value)

@@ -80,7 +80,7 @@ def test_slower_reading_of_data_is_named(tmp_path: Path) -> None:
 
 
 def detailed(folder: Path, layers_ms: list[float], late_ms: float, transfer_ms: float) -> None:
-    """Writes a run with four layers per rank, and with collectives of two groups."""
+    """Writes a run with four layers per rank, and with the collectives of two groups."""
     seed = 1 if folder.name == "a" else 2
     write_synthetic(folder, SyntheticRun(**NOISE, num_ranks=4, seed=seed))
     for rank in range(4):

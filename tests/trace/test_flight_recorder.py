@@ -1,4 +1,4 @@
-"""Checks that dumps of torch's flight recorder show which collective hangs and who is late."""
+"""Checks that dumps of torch's flight recorder show the collective that hangs and late ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIR, WORLD = ("1", "pair"), ("0", "default_pg")
 
 
 def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **more: Any) -> Any:
-    """Returns a dump entry in the format documented by torch."""
+    """Returns an entry of a dump for a collective, in the format that torch documents."""
     return {
         "frames": [{"name": "step", "filename": "/jobs/train.py", "line": 10}],
         "record_id": number,
@@ -47,7 +47,7 @@ def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **m
 
 
 def stuck(folder: Path, *entries: list[Any] | None, version: str = "2.5") -> StuckCalls:
-    """Writes a dump for each rank whose entries are not None, and returns their analysis."""
+    """Writes a dump for each rank whose entries are not ``None``, and returns their analysis."""
     config = {
         "0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(entries))))},
         "1": {"name": "1", "desc": "pair", "ranks": "[0, 1]"},
@@ -133,7 +133,7 @@ def test_a_message_that_was_not_sent(tmp_path: Path) -> None:
 
 
 def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
-    """Returns an entry for a message, where ``number`` is its index among the rank's messages."""
+    """Returns an entry of a dump for a message, which is the ``number``-th message of its rank."""
     return call(
         0, ended=ended, record_id=record, is_p2p=True, p2p_seq_id=number, profiling_name=name
     )
@@ -215,7 +215,7 @@ def test_dumps_made_for_nvrx_are_read(tmp_path: Path) -> None:
     stuck(tmp_path, [call(1, ended=False)], [])
     for rank in (0, 1):
         (tmp_path / f"nccl_trace_rank_{rank}").rename(tmp_path / f"_dump_{rank}")
-    # A file of another program, which is not a dump.
+    # This file was written by another program and is not a dump.
     (tmp_path / "core_dump_2").write_bytes(b"core")
     assert find_stuck(read_dumps(tmp_path)).culprits == (1,)
 

@@ -1,4 +1,4 @@
-"""Tests for GPU counters from NVML: sums, gauges, and counters that are unavailable.
+"""Tests that GPU counters are read from NVML, even if some of them are unavailable.
 
 No GPU is needed, because a fake module provides NVML's functions and names.
 """
@@ -75,14 +75,14 @@ def test_sums_are_differences_and_gauges_are_not(nvml: Nvml) -> None:
     counts = counters.end()
     assert (counts[GPU_POWER_LIMITED], counts[GPU_HOT]) == (300, 0)
     assert (counts[GPU_CLOCK], counts[GPU_WATTS]) == (1200, 650)
-    assert counts[GPU_OTHERS] == 1  # three processes, two of which are ranks
+    assert counts[GPU_OTHERS] == 1  # There are three processes, two of which are ranks.
     assert GPU_ERRORS not in counts
 
 
 def test_what_a_gpu_or_a_version_of_nvml_lacks_is_named(nvml: Nvml) -> None:
     missing = GpuCounters("GPU-1").missing
-    assert GPU_ERRORS in missing  # not supported by this GPU
-    assert "gpu_celsius" in missing  # no such function in this version
+    assert GPU_ERRORS in missing  # This GPU does not support the counter.
+    assert "gpu_celsius" in missing  # This version of NVML has no such function.
     assert GPU_CLOCK not in missing
 
 

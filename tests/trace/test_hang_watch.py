@@ -26,7 +26,7 @@ COMPUTES = (("/x/user.py", 7, "forward"),)
 
 
 def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
-    """Returns a rank that waits for messages by default."""
+    """Returns the evidence about a rank that waits for messages, unless ``more`` overrides this."""
     now = {"doing": "wait", "iteration": 3, "step": 2, "needs": needs, "finished": {}}
     now |= more.pop("now", {})
     fields = {"name": f"rank {rank} (stage {rank})", "pid": 100 + rank, "frames": WAITS}
@@ -34,7 +34,7 @@ def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
 
 
 def chain(last: RankEvidence) -> list[RankEvidence]:
-    """Returns ranks 0 and 1, which each wait for the next rank, and the given rank 2."""
+    """Returns ranks 0 and 1, each of which waits for the next rank, and rank 2 (``last``)."""
     return [
         make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 2}}),
         make_rank(1, needs=[[2, "B", 0, 0, "0"]], now={"finished": {"F0": 1}}),
@@ -102,7 +102,7 @@ def test_a_message_that_was_sent_and_did_not_arrive() -> None:
 
 
 def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
-    """Checks a wait for the optimizer's collective, which closes a cycle but is not the cause."""
+    """Checks that a wait for the optimizer's collective, which closes a cycle, is not the cause."""
     culprit = find_culprit(
         [
             make_rank(
@@ -172,7 +172,8 @@ class TestStillness:
             (9, {}, 40.0),
             (9, {"computes": True}, 0.0),
             (200, {"transfers": True}, 0.0),
-            (200, {"computes": True}, 995.0),  # a rank that computes forever is reported eventually
+            # A rank that computes forever is reported eventually.
+            (200, {"computes": True}, 995.0),
         ):
             still_s = self.run(Stillness(None), [*steps, *[now] * count], every_s=5.0, **moves)
             assert still_s == expected
@@ -186,7 +187,7 @@ class TestStillness:
     not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits"
 )
 def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> None:
-    """Checks an overloaded machine, on which a rank may be ready to compute but rarely run."""
+    """Checks that a rank that waits for a processor on a busy machine counts as computing."""
     processor = str(min(os.sched_getaffinity(0)))
     spin = ["taskset", "--cpu-list", processor, sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(10)) for _ in range(2)]
@@ -198,7 +199,7 @@ def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> N
         for process in busy:
             process.kill()
             process.wait()
-    assert spent_s > 1.5  # both processes shared one processor for 1 s
+    assert spent_s > 1.5  # Both processes shared one processor for 1 s.
 
 
 def test_stacks_of_both_tools() -> None:
@@ -229,7 +230,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
         json.dumps({**job, "signal": int(signal.SIGRTMIN) + 9})
     )
     now = {"pid": rank.pid, "doing": "F", "iteration": 5, "unix_ns": time.time_ns()}
-    now["unix_ns"] = time.time_ns() + 60 * 10**9  # the rank still reports
+    now["unix_ns"] = time.time_ns() + 60 * 10**9  # The rank still reports.
     file = folder / "now_rank_00000.json"
     os.kill(rank.pid, signal.SIGSTOP)
     file.write_text(json.dumps(now))

@@ -1,4 +1,4 @@
-"""Tests for kernel files: bounded size, common clock, assignment to actions, damaged lines."""
+"""Tests that kernel files are small, use the common clock, and may have damaged lines."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LATE_NS = 9 * 10**15
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunTrace:
-    """Returns a run with three iterations."""
+    """Returns the trace of a run with three iterations."""
     write_synthetic(tmp_path, SyntheticRun(iterations=3))
     return read_run(tmp_path)
 
 
 def small_step(iteration: int) -> StepKernels:
-    """Returns a step with two kernels."""
+    """Returns a step with two kernels for ``iteration``."""
     return summed(iteration, "cpu", [TimedKernel("a", 5, 9), TimedKernel("b", 6, 7)], ())
 
 
@@ -88,7 +88,8 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path, run: RunTrace) -> N
         file.add(small_step(number))
     file.close()
     path = kernels_path(tmp_path, 0)
-    path.write_text(path.read_text() + '{"iteration": 3, "na')  # the program was killed
+    # The program was killed while it wrote this line.
+    path.write_text(path.read_text() + '{"iteration": 3, "na')
     assert [step.iteration for step in read_steps(run, 0)] == [1, 2]
     assert kernel_notes(run) == []
     step = read_steps(run, 0)[0]
@@ -100,14 +101,15 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path, run: RunTrace) -> N
 
 def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> None:
     path = kernels_path(tmp_path, 0)
-    path.write_text('{"iteration": 1, "na')  # an earlier process was killed
+    # An earlier process was killed while it wrote this line.
+    path.write_text('{"iteration": 1, "na')
     file = KernelFile(tmp_path, 0)
     file.add(small_step(2))
     size = path.stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
-        file.add(small_step(3))  # the disk accepts only 10 bytes of the step
+        file.add(small_step(3))  # The disk accepts only 10 bytes of the step.
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.stat().st_size == size
@@ -118,7 +120,7 @@ def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> N
 
 
 def damaged(**fields: object) -> str:
-    """Returns the line of a step with changed fields."""
+    """Returns the line of a step in which ``fields`` have other values."""
     step = {"iteration": 1, "device": "cpu", "names": ["a"], "totals": [], "kept": []}
     return json.dumps(step | fields)
 

@@ -1,4 +1,4 @@
-"""Tests finding the trace to read: a given path, the newest run, or the text format."""
+"""Tests which trace is read by default, and which trace is read for a path."""
 
 import shutil
 from collections.abc import Callable

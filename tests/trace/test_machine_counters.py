@@ -1,4 +1,4 @@
-"""Tests for counters of events that keep a process from computing, read from kernel files."""
+"""Tests that events that keep a process from computing are counted with the kernel's files."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_clocks_of_the_processor_in_use() -> None:
 
 
 def open_files_in(folder: Path) -> set[str]:
-    """Returns the files in a folder that this process has open."""
+    """Returns the names of the files in ``folder`` that this process has open."""
     return {
         str(link.resolve())
         for link in Path("/proc/self/fd").iterdir()
@@ -146,7 +146,7 @@ def open_files_in(folder: Path) -> set[str]:
 
 
 def named_thread(name: str, end: threading.Event) -> threading.Thread:
-    """Starts a thread that waits for an event."""
+    """Starts a thread called ``name`` that waits for the event ``end``."""
     thread = threading.Thread(target=end.wait, args=(60,), name=name, daemon=True)
     thread.start()
     return thread

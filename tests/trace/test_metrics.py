@@ -1,4 +1,4 @@
-"""Checks figures of small runs against manual results, and of large runs against the simulator."""
+"""Checks statistics of small runs against known values, and of large runs against a simulator."""
 
 import os
 from pathlib import Path
@@ -51,7 +51,8 @@ def test_figures_of_a_rank_by_hand() -> None:
     assert [by_kind[k] for k in ("F", "data", "optimizer", "checkpoint")] == [20, 3, 15, 3]
     assert figures.count[:, 0].tolist() == [[2, 1, 1], [1, 0, 0]]
     assert figures.mean_ns[0, 0].tolist() == [10, 20, 10]
-    assert figures.median_ns[0, 0].tolist() == [8.5, 20, 10]  # 7 and 10 without data reads
+    # The durations without data reads are 7 and 10.
+    assert figures.median_ns[0, 0].tolist() == [8.5, 20, 10]
     assert figures.mad_ns[0, 0].tolist() == [1.5, 0, 0]
     assert np.isnan(figures.mean_ns[1, 0, 1])
     assert figures.peak_microbatches.tolist() == [2, 1]
@@ -61,7 +62,7 @@ def test_figures_of_a_rank_by_hand() -> None:
 
 def test_overlapping_actions_are_busy_once_and_iterations_do_not_overlap() -> None:
     spans = [Span("F", 0, 0, 0, 6, 1), Span("F", 0, 1, 2, 4, 1), Span("B", 0, 0, 5, 8, 1)]
-    spans += [Span("F", 0, 0, 3, 5, 2)]  # a clock was set back
+    spans += [Span("F", 0, 0, 3, 5, 2)]  # A clock was set back.
     assert rank_figures(table_of(spans), 1).busy_ns.tolist() == [8, 2]
 
 

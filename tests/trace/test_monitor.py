@@ -1,4 +1,4 @@
-"""Tests monitoring a run while it writes, with growing or missing files and all kinds of ends."""
+"""Tests that a run can be monitored while it writes, even if files are missing or it ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Header = Callable[..., TraceHeader]
 
 
 def report(folder: Path, *lines: dict[str, Any]) -> None:
-    """Appends lines to the trainer's progress file."""
+    """Appends ``lines`` to the trainer's progress file in ``folder``."""
     with (folder / "progress.jsonl").open("a", encoding="ascii") as file:
         file.writelines(json.dumps({"unix_ns": time.time_ns(), **line}) + "\n" for line in lines)
 
@@ -53,7 +53,7 @@ def recorders(tmp_path: Path) -> Iterator[list[Recorder]]:
 
 
 def run_iteration(recorders: list[Recorder], iteration: int, slow: float = 1.0) -> None:
-    """Records two microbatches. Rank 1 waits for rank 0, whose actions take ``slow`` x 10 ms."""
+    """Records two microbatches. Rank 1 waits for rank 0, whose actions take ``slow`` * 10 ms."""
     start_ns = 10**12 + iteration * 10**9
     for rank, recorder in enumerate(recorders):
         recorder.begin_iteration(iteration, 2, start_ns=start_ns)
@@ -72,7 +72,7 @@ def iterations_of(tail: RankTail) -> list[int]:
 
 
 def until(run: LiveRun, is_so: Callable[[Snapshot], bool], limit_s: float = 20.0) -> Snapshot:
-    """Reads the run until a condition is true, because threads write the files."""
+    """Reads the run until ``is_so`` returns true, because threads write the files."""
     end_s = time.monotonic() + limit_s
     while not is_so(snapshot := run.refresh()):
         assert time.monotonic() < end_s, snapshot
@@ -134,7 +134,8 @@ def test_only_what_is_new_is_read(tmp_path: Path, recorders: list[Recorder]) -> 
     until(run, lambda s: bool(s.ranks) and s.ranks[0].iteration == 1)
     path = recorders[0].path
     read = path.read_bytes()
-    path.write_bytes(b"x" * len(read))  # the length is the same, so nothing is new
+    # The length is the same, so the file seems to contain nothing new.
+    path.write_bytes(b"x" * len(read))
     os.utime(path)
     run_iteration(recorders, 2)
     snapshot = until(run, lambda s: s.ranks[0].iteration == 2)
@@ -171,7 +172,7 @@ def test_of_a_long_file_only_the_end_is_read(tmp_path: Path, recorders: list[Rec
     tail.refresh()
     assert max(iterations_of(tail)) == 100
     assert 1 < len(iterations_of(tail)) < 10
-    # These are fewer bytes than one iteration has.
+    # An iteration has more bytes than this.
     tail = RankTail(recorders[0].path, kept=32, tail_bytes=10)
     tail.refresh()
     assert max(iterations_of(tail)) == 100
@@ -283,7 +284,7 @@ class TestNow:
             run_iteration([recorder], 1)
         now = read_now(tmp_path, 0)
         assert now is not None
-        assert (now.iteration, now.doing) == (0, ENDED)  # only the end is known
+        assert (now.iteration, now.doing) == (0, ENDED)  # Only the end of the run is known.
         assert read_run(tmp_path).iterations == (1,)
 
     def test_a_look_that_keeps_failing_is_named_once_and_asked_again(

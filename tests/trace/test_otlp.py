@@ -1,4 +1,4 @@
-"""Tests sending spans while a job runs, also to a collector that fails."""
+"""Tests that spans are sent while a job runs, even if the collector fails."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ SPANS = len(rows_at(0))
 
 
 def record(folder: Path, sender: SpanSender, iterations: int = ITERATIONS) -> Recorder:
-    """Records iterations, and adds a late checkpoint span to the second iteration."""
+    """Records ``iterations``, and adds a late checkpoint span to the second iteration."""
     recorder = Recorder(folder, header_of(), sender)
     for iteration in range(1, iterations + 1):
         start_ns = 10**9 * iteration
@@ -132,7 +132,8 @@ def test_a_collector_that_is_down_costs_its_spans_and_comes_back(
         recorder.close()
     assert sender.sent == len(collector.spans) > 0
     assert sender.sent + sender.dropped == number * SPANS + 1
-    assert len(read_run(tmp_path).ranks[0].iterations) == number  # the file contains all iterations
+    # The file contains all iterations.
+    assert len(read_run(tmp_path).ranks[0].iterations) == number
     said = capfd.readouterr().err
     assert said.count("Connection refused; spans are dropped until") == 1
     assert said.count("answers again; spans dropped so far:") == 1
@@ -189,7 +190,7 @@ def places(spans: list[dict[str, Any]]) -> list[tuple[str, str | None, str | Non
 
 
 def test_spans_have_microbatch_and_slice_where_microbatches_are_cut(tmp_path: Path) -> None:
-    """Checks that microbatch and slice are sent and exported separately."""
+    """Checks that microbatch and slice are sent and exported as separate attributes."""
     kinds = {"F": range(4), "data": range(2)}
     spans = [
         SpanRow(KINDS.index(name), chunk=0, microbatch=number, start_ns=number, end_ns=number + 1)
@@ -236,14 +237,14 @@ def test_user_and_password_of_a_url_are_sent_and_not_printed(
 
 
 def trace_export_fails(folder: Path, url: str) -> bool:
-    """Returns whether an export to a collector fails with an error that does not show the login."""
+    """Returns whether an export to ``url`` fails with an error that does not show the login."""
     with pytest.raises(TraceError) as raised:
         trace_export.main([str(folder), "--otlp", url])
     return "sec" not in str(raised.value)
 
 
 def test_a_redirection_accepts_no_spans(tmp_path: Path) -> None:
-    """Checks that a redirect is not followed with a GET request, which would drop the spans."""
+    """Checks that a redirect is not followed, because a GET request would drop the spans."""
     with serving() as collector:
         collector.answer = (302, b"")
         sender = SpanSender(collector.url, header_of())

@@ -1,4 +1,4 @@
-"""Tests parsing lines of spans, and reporting damaged lines."""
+"""Tests that lines of spans are parsed, and damaged lines are reported."""
 
 import json
 

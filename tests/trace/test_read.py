@@ -1,4 +1,4 @@
-"""Tests reading runs that are complete, killed, incomplete, mixed, or of a different version."""
+"""Tests that complete and killed runs can be read, and that mixed or newer files are rejected."""
 
 import shutil
 from collections.abc import Callable

@@ -28,7 +28,7 @@ HEADER = make_header(0, 1, num_microbatches=2, schedule="1f1b")
 
 
 def records(path: Path) -> list[object]:
-    """Returns headers and markers as records, and spans as lists of numbers."""
+    """Returns the lines of ``path``: headers and markers as records, spans as lists."""
     lines = path.read_text().splitlines()
     return [
         json.loads(line) if line.startswith("[") else parse_line(line, str(path)) for line in lines
@@ -138,7 +138,7 @@ def test_an_unusable_folder_is_refused(tmp_path: Path) -> None:
 
 
 def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs code in a separate process, with ``folder``, ``header`` and ``row`` defined."""
+    """Runs ``code`` in a separate process, with ``folder``, ``header`` and ``row`` defined."""
     prelude = f"""
         from pathlib import Path
         from megatron.adaptive.errors import TraceError
@@ -188,7 +188,7 @@ def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -
         f"warning: cannot write {path}: File too large; the run continues without it",
         f"note: {path} can be written again; lost: 10 iterations",
     ]
-    # The folder was deleted. It is created again for later iterations.
+    # The folder was deleted, and is created again for later iterations.
     assert read_run(path.parent).ranks[0].iterations == (18, 19)
 
 

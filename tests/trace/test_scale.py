@@ -1,4 +1,4 @@
-"""Checks that damaged numbers or large runs do not need unlimited time or memory.
+"""Checks that reading damaged numbers or large runs takes limited time and memory.
 
 The tests count calls and sizes, which do not depend on the load of the machine.
 """
@@ -184,7 +184,7 @@ def test_the_fit_of_a_clock_is_looked_up_once() -> None:
 
 
 def damaged(folder: Path, line: int, **values: Any) -> str:
-    """Changes fields in a line of rank 0's file."""
+    """Changes fields in line ``line`` of rank 0's file, and returns the new line."""
     path = folder / trace_file_name(0)
     lines = path.read_text().splitlines()
     lines[line] = json.dumps({**json.loads(lines[line]), **values})

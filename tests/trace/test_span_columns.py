@@ -1,4 +1,4 @@
-"""Tests for columns of spans: conversion, waits of actions, and sends matched with receives."""
+"""Tests that columns of spans are converted, and that sends are matched with receives."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_both_ends_of_each_message() -> None:
                 end("send", "F", 0, 7, 10),
                 end("send", "F", 1, 7, 20),
                 end("receive", "B", 0, 7, 90, reason="found"),
-                end("send", "F", 2, 7, 30),  # never arrived
+                end("send", "F", 2, 7, 30),  # This message never arrived.
                 Span("F", 0, 0, 0, 10, 1),
             ]
         ),
@@ -71,7 +71,7 @@ def test_both_ends_of_each_message() -> None:
                 end("receive", "F", 1, 4, 26, reason="seen"),
                 end("receive", "F", 0, 4, 17, reason="seen"),
                 end("send", "B", 0, 4, 60),
-                end("receive", "F", 5, 3, 40, reason="seen"),  # rank 3 has no trace
+                end("receive", "F", 5, 3, 40, reason="seen"),  # Rank 3 has no trace.
             ]
         ),
     }

@@ -145,7 +145,7 @@ def test_figures_add_up_slices_where_their_numbers_differ(tmp_path: Path) -> Non
     run = unequal(tmp_path)
     measured = measure(run)
     assert measured.num_microbatches == 3
-    times = measured.action_ns[0, 0, 0, 0]  # forward passes on the first rank
+    times = measured.action_ns[0, 0, 0, 0]  # These are the forward passes on the first rank.
     step = pipeline_step(run)
     forwards = [span for span in step.rows[0] if span.action == "F"]
     whole = [s.duration_ns for s in sorted(forwards, key=lambda span: span.microbatch)]

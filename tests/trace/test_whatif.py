@@ -36,7 +36,7 @@ def answers(**changes: Any) -> WhatIf:
 
 
 def pipeline_s(stages: int, microbatches: int, work: Callable[[str, int, int], float]) -> float:
-    """Computes the step time of 1F1B by recursion, as a reference."""
+    """Returns the step time of 1F1B, computed recursively as a reference."""
     orders = [order_of(s, stages, microbatches) for s in range(stages)]
     ends: dict[tuple[int, str, int], float] = {}
 
@@ -85,7 +85,7 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
 
     run = run_of_columns(job(takes=takes), Path("job"))
     answer = what_if(run)
-    factor = (5 * 1 + 2) / 6  # mean over two replicas with three stages
+    factor = (5 * 1 + 2) / 6  # This is the mean over two replicas with three stages.
 
     def expected(work: Callable[[int], float]) -> float:
         each = {"F": FORWARD_S, "B": BACKWARD_S}
@@ -113,7 +113,7 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
 def test_the_last_stage_and_lengths_are_distinguished() -> None:
     last = answers(takes=lambda step, replica, stage, m: 1.8 if stage == 2 else 1.0)
     assert last.cause == "last stage"
-    assert last.last_stage_share > 1  # the mean is shorter than the time of the last stage
+    assert last.last_stage_share > 1  # The mean is shorter than the time of the last stage.
     assert any("--partition" in repair.flag for repair in last.repairs)
     rng = np.random.default_rng(3)
     long = {key: float(rng.lognormal(0, 0.7)) for key in np.ndindex(2, 2, 8)}

@@ -22,7 +22,8 @@ from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 RANKS, REPLICAS, MICROBATCHES, STEPS = 4, 2, 8, 3
 ENCODER, SEGMENTS = 8, 16
-KINDS_S = np.array([0.004, 0.004, 0.003])  # time of F, B and W per segment and unit of content
+# These are the times of F, B and W per segment and unit of content.
+KINDS_S = np.array([0.004, 0.004, 0.003])
 DELAY_S = 0.0002
 
 
@@ -119,7 +120,7 @@ class ContentRun:
 
     def recorded_s(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
         """Writes the traces of the run, and returns the mean time of its steps in seconds."""
-        # Only the recorded times are needed, so leave out the settings.
+        # Only the recorded times are needed, so the settings are omitted.
         answer = self.write(folder, monkeypatch, order="", dealing="")
         return float(answer.recorded_s.mean())
 
@@ -130,7 +131,7 @@ class ContentRun:
 
 
 def step_of(answer: WhatIf, text: str) -> float:
-    """Returns the predicted step time of a repair."""
+    """Returns the predicted step time of the repair whose description contains ``text``."""
     return next(r.step_s for r in answer.repairs if r.description == text)
 
 
@@ -165,7 +166,7 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
 
 
 def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the distribution of microbatches with and without the order.
+    """Checks that step times are predicted if microbatches are distributed, even with an order.
 
     A setting in use is not suggested.
     """
@@ -200,7 +201,7 @@ def test_equal_content_needs_neither_order_nor_dealing(
     even = (SEGMENTS // RANKS,) * RANKS
     answer = ContentRun(even, "1f1b").write(tmp_path / "now", monkeypatch)
     assert not [r for r in answer.repairs if "by cost" in r.description or "partition" in r.flag]
-    # A user's own schedule cannot be simulated, which a note reports.
+    # A note must report that a user's schedule cannot be simulated.
     uneven = ContentRun((2, 2, 4, 8), "1f1b")
     unknown = uneven.write(tmp_path / "own", monkeypatch, schedule="mine")
     assert any("are not simulated: " in note for note in unknown.notes)

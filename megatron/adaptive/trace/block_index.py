@@ -1,4 +1,4 @@
-"""Finds the positions of all spans in a trace file, and reads the spans of given iterations.
+"""Finds the positions of all spans in a trace file, and reads the spans of selected iterations.
 
 Each marker contains the size in bytes of the spans that follow, so only the markers have to be
 read, which is fast even for a large file. If the run was killed, the last line of its file may be
@@ -71,7 +71,7 @@ class FileIndex:
         blocks: Positions of the spans, with one block per marker, in the order of the file.
         samples: Clock samples in the file.
         gaps: Iterations that are missing because the disk did not accept data.
-        truncated_lines: Number of truncated lines at the end of the file, 0 or 1.
+        truncated_lines: 1 if the last line of the file is truncated, otherwise 0.
         offset: Offset in bytes at which :meth:`read_on` continues.
     """
 
@@ -127,7 +127,7 @@ class FileIndex:
 
 
 def index_file(path: Path) -> FileIndex:
-    """Finds the header, the blocks of spans and the clock samples of a trace file.
+    """Finds the header, the blocks of spans and the clock samples of the trace file at ``path``.
 
     Raises:
         TraceError: The file cannot be read, is not a trace, is damaged, or has another version.
@@ -141,7 +141,7 @@ def index_file(path: Path) -> FileIndex:
 
 
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
-    """Returns the block of spans after a marker, and moves the file's position to its end."""
+    """Returns the block of spans after ``marker``, and moves ``file`` to the end of the block."""
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):
         file.seek(offset + size)
@@ -158,7 +158,7 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
-    """Reads the spans of the given blocks, with times on the rank's own clock.
+    """Reads the spans of ``blocks`` from the file. Their times are readings of the rank's clock.
 
     Raises:
         TraceError: The file no longer exists, or a line is damaged.
@@ -215,7 +215,7 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 
 
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
-    """Returns whether a complete block of spans ends at byte ``end``.
+    """Returns whether a complete block of spans ends at byte ``end`` of ``file``.
 
     A complete block ends with a complete line, and the next line is not a span.
     """
@@ -244,7 +244,7 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
         An unknown kind is replaced by ``other``. An unknown ``of`` or ``reason`` is replaced by the
-        value that means "none".
+        value that means that there is no such action or reason.
 
     Raises:
         TraceError: A line is not a list of integers, one per column.
@@ -259,7 +259,7 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines in the exact format of the recorder, or returns ``None`` if a line differs."""
+    """Parses lines in the exact format of the recorder. Returns ``None`` if any line differs."""
     lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
         return None
@@ -282,7 +282,7 @@ def _plain(data: bytes) -> Ints | None:
 
 
 def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
-    """Returns an error for the first line that the recorder cannot have written."""
+    """Returns an error that names the first line that cannot have been written by the recorder."""
     pattern = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
     wrong = (n for n, line in enumerate(data.splitlines()) if not pattern.fullmatch(line))
     return TraceError(

@@ -12,7 +12,7 @@ comes from the first available source in this list:
 
 One rank on every other machine asks rank 0 for its time in short bursts of requests over a separate
 connection. Both sides first prove that they know the job's secret. The threads sleep between
-bursts. A sample consists of one request and its answer, which bound the offset::
+bursts. A sample consists of one request and its answer, which limit the possible offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
@@ -95,7 +95,7 @@ class ClockFit:
         residual_ns: Median distance in nanoseconds between the samples and the fit, or 0 without
             samples.
         delay_ns: Round-trip time in ns of the fastest exchange. The error of the offset is at most
-            half of this time.
+            half of this value.
         num_samples: Number of samples used for the fit.
     """
 
@@ -116,7 +116,7 @@ class ClockFit:
         return float(1e6 * (self.offsets_ns[-1] - self.offsets_ns[0]) / length)
 
     def apply(self, times_ns: Ints) -> Ints:
-        """Converts readings to the target clock, as ``int64`` in the shape of ``times_ns``."""
+        """Returns ``times_ns`` converted to the target clock, as ``int64`` in the same shape."""
         moved: Ints = times_ns + self.base_ns
         if len(self.knots_ns) == 1:
             moved += round(self.offsets_ns[0])
@@ -135,7 +135,7 @@ class ClockFit:
 
 
 def shift(offset_ns: int) -> ClockFit:
-    """Returns a fit that adds a constant number of nanoseconds to every reading, without drift."""
+    """Returns a fit that adds ``offset_ns`` nanoseconds to every reading, without drift."""
     return ClockFit(pivot_ns=0, base_ns=offset_ns, knots_ns=np.zeros(1), offsets_ns=np.zeros(1))
 
 
@@ -143,7 +143,7 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     """Fits the offset between the local clock and a reference clock as a function of time.
 
     Args:
-        samples: Exchanges with the reference rank, at least one, or an array ``[exchanges, 4]`` of
+        samples: One or more exchanges with the reference rank, or an array ``[exchanges, 4]`` of
             their times in ns, in the order of ``ClockExchange``.
 
     Returns:
@@ -194,8 +194,8 @@ def settle(
             to their mean.
 
     Returns:
-        Number of nanoseconds to add to each clock, and the largest time by which any message still
-        arrives before it was sent, or 0 if none does.
+        Number of nanoseconds to add to each clock, and the largest number of nanoseconds by which a
+        message still arrives before it was sent, or 0 if no message does.
     """
     moves = np.zeros(num_clocks)
     _place_unsure(moves, slack_ns, unsure)
@@ -226,10 +226,11 @@ def settle(
 def _place_unsure(
     moves: Floats, slack_ns: Mapping[tuple[int, int], int], unsure: Collection[int]
 ) -> None:
-    """Shifts each clock without a measured offset to the mean of the bounds given by its messages.
+    """Shifts each clock without a measured offset, based on the messages to and from other clocks.
 
-    A clock can be placed once messages in both directions connect it to a placed clock. If several
-    clocks can be placed, the clock with the lowest number is placed first.
+    The clock is shifted to the mean of the two bounds that its messages give. This requires
+    messages in both directions between it and a clock that is already aligned. If several clocks
+    can be aligned, the clock with the lowest number comes first.
 
     Args:
         moves: ``[clocks]``, number of nanoseconds to add to each clock; modified in place.
@@ -269,7 +270,7 @@ def _fastest(sent: Ints, delays: Floats) -> Ints:
 
 
 def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floats, Floats]:
-    """Fits a piecewise linear function with ``count`` knots that gives outliers less weight.
+    """Fits a piecewise linear function with ``count`` knots. Outliers have less weight.
 
     Returns:
         Time of each knot in nanoseconds, and the function's value at the knot.
@@ -318,8 +319,8 @@ class Alignment:
 
     Attributes:
         clocks: All clocks of the run, with the reference clock first.
-        contradiction_ns: Largest time in ns by which a message still seems to arrive before it was
-            sent after the clocks were corrected, or 0 if none does.
+        contradiction_ns: Largest number of ns by which a message still seems to arrive before it
+            was sent after the clocks were corrected, or 0 if no message does.
     """
 
     clocks: tuple[ClockState, ...]
@@ -353,7 +354,7 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """Returns a line for each problem, such as contradictions or unmeasured clocks."""
+        """Returns one line of text per problem, such as contradictions or unmeasured clocks."""
         lines = []
         for how, advice in (
             (
@@ -419,7 +420,7 @@ def _state(name: str, ranks: Sequence[int], how: str, fit: ClockFit) -> ClockSta
 
 
 def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
-    """Corrects the clocks so that no message of the run arrives before it was sent.
+    """Returns ``alignment`` corrected so that no message of the run arrives before it was sent.
 
     Args:
         alignment: Clocks as aligned by :func:`align`.
@@ -474,7 +475,7 @@ TRIES = 3
 
 _REQUEST = struct.Struct("!q")
 _ANSWER = struct.Struct("!qqq")
-# Value of SO_TIMESTAMPNS in <asm-generic/socket.h>, which Python's socket module does not define.
+# The value is from <asm-generic/socket.h>, because Python's socket module does not define it.
 _SO_TIMESTAMPNS = 35
 _TIMESPEC = struct.Struct("=qq")
 _STAMP_ROOM = 64
@@ -498,9 +499,9 @@ def start_clock_sync(
         rank: Global rank of this process.
         clock_id: ID of this rank's monotonic clock; ranks with the same ID share a clock.
         address: Address at which other machines reach rank 0.
-        gather: All-gather over all ranks. It takes this rank's value and returns the values of all
-            ranks.
-        deliver: Callback that is called from another thread with the samples of each burst.
+        gather: Function that gathers one value from every rank. It takes this rank's value and
+            returns a list of the values of all ranks.
+        deliver: Function that is called from another thread with the samples of each burst.
 
     Returns:
         Stack whose ``close()`` runs a last burst and stops this rank's threads. ``close()`` can be
@@ -523,7 +524,7 @@ def start_clock_sync(
 
 
 class ClockServer:
-    """Answers requests for the time from clients that know a secret, with a thread per connection.
+    """Answers requests for the time from clients that know a secret. Uses a thread per connection.
 
     Args:
         host: Address to listen on. If it is empty or belongs to another machine, the server listens
@@ -545,7 +546,7 @@ class ClockServer:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops the server after a short wait for last requests. Can be called more than once."""
+        """Stops the server after a short wait for last requests. May be called more than once."""
         self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
         while self._serving:
@@ -574,13 +575,13 @@ class ClockServer:
 
 
 class ClockSampler:
-    """Asks rank 0 for its time in bursts, using a thread.
+    """Starts a thread that asks rank 0 for its time in bursts of requests.
 
     Args:
         host: Address of rank 0.
         port: Port of the clock server on rank 0.
         secret: Secret of the clock server.
-        deliver: Callback that is called in the thread with the samples of each burst.
+        deliver: Function that is called in the thread with the samples of each burst.
         now: Function that returns the time of this rank's clock in nanoseconds.
         periods_s: Initial and maximum time in seconds between two bursts.
     """
@@ -606,7 +607,7 @@ class ClockSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Runs a last burst and stops the thread. Can be called more than once."""
+        """Runs a last burst and stops the thread. This method can be called more than once."""
         self._closed.set()
         self._thread.join(2 * PATIENCE_S)
 
@@ -656,10 +657,11 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
-    """Receives ``size`` bytes (fewer if the connection closes), and returns the arrival time too.
+    """Receives ``size`` bytes, and returns them and their arrival time in nanoseconds.
 
-    The arrival time is on the clock ``now``, but the kernel's timestamp is a time of day. Therefore
-    only the age of the timestamp is used, which is subtracted from a reading of ``now``.
+    Fewer bytes are returned if the connection closes. The arrival time is a reading of the clock
+    ``now``, but the kernel's timestamp is a time of day. Therefore, the age of the timestamp is
+    subtracted from a reading of ``now``.
     """
     data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
     unix_ns = time.time_ns()
@@ -668,6 +670,7 @@ def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, i
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value[: _TIMESPEC.size])
             age_ns = unix_ns - (seconds * 10**9 + nanoseconds)
-            if 0 <= age_ns < 10**9:  # otherwise the time of day was changed in between
+            # If the age is out of range, the time of day was changed in between.
+            if 0 <= age_ns < 10**9:
                 return data, present_ns - age_ns
     return data, present_ns

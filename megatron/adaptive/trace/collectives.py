@@ -7,8 +7,8 @@ time is the transfer::
     member 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     member 1                          arrives ┴─ transfer ─┘ end
 
-All members record the times of the same collectives, or of the same sample of them if there are
-many, and the total time of all collectives. A group is ignored if any of its members has no trace.
+All members record the times of the same collectives, or of the same sample if there are many, and
+the total time of all collectives. A group is ignored if the trace of any member is missing.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class JoinedCollectives:
             arrived at the collective.
         end_ns: ``[collectives, members]``, time in ns on the run's clock at which the collective
             finished on each member.
-        step_iteration: ``[steps]``, numbers of the iterations in which all members measured.
-        step_ns: ``[steps, members]``, time in ns that a member spent in all these collectives of an
-            iteration, with and without recorded times.
-        per_step: Mean number of collectives in an iteration, with and without recorded times.
-        total_ns: Time in ns that a member spends in these collectives in an iteration; mean over
+        step_iteration: ``[steps]``, numbers of the iterations in which all members recorded times.
+        step_ns: ``[steps, members]``, total time in ns that a member spent in these collectives per
+            iteration. Collectives without recorded times are included.
+        per_step: Mean number of collectives per iteration, including collectives without recorded
+            times.
+        total_ns: Time in ns that a member spends in these collectives per iteration, averaged over
             members and iterations.
-        size_bytes: Mean total size in bytes of a collective's inputs and results on a member.
+        size_bytes: Mean number of bytes in a collective's inputs and results on one member.
     """
 
     kind: str
@@ -80,9 +81,9 @@ class JoinedCollectives:
 
     @property
     def held_up_ns(self) -> Floats:
-        """``[collectives, members]``, time in ns for which all others waited only for this member.
+        """``[collectives, members]``, time in ns that all others waited only for this member.
 
-        The time is 0 for all members except the last member to arrive.
+        The value is 0 for all members except the last member to arrive.
         """
         ordered = np.sort(self.start_ns, axis=1)
         gap_ns = (ordered[:, -1] - ordered[:, -2]).astype(np.float64)
@@ -90,10 +91,11 @@ class JoinedCollectives:
         return np.where(is_last, gap_ns[:, None], 0.0)
 
     def per_step_ns(self, times_ns: Floats | Ints) -> Floats:
-        """Estimates the total time in ns of the collectives per iteration, ``[iterations, ...]``.
+        """Estimates the total time in ns of the collectives per iteration.
 
         Args:
-            times_ns: ``[collectives, ...]``, time in ns of each collective with recorded times.
+            times_ns: ``[collectives, ...]``, time in ns of each collective with recorded times. The
+                result has the shape ``[iterations, ...]``.
         """
         means = [times_ns[self.iteration == n].mean(axis=0) for n in np.unique(self.iteration)]
         return np.array(means, dtype=np.float64) * self.per_step
@@ -105,7 +107,7 @@ class JoinedCollectives:
 
 
 def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCollectives]:
-    """Joins the collectives recorded by the members of each group, on the run's common clock.
+    """Combines the collectives that the members of each group recorded, using the common clock.
 
     Args:
         run: Trace of the run.
@@ -143,9 +145,9 @@ def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCol
 def _join(
     kind: str, operation: str, groups: Mapping[int, Mapping[int, GroupCollectives]]
 ) -> JoinedCollectives | None:
-    """Joins the times that the members recorded for one operation.
+    """Combines the times that the members of one group recorded for one operation.
 
-    The result is ``None`` if there is no collective with times from all members.
+    The result is ``None`` if no collective has times from all members.
 
     Args:
         kind: Kind of the group.
@@ -188,13 +190,13 @@ def _join(
 
 
 def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
-    """Returns number, total time in ns and total bytes of a member's collectives in a step."""
+    """Returns the number, total time in ns and total bytes of ``operation`` in a member's step."""
     totals = dict(zip(group.operations, group.totals, strict=True))
     return totals.get(operation, (0, 0, 0))
 
 
 def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:
-    """Returns the start and end in ns of a member's collectives, by index in the iteration."""
+    """Returns the start and end in ns of each recorded ``operation``, by index in the iteration."""
     return {
         number: (start_ns, end_ns)
         for number, of, start_ns, end_ns in group.kept
@@ -211,10 +213,10 @@ class CollectiveFigures:
         operation: Name of the collective.
         size: Number of members of the largest group.
         count: Number of collectives per group in the step.
-        size_bytes: Total size in bytes of a collective's inputs and results on a member.
+        size_bytes: Number of bytes in a collective's inputs and results on one member.
         wait_ms: Time in ms for which a member waited for the last member to arrive.
         transfer_ms: Remaining time in ms that a member spent in these collectives.
-        last_rank: Global rank that the other members of its group waited longest for.
+        last_rank: Global rank for which the other members of its group waited longest.
         last_ms: Time in ms for which the other members waited only for ``last_rank``.
     """
 
@@ -230,7 +232,7 @@ class CollectiveFigures:
 
 
 def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]:
-    """Returns an iteration's times by kind of group and operation; empty if none were recorded."""
+    """Returns the collective times of ``iteration``, by kind of group and operation."""
     by_name: dict[str, list[JoinedCollectives]] = {}
     for joined in join_collectives(run, [iteration]):
         by_name.setdefault(joined.name, []).append(joined)
@@ -238,7 +240,7 @@ def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]
 
 
 def _figures(groups: Sequence[JoinedCollectives]) -> CollectiveFigures:
-    """Combines the groups of one kind into the figures of one operation."""
+    """Averages the times of ``groups``, which have the same kind and operation."""
     held_up_ms = {}
     wait_ms = []
     transfer_ms = []

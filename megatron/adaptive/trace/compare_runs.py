@@ -5,13 +5,13 @@ relative changes can be added::
 
     change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
 
-Changes are selected one at a time, starting with the change that explains most of the difference. A
-rank on which all kinds of actions became slower is therefore one change instead of three. Each
-link, and each rank that reads data, is compared separately.
+Changes are selected one at a time, starting with the change that accounts for most of the
+difference. A rank on which all kinds of actions became slower is therefore reported as one change
+instead of three. Each link, and each rank that reads data, is compared separately.
 
-If both runs recorded layers and collectives (``--trace-detail``), these are compared too: each
-layer with the other layers of its ranks, the transfers of each process group, and the time spent
-waiting for each rank.
+If both runs recorded layers and collectives (``--trace-detail``), these are compared too. Each
+layer is compared with the other layers of its ranks. For each process group, the transfer times and
+the time spent waiting for each rank are compared.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Change:
         ranks: Affected global ranks; for a link, the sender and the receiver.
         stages: Affected pipeline stages.
         action: Kind of action (F, B or W); empty if several kinds are affected.
-        layer: Index of the layer in the model, or -1 if there is none.
+        layer: Index of the layer in the model, or -1 if the change does not concern a single layer.
         collective: Kind of the group and operation; empty unless the change concerns collectives.
-        before_ms: Time in ms in the first run. This is the time per message for ``link``, per read
-            for ``data``, per step for ``layer``, ``transfers`` and ``waits``, and the computing
-            time per microbatch for all other kinds.
+        before_ms: Time in ms in the first run, per message for ``link``, per read for ``data``, and
+            per step for ``layer``, ``transfers`` and ``waits``. For all other kinds, it is the
+            computing time per microbatch.
         after_ms: Time in ms in the second run, of the same kind as ``before_ms``.
         confidence: Probability that the change is not random, between 0.5 and 0.99.
     """
@@ -98,7 +98,7 @@ class Change:
 
     @property
     def place(self) -> str:
-        """Affected part of the work as text."""
+        """Text that names the affected part of the work."""
         if self.kind == "everything":
             return "computing on all ranks"
         if self.kind == "link":
@@ -119,7 +119,7 @@ class Change:
         return f"{self.action} on {rank} ({stages})" if self.action else f"{rank} ({stages})"
 
     def format(self) -> str:
-        """Formats the change as a line of text."""
+        """Returns the change as a line of text."""
         change = "slower" if self.relative > 0 else "faster"
         return (
             f"{self.place}: {abs(self.relative):.1%} {change}, {self.before_ms:.4g} -> "
@@ -153,16 +153,16 @@ class Comparison:
         return self.after_ms / self.before_ms - 1
 
     def is_slower_by(self, limit: float) -> bool:
-        """Returns whether a step of the second run is slower than a limit allows.
+        """Returns whether the steps of the second run are slower by more than ``limit``.
 
         Args:
-            limit: Fraction by which a step may be slower. A change that may be random never exceeds
-                the limit.
+            limit: Fraction by which a step may be slower. The result is ``False`` if the change may
+                be random.
         """
         return self.relative > limit and self.relative > SURE * self.error
 
     def format(self) -> str:
-        """Formats the comparison as text, with the step time followed by a line per change."""
+        """Returns the comparison as text: the step time, followed by a line per change."""
         first, second = self.iterations
         is_sure = abs(self.relative) > SURE * self.error
         word = "slower" if self.relative > 0 else "faster"
@@ -189,7 +189,7 @@ def compare_runs(
     after: RunTrace,
     iterations: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
 ) -> Comparison:
-    """Compares two runs with the same pipeline shape.
+    """Returns the changes between two runs with the same pipeline shape.
 
     Args:
         before: Trace of the first run.
@@ -243,7 +243,7 @@ def _check_shapes(before: RunTrace, after: RunTrace) -> None:
 
 
 def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
-    """Returns the difference between the medians over the first axis, and its standard error."""
+    """Returns the difference of the medians over the first axis, and its standard error."""
     errors = [
         _MEDIAN_ERROR * spread(series, axis=0) / math.sqrt(len(series))
         for series in (before, after)
@@ -253,7 +253,7 @@ def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
 
 
 def _computing(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds changes in computing time, starting with the change that explains most."""
+    """Finds changes in computing time, starting with the change that matters most."""
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
@@ -312,7 +312,8 @@ class _PartChange:
         part: Part of the work.
         size: Change in the logarithm of the time.
         certainty: Size of the change in standard errors.
-        explained: Amount of the squared differences between the runs that the change explains.
+        explained: Part of the sum of squared differences between the runs that the change accounts
+            for.
     """
 
     part: _Part
@@ -343,15 +344,16 @@ rounding errors.
 
 
 def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | None:
-    """Returns the part's change that explains most, or ``None`` if no change is certain.
+    """Returns the change that accounts for most of ``rest``, or ``None`` if no change is certain.
 
-    For example, a change of a whole rank explains more than a change of its backward passes.
+    For example, a change of a whole rank accounts for more than a change of its backward passes.
 
     Args:
         m: Measured times of a run.
         weight: ``[ranks, chunks, 3]``, certainty of each cell's change, or 0 if the change is
             unknown.
-        rest: ``[ranks, chunks, 3]``, changes that are not yet explained, as logarithms.
+        rest: ``[ranks, chunks, 3]``, differences that no earlier change accounts for, as
+            logarithms.
     """
     best: _PartChange | None = None
     for kind, axes in _KINDS_OF_PART:
@@ -375,7 +377,7 @@ def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | 
 
 
 def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
-    """Returns a part of the work.
+    """Returns the part of the work that has the given kind and position.
 
     Args:
         m: Measured times of a run.
@@ -400,7 +402,7 @@ def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
 
 
 def _links(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds links whose messages took a different time in the second run."""
+    """Finds links whose message times differ between the two runs."""
     clocks_ns = first.clock_error_ns + second.clock_error_ns
     delays = [_delays(m) for m in (first, second)]
     for link in sorted(delays[0].keys() & delays[1].keys()):
@@ -419,7 +421,7 @@ def _links(first: Measured, second: Measured) -> Iterator[Change]:
 
 
 def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
-    """Returns the times in ns of messages with an exact arrival time, by sender and receiver."""
+    """Returns the times in ns of messages with exact arrival times, by (sender, receiver)."""
     messages = m.messages
     taken_ns = (messages.arrived_ns - messages.sent_ns).astype(np.float64)
     exact = ((link, rows[messages.seen[rows]]) for link, rows in messages.by_link())
@@ -449,7 +451,7 @@ def _data(first: Measured, second: Measured) -> Iterator[Change]:
 def _layers(
     runs: tuple[RunTrace, RunTrace], measured: tuple[Measured, Measured]
 ) -> Iterator[Change]:
-    """Finds layers whose time changed by a different factor than other layers of their ranks."""
+    """Finds layers whose times changed differently from the other layers on the same ranks."""
     times = [_times_of_layers(*both) for both in zip(runs, measured, strict=True)]
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for layer in sorted(times[0].keys() & times[1].keys()):
@@ -493,7 +495,7 @@ class _LayerTimes:
 
 
 def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
-    """Returns the times of layers that were timed in all iterations, by index of the layer."""
+    """Returns the times of the layers that were timed in all iterations, by layer index."""
     times: dict[int, dict[int, list[int]]] = {}
     for rank in sorted(run.ranks):
         for iteration in m.iterations.tolist():
@@ -509,7 +511,7 @@ def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
 
 
 def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds groups whose transfer time changed, and ranks for which the waiting time changed."""
+    """Finds groups whose transfer times changed, and ranks for which waiting times changed."""
     groups = [{(of.name, of.ranks): of for of in m.collectives} for m in (first, second)]
     for name, ranks in sorted(groups[0].keys() & groups[1].keys()):
         of_runs = [of_run[name, ranks] for of_run in groups]
@@ -544,21 +546,21 @@ def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
 
 
 def _median_ms(times_ns: Floats) -> float:
-    """Returns the median in ms, at least a microsecond, so that ratios are defined."""
+    """Returns the median of ``times_ns`` in ms, but at least 0.001 to avoid division by 0."""
     return max(float(np.median(times_ns)) / 1e6, 1e-3)
 
 
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
-    """Returns the confidence that times have changed, or ``None`` if the change may be random.
+    """Returns the confidence that the times changed, or ``None`` if the change may be random.
 
-    A change must exceed both the fraction :data:`LEAST` of the time and the fraction
+    To count, a change must exceed the fraction :data:`LEAST` of the time and the fraction
     :data:`OF_STEP` of a step.
 
     Args:
         before: Times in ns in the first run.
         after: Times in ns in the second run.
         step_ns: Duration of a step in ns.
-        error_ns: Additional error of the difference in ns, such as the clocks' error.
+        error_ns: Additional error of the difference in ns, such as the error of the clocks.
     """
     if min(len(before), len(after)) < 3:
         return None

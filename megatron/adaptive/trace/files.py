@@ -1,4 +1,4 @@
-"""Writes results atomically, and writes optional files for as long as the disk accepts data.
+"""Writes results atomically, and writes optional files as long as the disk accepts data.
 
 A run can continue without some of its files, such as traces, curves, progress files and logs. If
 such a file cannot be written, for example because the disk is full, a warning is printed and the
@@ -33,7 +33,7 @@ _ROOM_BYTES = 1 << 16
 
 
 def _has_room(file: int) -> bool:
-    """Returns whether a file's disk has enough free space to try writing again.
+    """Returns whether the disk of ``file`` has enough free space to try writing again.
 
     At least 64 KiB must be free. With a smaller limit, a few bytes freed by another program would
     briefly end the outage.
@@ -65,7 +65,7 @@ class Outage:
         self.lost = 0
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
-        """Counts ``count`` lost units, and prints the reason if this call begins the outage."""
+        """Adds ``count`` to the lost units, and prints ``error`` if it begins the outage."""
         self.lost += count
         if not self.is_on:
             self.is_on = True
@@ -73,7 +73,7 @@ class Outage:
             self._say(f"warning: cannot write {self._name}: {reason}; the run continues without it")
 
     def ends(self) -> None:
-        """Ends the outage, if there is one, and prints how much data was lost."""
+        """Ends the outage if there is one, and prints how much data was lost."""
         if self.is_on:
             self.is_on = False
             self._say(f"note: {self._name} can be written again; lost: {self.lost} {self._unit}")
@@ -122,7 +122,7 @@ class BestEffortFile:
         return self._outage.lost
 
     def append(self, data: bytes, count: int = 1) -> bool:
-        """Appends all of the data, or nothing if the disk does not accept all of it.
+        """Appends all of ``data``, or nothing if the disk does not accept all of it.
 
         Args:
             data: Bytes to append, such as several lines.
@@ -151,12 +151,12 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes ``head``. If that fails, it is written before any later data."""
+        """Writes the bytes of ``head``. If this fails, they are written before any later data."""
         self._has_head = False
         self.append(b"", 0)
 
     def close(self) -> None:
-        """Closes the file. Can be called more than once."""
+        """Closes the file. This method can be called more than once."""
         file, self._file = self._file, None
         if file is not None:
             # NFS may report failures of earlier writes only at close(), when they cannot be undone.
@@ -199,7 +199,7 @@ class _LossyOutput(io.FileIO):
         self._lost = 0
 
     def write(self, data: Any) -> int:
-        """Writes or drops data. After a failure, the number of lost bytes is written first.
+        """Writes ``data`` or drops it. After a failure, the number of lost bytes is written first.
 
         Returns:
             Number of bytes in ``data``, even if they were dropped.
@@ -226,7 +226,7 @@ def keep_printing() -> None:
     """Makes ``print`` and other writes to standard output and error ignore errors.
 
     Without this, a full disk or a closed terminal would end the run. Streams that other code has
-    replaced are not changed. Can be called more than once.
+    replaced are not changed. This function can be called more than once.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -238,7 +238,7 @@ def keep_printing() -> None:
             stream.flush()
         raw = _LossyOutput(stream)
         made = io.TextIOWrapper(
-            # Keep an unbuffered stream (PYTHONUNBUFFERED) unbuffered.
+            # An unbuffered stream (PYTHONUNBUFFERED) must stay unbuffered.
             cast(Any, raw) if stream.write_through else io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
@@ -273,10 +273,10 @@ def drop_closed_terminal() -> bool:
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
-    """Renames a non-empty folder to ``<folder>-1``, ``<folder>-2`` or the next free name.
+    """Renames ``folder`` to ``<folder>-1``, ``<folder>-2`` and so on, unless it is empty.
 
-    Each start of a job needs an empty folder of traces. If several machines share the folder, they
-    may all call this function at the same time.
+    The first unused name is chosen. Each start of a job needs an empty folder of traces. If several
+    machines share the folder, all of them may call this function at the same time.
 
     Returns:
         New path of the folder, or ``None`` if it was empty or missing.
@@ -293,7 +293,7 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
             number += 1
         path.rename(kept)
     except FileNotFoundError:
-        return None  # another machine has just renamed the shared folder
+        return None  # Another machine has just renamed the shared folder.
     except OSError as error:
         raise TraceError(
             f"cannot rename {path}, which has the traces of an earlier start: {error.strerror}; "
@@ -304,11 +304,11 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Replaces a file atomically: yields a temporary path, and renames that file at the end.
+    """Replaces the file at ``path`` atomically by a temporary file, whose path is yielded.
 
     The temporary file has the suffix of ``path``, because writers choose the format by the suffix.
-    If the body of the ``with`` statement fails, the file at ``path`` stays unchanged and the
-    temporary file is deleted. Missing folders are created.
+    It is renamed when the ``with`` statement ends. If the body of the statement fails, the file at
+    ``path`` stays unchanged and the temporary file is deleted. Missing folders are created.
 
     Raises:
         TraceError: The file cannot be written at ``path``.

@@ -1,7 +1,7 @@
 """Reads dumps of torch's flight recorder, and finds the stuck collective and the late ranks.
 
 torch writes a dump on each rank if ``TORCH_FR_BUFFER_SIZE`` is set and a NCCL collective takes too
-long. The file name ends with ``trace_rank_0`` and so on, as in ``comm_lib_trace_rank_0``, or in
+long. The file name ends with ``trace_rank_`` and the rank, as in ``comm_lib_trace_rank_0``, or in
 older releases ``nccl_trace_rank_0``. Jobs that use NVIDIA's resiliency extension (NVRx) name it
 ``_dump_0``. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists the last collectives
 of each process group, with a number that is the same on all ranks of the group. Messages
@@ -35,11 +35,11 @@ _BATCH = "coalesced"
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """Describes a rank's call of a collective, or of a send or a receive (a message).
+    """Describes a call of a collective, a send or a receive on one rank.
 
     Attributes:
         rank: Global rank.
-        group: Name of the process group, with its description if it has one.
+        number: Index of the collective in its group. For a message, each rank counts separately.
         number: Index of the collective in its group, or of the message, which each rank counts
             separately.
         name: Name of the operation, such as ``nccl:all_reduce``.
@@ -106,7 +106,7 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Formats the call as text, with its name, the waiting ranks and the late ranks."""
+        """Returns the call as text, with its name, the waiting ranks and the late ranks."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""
@@ -126,7 +126,7 @@ class StuckCall:
 
 @dataclass(frozen=True, kw_only=True)
 class StuckCalls:
-    """Holds the conclusions about a hang that follow from the dumps of a job.
+    """Holds what the dumps of a job show about a hang.
 
     Attributes:
         ranks: Global ranks with a dump.
@@ -145,7 +145,7 @@ class StuckCalls:
     notes: tuple[str, ...] = ()
 
     def format(self) -> str:
-        """Formats the result as text."""
+        """Returns the result as text, with the stuck calls, the reason and advice."""
         count = len(self.stuck)
         lines = [
             f"flight recorder of {len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}: "
@@ -163,7 +163,7 @@ class StuckCalls:
 
 
 def dump_files(folder: Path | None) -> dict[int, Path]:
-    """Maps each rank to its dump in a folder; empty if the folder contains no dumps."""
+    """Maps each rank to the path of its dump in ``folder``; empty if there are no dumps."""
     if folder is None or not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -171,7 +171,7 @@ def dump_files(folder: Path | None) -> dict[int, Path]:
 
 
 def read_dumps(folder: Path) -> list[Dump]:
-    """Reads all dumps in a folder, in the order of ranks.
+    """Reads all dumps in ``folder``, and returns them in ascending order of rank.
 
     Raises:
         TraceError: A file is not a dump, or has a different version.
@@ -213,7 +213,7 @@ def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
 
 
 def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
-    """Describes the collective that the given unfinished calls belong to."""
+    """Describes the collective to which the unfinished ``calls`` belong."""
     call = calls[0]
     listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
     # torch does not list the members of gloo groups, so use the ranks that have used the group.
@@ -243,7 +243,7 @@ def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> Stu
 def _message(
     calls: Sequence[RecordedCall], route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> StuckCall:
-    """Describes the message that the given unfinished calls belong to.
+    """Describes the message to which the unfinished ``calls`` belong.
 
     Args:
         calls: Calls of the sender, of the receiver, or of both.
@@ -271,7 +271,7 @@ def _message(
 def _is_late(
     end: int, call: RecordedCall, route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> bool:
-    """Returns whether a rank has not made its call (a send or a receive) for a message.
+    """Returns whether rank ``end`` has not yet called its send or receive of a message.
 
     Args:
         end: Global rank of the sender or the receiver, whose calls on this route have all finished.
@@ -285,11 +285,11 @@ def _is_late(
     )
     if dumps[call.rank].is_whole and dumps[end].is_whole:
         return len(silent) <= waiting.index(call)
-    return True  # all calls of ``end`` on this route have finished, so it has not made this call
+    return True  # All calls of ``end`` on this route have finished, so it has not made this call.
 
 
 def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
-    """Returns the global ranks of a message's sender and receiver.
+    """Returns the global ranks of the sender and the receiver of a message.
 
     The result is empty for a collective. If torch did not record the other rank, the result
     contains only the rank that made the call.
@@ -307,13 +307,13 @@ def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
 
 
 def _signature(call: RecordedCall) -> tuple[str, str]:
-    """Returns the name and, for some collectives, the sizes, which must be equal on all ranks."""
+    """Returns the parts of a call that must be equal on all ranks: its name and sometimes sizes."""
     has_equal_sizes = call.name.endswith(("all_reduce", "allreduce", "broadcast"))
     return call.name, call.sizes if has_equal_sizes else ""
 
 
 def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
-    """Returns the culprits, a sentence with the reason for the hang, and advice."""
+    """Returns the ranks that block the job, a sentence with the reason, and advice."""
     if not stuck:
         return (), "every recorded collective has finished on the ranks that called it", ""
     if different := next((call for call in stuck if call.mismatch), None):
@@ -362,7 +362,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
 
 
 def _endless(stuck: StuckCall) -> tuple[str, str]:
-    """Returns a sentence and advice about a call that all ranks made but that never finishes."""
+    """Returns a sentence and advice about a call that all ranks made but that does not finish."""
     call = stuck.call
     if call.is_message:
         return (
@@ -395,7 +395,7 @@ def _read_dump(rank: int, path: Path) -> Dump:
             content = parse_json(data)
         else:
             content = _PlainUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle may raise any exception
+    except Exception as error:  # A damaged pickle may raise any exception.
         raise TraceError(
             f"{path} is not a dump of torch's flight recorder: {printable(str(error)) or 'damaged'}"
         ) from None
@@ -440,7 +440,7 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
 
 
 def _without_batches(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """Removes the entries that represent whole batches of messages.
+    """Removes the entries that represent whole batches of messages from ``calls``.
 
     torch marks only the entry of the batch as finished, but not the entries of its messages. The
     mark is therefore copied to these messages.
@@ -477,7 +477,7 @@ def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
 
 
 def _place(frames: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the innermost frame outside of libraries as text; empty if there is none."""
+    """Returns the innermost frame outside of libraries as text; empty if there is no such frame."""
     for frame in frames:
         if not _LIBRARY.search(str(frame["filename"])):
             file_name = "/".join(Path(str(frame["filename"])).parts[-2:])

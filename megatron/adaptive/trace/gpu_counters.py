@@ -1,4 +1,4 @@
-"""Counts events that slow down a rank's GPU: power limit, heat, errors, other processes.
+"""Counts events that slow down a rank's GPU: power limits, heat, errors and other processes.
 
 The counters are read with NVML, which requires the package ``nvidia-ml-py`` and NVIDIA's driver. If
 either is missing, nothing is counted.
@@ -52,7 +52,7 @@ GPU_COUNTERS = (
 
 _SUMS = GPU_COUNTERS[:4]
 _EVERY_S = 1.0
-"""Minimum time in seconds between two readings, because each reading takes about a millisecond."""
+"""Minimum time in seconds between two readings, because a reading takes about a millisecond."""
 _MILLI = 1000
 
 
@@ -85,7 +85,7 @@ class GpuCounters:
             self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except ImportError:
             self.why_not = "the package nvidia-ml-py is missing"
-        except Exception as error:  # for example, there is no driver or no permission
+        except Exception as error:  # There may be no driver or no permission, for example.
             self.why_not = f"NVML cannot be initialized: {error}"
         else:
             self._nvml = pynvml
@@ -131,7 +131,7 @@ class GpuCounters:
                 continue
             try:
                 self._values[name] = int(read())
-            except Exception:  # this version of NVML or this GPU does not provide the counter
+            except Exception:  # This version of NVML or this GPU does not provide the counter.
                 self._values.pop(name, None)
         self._read_s = time.monotonic()
 

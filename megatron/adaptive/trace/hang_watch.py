@@ -94,7 +94,7 @@ class RankEvidence:
 
     @property
     def doing(self) -> str:
-        """Current action of the rank as text, with microbatch, chunk and iteration."""
+        """Text with the current action of the rank, its microbatch, chunk and iteration."""
         now = self.now
         doing = str(now.get("doing", ""))
         iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
@@ -106,7 +106,7 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Code line that the main thread is running, as text; skips ``threading``, ``queue``."""
+        """Text with the code line that the main thread runs, except in ``threading``, ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
@@ -137,7 +137,7 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished action ``turn`` of a kind and a chunk in a step."""
+        """Returns whether the rank has finished the action ``turn`` of ``kind`` and ``chunk``."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -163,7 +163,7 @@ class Culprit:
 
 
 def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
-    """Determines which ranks block a job, and why, from the evidence about all its ranks."""
+    """Returns which ranks block a job and why, given the evidence about all ranks of the job."""
     for symptom in _SYMPTOMS:
         if matching := [rank for rank in ranks if symptom.applies(rank)]:
             first = matching[0]
@@ -252,7 +252,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the ``Culprit`` for a rank that does not wait for any other rank."""
+    """Returns the result for ``rank``, which blocks the job and does not wait for other ranks."""
     missed = next(
         (
             f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
@@ -292,7 +292,7 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
 
 
 def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
-    """Returns how many ranks have started more collectives than the candidate.
+    """Returns the number of ranks that have started more collectives than ``candidate``.
 
     A rank is counted if it is ahead in at least one process group and behind in none. If background
     threads wait for each other, only these numbers of collectives show which rank is late.
@@ -308,7 +308,7 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers above ``begun`` of the group's collectives in which ranks are waiting."""
+    """Returns the numbers above ``begun`` of collectives of group ``name`` that ranks wait in."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
@@ -336,7 +336,7 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns the number of ranks that wait for a rank (also indirectly), including the rank."""
+    """Returns the number of ranks that wait for ``rank``, even indirectly, plus one."""
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -344,7 +344,7 @@ def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:
-    """Returns ranks that wait for each other in a cycle (a deadlock); empty if there is none."""
+    """Returns ranks that wait for each other in a cycle; empty if there is no deadlock."""
     for start in edges:
         path = [start]
         while others := sorted(edges.get(path[-1], ())):
@@ -370,7 +370,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 class Stillness:
-    """Measures how long no rank on this machine has made progress.
+    """Measures for how long no rank on this machine has made progress.
 
     Within a step, only the end of an action or of a collective counts as progress. Between steps,
     in evaluations, in checkpoints and before the third iteration (imports, compilation), reads and
@@ -480,7 +480,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float, float]:
-    """Returns the usage of each resource in :data:`_BUSY` since a process started."""
+    """Returns the usage of each resource in :data:`_BUSY` since the process ``pid`` started."""
     stat = _stat(pid)
     moved = 0
     waited_ns = 0
@@ -495,7 +495,7 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence about this machine's ranks from outside their processes. Takes seconds.
+    """Collects evidence about this machine's ranks from outside. This takes several seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -544,7 +544,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
 
 
 def main_frames(stack: str) -> list[tuple[str, int, str]]:
-    """Extracts the main thread's frames, innermost first, from a stack dump of all threads.
+    """Returns the main thread's frames, innermost first, from ``stack``, a dump of all threads.
 
     ``py-spy`` marks the main thread; ``faulthandler`` prints it last.
     """
@@ -603,7 +603,7 @@ def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    for _ in range(3):  # retry, because a rank may be writing the file
+    for _ in range(3):  # The read is repeated, because a rank may be writing the file.
         try:
             return dict(json.loads(path.read_bytes()))
         except FileNotFoundError:
@@ -614,7 +614,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
-    """Formats a hang report with the culprit, a line per rank, and the stacks of all ranks."""
+    """Returns a hang report as text, with the culprit, a line per rank, and all stacks."""
     lines = [
         f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",
@@ -658,7 +658,7 @@ class _Watch:
             last_s = now_s
             nows = _read_nows(self._folder, self._pids)
             if any(now.get("doing") == _ENDED for now in nows.values()):
-                return  # the job has finished, or the rank has printed an error
+                return  # The job has finished, or the rank has printed an error.
             work = {rank: _work(pid) for rank, pid in self._pids.items()}
             moved = [
                 any(after[n] - self._work[r][n] > _BUSY[n] * elapsed_s for r, after in work.items())
@@ -690,7 +690,7 @@ class _Watch:
         self._publish(still_s)
 
     def _publish(self, still_s: float, evidence: Sequence[RankEvidence] = ()) -> None:
-        """Writes the time without progress and the evidence to a file for the other machines."""
+        """Writes the time without progress and ``evidence`` to a file for the other machines."""
         if self._job["machines"] < 2:
             return
         self._beat += 1
@@ -705,7 +705,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Returns the last report of each other machine, or an empty report if it is too old."""
+        """Returns the last report of each other machine. Reports that are too old are empty."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")
@@ -725,7 +725,7 @@ class _Watch:
         if any(
             rank.now.get(name) != after[rank.rank].get(name) for rank in evidence for name in _MOVES
         ):
-            return  # the job made progress while evidence was collected
+            return  # The job made progress while evidence was collected.
         self._reported_s = still_s
         ranks.sort(key=lambda rank: rank.rank)
         culprit = find_culprit(ranks)
@@ -752,7 +752,7 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Waits some seconds for the evidence of other machines' hang detectors, and returns it."""
+        """Waits some seconds for evidence from other machines' hang detectors, and returns it."""
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:

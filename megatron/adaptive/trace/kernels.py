@@ -1,14 +1,14 @@
 """Reads and writes the operators and kernels of single steps, for ``--trace-detail kernels``.
 
 A rank that records kernels writes a file ``kernels_rank_00000.jsonl`` next to its trace, with one
-line per step. Each line contains the totals of all kernels by action and name, and the start and
-duration of the :data:`MOST_KEPT` longest kernels. Times are on the rank's monotonic clock, as in
-its trace. A name is an index into ``names``::
+line per step. Each line contains the total time of all kernels by action and name, and the start
+and duration of the :data:`MOST_KEPT` longest kernels. Times are readings of the rank's monotonic
+clock, as in its trace. A name is an index into ``names``::
 
     {"iteration": 10, "device": "cpu", "names": ["aten::mm", ...],
      "totals": [["F", name, number, total_ns], ...], "kept": [[name, start_ns, length_ns], ...]}
 
-A kernel belongs to the action during which it begins.
+A kernel belongs to the action that is running when the kernel begins.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span
 
 MOST_KEPT = 20_000
-"""Maximum number of kernels of a step whose times are kept, which takes less than a megabyte."""
+"""Maximum number of kernels per step whose times are kept. They take less than a megabyte."""
 
 MOST_NAMES = 1_000
-"""Maximum number of totals of a step. Further totals are summed by action under :data:`OTHERS`."""
+"""Maximum number of totals per step. The rest is added up by action under :data:`OTHERS`."""
 
 OTHERS = "others"
 OUTSIDE = "outside"
@@ -50,7 +50,7 @@ class TimedKernel(NamedTuple):
 
 
 class KernelTotal(NamedTuple):
-    """Contains the number and time of the kernels with one name in one kind of action of a step.
+    """Contains the number and total time of kernels with the same name and action in a step.
 
     Attributes:
         action: Kind of action (``F``, ``B``, ``W``, ``reduce``, ``optimizer``) or ``outside``.
@@ -85,7 +85,7 @@ class StepKernels:
 def summed(
     iteration: int, device: str, kernels: Iterable[TimedKernel], spans: Iterable[Span]
 ) -> StepKernels:
-    """Returns the totals of a step's kernels, and the step's longest kernels.
+    """Returns the total time of a step's kernels by action and name, and the longest kernels.
 
     Args:
         iteration: Iteration number.
@@ -115,13 +115,13 @@ def summed(
 def _add(
     sums: dict[tuple[str, str], tuple[int, int]], key: tuple[str, str], row: tuple[int, int]
 ) -> None:
-    """Adds a number of kernels and their time in ns to the totals of an action and a name."""
+    """Adds ``row``, a number of kernels and their time in ns, to the totals of ``key``."""
     count, total_ns = sums.get(key, (0, 0))
     sums[key] = count + row[0], total_ns + row[1]
 
 
 def kernels_path(folder: Path, rank: int) -> Path:
-    """Returns the path of a rank's kernel file in the folder of traces."""
+    """Returns the path of the kernel file of ``rank`` in the folder of traces."""
     return folder / f"kernels_rank_{rank:05d}.jsonl"
 
 
@@ -140,7 +140,7 @@ class KernelFile:
         self._file: BestEffortFile | None = None
 
     def add(self, step: StepKernels) -> None:
-        """Adds a step.
+        """Appends the kernels of ``step`` to the file.
 
         Raises:
             OSError: The file cannot be opened. This error is not raised if the disk is full or
@@ -166,12 +166,12 @@ class KernelFile:
         self._file.append((json.dumps(record, separators=(",", ":")) + "\n").encode())
 
     def close(self) -> None:
-        """Closes the file. Can be called more than once."""
+        """Closes the file. This method can be called more than once."""
         if self._file is not None:
             self._file.close()
 
     def _line_end(self) -> bytes:
-        """Returns a newline if a killed process left the last line incomplete, else nothing."""
+        """Returns a newline if a killed process left an incomplete line, otherwise nothing."""
         with self._path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
@@ -179,7 +179,7 @@ class KernelFile:
 
 
 def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
-    """Reads the kernels of a rank for each step, with times on the run's common clock.
+    """Reads the kernels of ``rank`` for each step, with times on the run's common clock.
 
     Damaged lines are skipped; :func:`kernel_notes` reports them. If a step was recorded twice, the
     second record is used.
@@ -198,7 +198,7 @@ def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
 
 
 def kernel_notes(run: RunTrace) -> list[str]:
-    """Returns a note for each damaged kernel file."""
+    """Returns a note for each damaged kernel file of the run."""
     notes = []
     for rank, trace in run.ranks.items():
         _, note = _read(kernels_path(trace.index.path.parent, rank))
@@ -207,7 +207,7 @@ def kernel_notes(run: RunTrace) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[StepKernels], str]:
-    """Returns the steps in a file, and a note about damaged lines (empty if there are none).
+    """Returns the steps in a file, and a note about damaged lines; empty if no line is damaged.
 
     A truncated last line is skipped without a note.
     """
@@ -236,7 +236,7 @@ def _read(path: Path) -> tuple[list[StepKernels], str]:
 
 
 def _step(record: Any) -> StepKernels:
-    """Returns the step that a record contains.
+    """Returns the step that ``record``, a parsed line of the file, contains.
 
     Raises:
         ValueError: A value has the wrong type or is out of range. Records with a different
@@ -260,14 +260,14 @@ def _step(record: Any) -> StepKernels:
 
 
 def _whole(value: Any) -> int:
-    """Returns an integer from 0 up to :data:`_LIMIT`; raises ``ValueError`` for other values."""
+    """Returns ``value``; raises ``ValueError`` unless it is an integer from 0 to ``_LIMIT``."""
     if type(value) is int and 0 <= value < _LIMIT:
         return value
     raise ValueError("the value is not an integer, or is out of range")
 
 
 def _text(value: Any) -> str:
-    """Returns a string; raises ``ValueError`` for other values."""
+    """Returns ``value`` if it is a string; raises ``ValueError`` otherwise."""
     if isinstance(value, str):
         return value
     raise ValueError("the value is not a string")
@@ -275,7 +275,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFigures:
-    """Contains the total time of a rank's kernels with one name in one kind of action of a step.
+    """Contains the total time of a rank's kernels with the same name and action in a step.
 
     Attributes:
         rank: Global rank.
@@ -293,7 +293,7 @@ class KernelFigures:
 
 
 def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
-    """Returns a step's kernels by rank, action and name, in descending order of total time.
+    """Returns a step's kernels by rank, action and name, in descending order of their total time.
 
     Args:
         run: Trace of the run.
@@ -316,7 +316,7 @@ def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
 
 
 def actions_of(spans: Iterable[Span], kernels: Sequence[TimedKernel]) -> list[Span | None]:
-    """Returns the action during which each kernel begins, or ``None`` outside of actions.
+    """Returns the action during which each kernel begins, or ``None`` if no action was running.
 
     Args:
         spans: Spans of the step on the same rank.

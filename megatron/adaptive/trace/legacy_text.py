@@ -15,9 +15,9 @@ schedule for p ranks and c chunks::
     k = chunk for forward,  c - 1 - chunk for backward and weight
 
 Pauses between iterations are not written. This module adds ``#`` lines with the names of the run,
-the schedule and the placement, and appends the iteration number to each marker; the script ignores
-these additions. ``weight start`` and ``weight finished`` stand for W. The format cannot express
-waits, message sizes and memory, which the JSON-lines files contain.
+the schedule and the placement, and appends the iteration number to each marker. The script ignores
+these additions. ``weight start`` and ``weight finished`` mark weight-gradient passes (W). The
+format cannot express waits, message sizes and memory, which the JSON-lines files contain.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def legacy_name(num_ranks: int, num_chunks: int) -> str:
 
 
 def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Returns the number of pipeline ranks and of chunks per rank that a file name contains.
+    """Returns the number of pipeline ranks, and of chunks per rank, from the file name of ``path``.
 
-    The result is ``None`` if the name has a different form.
+    The result is ``None`` if the name has another form.
     """
     match = _NAME.fullmatch(Path(path).stem)
     if not match or int(match[1]) < 1 or int(match[2]) < 1:
@@ -92,7 +92,7 @@ def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
 
 
 def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
-    """Reads a trace in the text format.
+    """Reads a trace in the older text format.
 
     Args:
         path: Path of the trace file, whose name contains the numbers of pipeline ranks and of
@@ -103,7 +103,7 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
         ``finished`` line are dropped and counted in ``truncated_lines``.
 
     Raises:
-        TraceError: The file cannot be read, contains no action, or has a name of a different form.
+        TraceError: The file cannot be read, contains no action, or its name has another form.
     """
     path = Path(path)
     shape = legacy_shape(path)
@@ -166,7 +166,7 @@ class _Contents:
         self._iterations: dict[int, int] = {}
 
     def add(self, line: str) -> None:
-        """Adds the contents of a line, or skips the line if it is unknown."""
+        """Adds the contents of ``line``, or skips the line if its form is unknown."""
         if note := _NOTE.match(line):
             self.notes[note[1]] = note[2]
         elif marker := _MARKER.match(line):

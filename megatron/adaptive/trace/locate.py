@@ -99,13 +99,13 @@ def newest_run(
 
 
 def searched(parents: Sequence[Path] = PARENTS) -> str:
-    """Returns text for error messages that lists the folders searched by :func:`newest_run`."""
+    """Returns a text for error messages that lists the folders in ``parents``."""
     *others, last = (str(parent.resolve()) for parent in parents)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
-    """Returns the subfolders of a folder that are candidates for the newest run.
+    """Returns the subfolders of ``parent`` that are candidates for the newest run.
 
     The list is empty if the folder cannot be read. For ``runs``, the list contains only the target
     of ``runs/latest`` if that run has the required files.
@@ -142,11 +142,11 @@ def _latest_run() -> Path | None:
 
 
 def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
-    """Returns the time of the latest change of a run's files, or ``None`` if no file matches."""
+    """Returns when a file of the run changed last, in seconds, or ``None`` if no file matches."""
     times_s = []
     for pattern in patterns:
         for path in folder.glob(pattern):
-            with contextlib.suppress(OSError):  # an active run may delete a file
+            with contextlib.suppress(OSError):  # An active run may delete a file.
                 times_s.append(path.stat().st_mtime)
     return max(times_s, default=None)
 
@@ -179,7 +179,7 @@ def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTra
 
 
 def _text_file(folder: Path, num_ranks: int | None, num_chunks: int | None) -> Path | None:
-    """Returns the newest file in the text format with the required numbers of ranks and chunks."""
+    """Returns the newest text file in ``folder`` with the required numbers of ranks and chunks."""
     candidates = []
     for path in folder.glob(_TEXT):
         shape = legacy_shape(path)

@@ -1,4 +1,4 @@
-"""Counts events that keep a rank from computing, such as other programs, quotas or slow disks.
+"""Counts events that keep a rank from computing, such as other programs, quotas and slow disks.
 
 The Linux kernel counts these events for every process or for the whole machine::
 
@@ -99,7 +99,7 @@ OWN_BUSY = "own_busy_ns"
 """Name of the counter of the processor time in ns that this process used."""
 
 KERNEL = "kernel_ns"
-"""Counter name: processor time in ns that this process spent in the kernel.
+"""Name of the counter of the processor time in ns that this process spent in the kernel.
 
 It includes freeing memory, reading pages from disk, and copying data for system calls.
 """
@@ -151,7 +151,7 @@ _CLOCKS = {
     CLOCK_LIMIT: "scaling_max_freq",
     FULL_CLOCK: "cpuinfo_max_freq",
 }
-"""Maps the name of each clock counter to the name of the processor's file that contains the clock.
+"""Maps the name of each clock counter to the file of the processor that contains the clock.
 """
 
 _PROCESSORS = "/sys/devices/system/cpu"
@@ -208,7 +208,7 @@ class _Source(Generic[_Value]):
     parse: Callable[[bytes], _Value]
 
     def value(self) -> _Value | None:
-        """Returns the counter, or ``None`` if the kernel does not provide it."""
+        """Returns the value of the counter, or ``None`` if the kernel does not provide it."""
         try:
             self.file.seek(0)
             return self.parse(self.file.read(_MOST_BYTES))
@@ -265,7 +265,7 @@ class MachineCounters:
         self._gpu.begin()
 
     def end(self) -> dict[str, int]:
-        """Returns the counts since :meth:`begin` by name, without counters that are 0."""
+        """Returns the increase of each counter since :meth:`begin` by name, without zeros."""
         counts = dict.fromkeys(COUNTERS, 0)
         for (name, source), value in self._read().items():
             # A counter may have several sources, such as nested control groups or processes. Their
@@ -281,7 +281,7 @@ class MachineCounters:
         return {name: count for name, count in counts.items() if count > 0}
 
     def close(self) -> None:
-        """Closes the kernel's files. Can be called more than once."""
+        """Closes the kernel's files. This method can be called more than once."""
         files = [source.file for source in self._threads.values()]
         files += [source.file for _, source in self._sources]
         files += [source.file for source in (*self._readers.values(), *self._clocks.values())]
@@ -292,7 +292,7 @@ class MachineCounters:
         self._processor = -1
 
     def _read(self) -> dict[tuple[str, str], int]:
-        """Returns the value of each source of each counter."""
+        """Returns the values of the counters by (name, source); some have several sources."""
         if self._reads % _READS_PER_LISTING == 0 or self._reads == _READS_TO_SECOND_LISTING:
             self._list_threads()
             self._list_readers()
@@ -312,7 +312,7 @@ class MachineCounters:
         return {key: value for key, value in values.items() if value is not None}
 
     def _read_threads(self, threads: Iterable[str]) -> dict[str, _Turns]:
-        """Returns the waits of threads by their ids, without threads that have exited."""
+        """Returns the waits of ``threads`` by thread ID, without threads that have exited."""
         values = {thread: self._threads[thread].value() for thread in threads}
         return {thread: turns for thread, turns in values.items() if turns is not None}
 
@@ -320,7 +320,7 @@ class MachineCounters:
         """Returns how long threads waited for a processor since :meth:`begin`, in ns.
 
         Returns:
-            Total wait of the thread that waited longest. Then the mean time per wait of the thread
+            Total wait of the thread that waited longest, and the mean time per wait of the thread
             that waited longest among the threads that run actions, send or receive.
         """
         waits = {}
@@ -335,7 +335,7 @@ class MachineCounters:
         return longest.waited_ns, of_messages.waited_ns // max(1, of_messages.number)
 
     def _read_clocks(self) -> dict[str, int]:
-        """Returns the clocks of the processor that this process used last, or 0 if unknown."""
+        """Returns the clocks in kHz of the processor that this process used last, or 0."""
         stat = _opened("/proc/self/stat")
         if stat is None:
             return {}
@@ -348,7 +348,7 @@ class MachineCounters:
         return {name: source.value() or 0 for name, source in self._clocks.items()}
 
     def _open_clocks(self, processor: int) -> None:
-        """Opens the files of a processor's clocks, and closes the previous processor's files.
+        """Opens the clock files of ``processor``, and closes the files of the previous processor.
 
         Opening the files of all processors might exceed the limit of open files.
         """
@@ -377,8 +377,8 @@ class MachineCounters:
             for thread in listed
             if (names.get(thread) or _name_of(thread)).startswith(_MESSAGE_THREADS)
         }
-        # Most threads of a rank sleep for the whole run. Until the next listing, only threads that
-        # ran since the last listing are read, and new threads.
+        # Most threads of a rank sleep for the whole run. Until the next listing, only new threads
+        # and threads that ran since the last listing are read.
         turns = self._read_threads(self._threads)
         has_run = {thread for thread in turns if turns[thread] != self._listed.get(thread)}
         self._active = has_run | (self.message_threads & turns.keys())
@@ -404,7 +404,7 @@ def _renew(
     path: str,
     parse: Callable[[bytes], _Value],
 ) -> None:
-    """Opens the files of listed threads or processes, and closes the files of all others.
+    """Opens the files of threads or processes in ``listed``, and closes the files of all others.
 
     Args:
         sources: Open files by thread or process; modified in place.
@@ -447,7 +447,7 @@ def _sources() -> Iterator[tuple[str, _Source[int]]]:
 
 
 def _opened(path: str) -> BinaryIO | None:
-    """Opens a file below ``/proc`` or ``/sys``, or returns ``None`` if it cannot be read."""
+    """Opens the file at ``path``, or returns ``None`` if it cannot be read."""
     try:
         return open(path, "rb", buffering=0)
     except OSError:
@@ -455,7 +455,7 @@ def _opened(path: str) -> BinaryIO | None:
 
 
 def _name_of(thread: str) -> str:
-    """Returns the kernel's name for a thread of this process; empty if the thread has exited."""
+    """Returns the kernel's name for ``thread`` of this process; empty if the thread has exited."""
     file = _opened(f"{_TASKS}/{thread}/comm")
     if file is None:
         return ""
@@ -464,21 +464,21 @@ def _name_of(thread: str) -> str:
 
 
 def _throttled_ns(text: bytes) -> int:
-    """Returns the time in ns from ``cpu.stat`` for which a quota stopped a control group."""
+    """Returns the time in ns for which a quota stopped a control group, from its ``cpu.stat``."""
     fields = dict(line.split()[:2] for line in text.splitlines())
-    if b"throttled_usec" in fields:  # version 2 of control groups
+    if b"throttled_usec" in fields:  # Version 2 of control groups uses this name.
         return int(fields[b"throttled_usec"]) * _NS_PER_US
     return int(fields.get(b"throttled_time", b""))
 
 
 def _steal_ns(text: bytes) -> int:
-    """Returns the time in ns per processor from ``/proc/stat`` that other virtual machines took."""
+    """Returns the ns per processor that other virtual machines took, from ``/proc/stat``."""
     ticks = int(text.split(maxsplit=_STEAL_FIELD + 1)[_STEAL_FIELD])
     return ticks * _ns_per_tick() // (os.cpu_count() or 1)
 
 
 def _machine_busy_ns(text: bytes) -> int:
-    """Returns the processor time in ns from ``/proc/stat`` that programs and interrupts used."""
+    """Returns the processor time in ns of all programs and interrupts, from ``/proc/stat``."""
     fields = text.split(maxsplit=_STEAL_FIELD + 1)
     return sum(int(fields[field]) for field in _BUSY_FIELDS) * _ns_per_tick()
 
@@ -488,17 +488,17 @@ def _ns_per_tick() -> int:
 
 
 def _pressure_ns(text: bytes) -> int:
-    """Returns the time in ns from a ``/proc/pressure`` file for which some program waited."""
+    """Returns the time in ns for which some program waited, from a ``/proc/pressure`` file."""
     return int(text.split(b"total=", 1)[1].split(maxsplit=1)[0]) * _NS_PER_US
 
 
 def _major_faults(text: bytes) -> int:
-    """Returns the number of page faults from ``/proc/self/stat`` that required a disk read."""
+    """Returns the number of page faults that required a disk read, from ``/proc/self/stat``."""
     return int(text.rpartition(b")")[2].split()[_MAJOR_FAULTS_FIELD])
 
 
 def _last_processor(text: bytes) -> int:
-    """Returns the index from ``/proc/self/stat`` of the processor that last ran the process."""
+    """Returns the index of the processor that last ran the process, from ``/proc/self/stat``."""
     return int(text.rpartition(b")")[2].split()[_LAST_PROCESSOR_FIELD])
 
 
@@ -509,5 +509,5 @@ def _turns(text: bytes) -> _Turns:
 
 
 def _bytes_from_disk(text: bytes) -> int:
-    """Returns the number of bytes from ``/proc/PID/io`` that a process read from disks."""
+    """Returns the number of bytes that a process read from disks, from ``/proc/PID/io``."""
     return int(text.split(b"\nread_bytes:", 1)[1].split(maxsplit=1)[0])

@@ -1,8 +1,8 @@
 """Computes statistics of a whole run, per iteration and rank, from the spans of all ranks.
 
-Each process that reads a trace file immediately reduces the file's spans to these statistics
-("figures"). No process therefore holds the spans of more than one file in memory, even if a run has
-ten million spans. The files can be read in parallel.
+Each process that reads a trace file immediately reduces the file's spans to these statistics. No
+process therefore holds the spans of more than one file in memory, even if a run has ten million
+spans. The files can be read in parallel.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ parts.
 NS_PER_MS = 1e6
 
 SERIAL_BYTES = 48 << 20
-"""Maximum total size in bytes of the files that a single process reads.
+"""Maximum total size in bytes of files that are read by a single process.
 
-Below this size, starting several processes would take longer.
+For smaller files, starting several processes would take longer than reading them.
 """
 
 HANDED_OVER_NS = 100_000
@@ -148,7 +148,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def pipelines(self) -> list[Ints]:
-        """Array per pipeline, with the indices of its ranks on the rank axis."""
+        """Arrays with the indices of each pipeline's ranks on the rank axis."""
         positions = np.stack([self.dp_rank, self.tp_rank])
         return [
             np.flatnonzero((positions == position[:, None]).all(axis=0))
@@ -157,7 +157,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Start and end of the step in the rank's pipeline; two arrays ``[iterations, ranks]``."""
+        """Start and end of the step in each rank's pipeline; two arrays ``[iterations, ranks]``."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -210,7 +210,7 @@ class RunFigures(RankFigures):
         return parts
 
     def heat(self, stages: Ints) -> tuple[Floats, Floats]:
-        """Computes the relative computing time of each rank and stage, for heat maps.
+        """Returns the computing times of ranks and stages relative to the mean, for heat maps.
 
         Args:
             stages: ``[pipeline ranks, chunks]``, stage index of each chunk of a rank.
@@ -219,7 +219,7 @@ class RunFigures(RankFigures):
             Arrays ``[ranks, iterations]`` for the ranks and ``[replicas, stages]`` for the stages.
             Values are relative to the mean, and NaN if nothing was recorded.
         """
-        work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)  # per chunk
+        work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)  # The sums are per chunk.
         is_recorded = self.num_actions > 0
         usual = max(1.0, float(work[is_recorded].sum(axis=-1).mean()))
         by_rank = np.where(is_recorded, work.sum(axis=-1) / usual, np.nan).T
@@ -287,7 +287,7 @@ def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) 
 
 
 def rank_figures(table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _: 1) -> RankFigures:
-    """Computes the statistics of one rank.
+    """Returns the statistics of the rank whose spans are in ``table``.
 
     Args:
         table: All spans of the rank.
@@ -333,7 +333,7 @@ def compute_ns(table: TraceTable) -> Ints:
 
 
 def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
-    """Finds the spans of a kind that are part of an action (F, B or W) on the same rank.
+    """Finds the spans of ``kind`` that are part of an action (F, B or W) on the same rank.
 
     A send is part of an action only if the action ends with the send. If an action was timed on the
     GPU, a send by the CPU may seem to lie in the middle of the action without being part of it.
@@ -358,7 +358,7 @@ def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
 def _parts(
     traces: Sequence[RankTrace], only: frozenset[int] | None, num_chunks: int, workers: int | None
 ) -> Iterator[RankFigures]:
-    """Yields the statistics of each rank in the order of ``traces``. Reads in several processes."""
+    """Yields the statistics of each rank in the order of ``traces``, using several processes."""
     size = sum(
         block.size_bytes
         for trace in traces
@@ -387,8 +387,8 @@ def _sums(groups: Ints, values: Ints, count: int) -> Ints:
 
 
 def _by_kind(table: TraceTable, row: Ints, count: int) -> Ints:
-    """Returns the total duration in ns of the spans of each kind, ``[iterations, kinds]``."""
-    width = len(KINDS) + 1  # the last column sums unknown kinds
+    """Returns the total duration in ns of each kind of span, ``[iterations, kinds]``."""
+    width = len(KINDS) + 1  # The last column adds up unknown kinds.
     sums = _sums(row * width + table.kind, table.duration_ns, count * width)
     return sums.reshape(count, width)[:, : len(KINDS)]
 
@@ -406,7 +406,7 @@ def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Int
 
 
 def _covered(actions: TraceTable) -> Ints:
-    """Returns for each action the time in ns during which no earlier action was still running.
+    """Returns the time in ns of each action during which no earlier action was still running.
 
     The sum of these times is the time during which at least one action ran.
     """
@@ -445,7 +445,7 @@ def _waits(
 def _durations(
     actions: TraceTable, pure_ns: Ints, row: Ints, count: int, num_chunks: int
 ) -> dict[str, Any]:
-    """Computes the statistics of the actions' durations, each of shape ``[iterations, chunks, 3]``.
+    """Returns statistics of the actions' durations, each of shape ``[iterations, chunks, 3]``.
 
     Args:
         actions: Spans of actions.
@@ -492,7 +492,7 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
 
 
 def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Returns, per iteration, the maximum number of forward passes without their backward pass.
+    """Returns the maximum number of microbatches in flight in each iteration.
 
     The forward pass of a slice counts as the fraction ``share`` of a microbatch. Sums are rounded
     up to whole microbatches.
@@ -533,7 +533,7 @@ class LayerFigures:
 
 
 def layer_figures(run: RunTrace, iteration: int) -> list[LayerFigures]:
-    """Returns the times of each layer in an iteration; empty if layers were not timed."""
+    """Returns the times of each layer in ``iteration``; empty if layers were not timed."""
     of_layer: dict[int, dict[int, tuple[int, ...]]] = {}
     for rank, trace in run.ranks.items():
         for layer, *times in trace.layers(iteration):

@@ -84,7 +84,7 @@ class LiveRank:
         waits: Fraction of the step time in which the rank waits, by cause.
         compute_ms: Total time in ms of the rank's actions per iteration, or ``None`` if unknown.
         slow: Ratio of the rank's computing time to the expected time if the latest diagnosis found
-            the rank slow; otherwise ``None``.
+            that the rank is slow; otherwise ``None``.
         problem: Reason why the trace file cannot be read; empty if it is readable.
     """
 
@@ -144,7 +144,7 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Trace header of any rank, or ``None`` without traces; used for fields that all share."""
+        """Trace header of any rank for fields that all share, or ``None`` without traces."""
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
     @property
@@ -158,12 +158,12 @@ class Snapshot:
         return any(rank.header is not None and rank.header.gpu_ranks > 1 for rank in self.ranks)
 
     def last(self, name: str) -> float | None:
-        """Returns a value from the trainer's latest progress record, or ``None`` if missing."""
+        """Returns the value ``name`` of the trainer's latest progress record, or ``None``."""
         value = self.progress[-1].get(name) if self.progress else None
         return float(value) if isinstance(value, int | float) else None
 
     def left_s(self) -> float | None:
-        """Estimates the seconds until training ends from the speed of the latest iterations."""
+        """Estimates how many seconds remain until training ends, from the latest iterations."""
         recent = self.progress[-20:]
         if len(recent) < 2 or not self.total_iterations:
             return None
@@ -197,7 +197,7 @@ def find_live(folder: Path | None) -> Path:
             raise TraceError(
                 f"there is no run in {searched()}; pass the folder of a run or its traces"
             )
-        return newest.resolve()  # keep this path even if a later run changes the link
+        return newest.resolve()  # This path stays valid even if a later run changes the link.
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise TraceError(f"{folder} {problem}; pass the folder of a run or its traces")
@@ -306,7 +306,7 @@ class RankTail:
         try:
             status = self.path.stat()
         except OSError:
-            return False  # a restart of the job has just renamed the folder with the old traces
+            return False  # A restart of the job has just renamed the folder with the old traces.
         identity = (status.st_dev, status.st_ino)
         if identity != self._identity or status.st_size < self._size:
             self._reset()
@@ -326,7 +326,7 @@ class RankTail:
         return True
 
     def _skip(self) -> None:
-        """Reads a large file's header, then skips to a marker near the end of the file."""
+        """Reads the header of a large file, then skips to a marker near the end of the file."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
             tail_bytes = self._tail_bytes
@@ -360,12 +360,12 @@ _NAMES = tuple(field.name for field in fields(RankFigures))
 
 
 def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
-    """Returns the statistics of some iterations, selected by indices or by a mask."""
+    """Returns the statistics of the iterations in ``rows``, which are indices or a mask."""
     return RankFigures(*(getattr(figures, name)[rows] for name in _NAMES))
 
 
 def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list[float]]:
-    """Computes from the traces how each rank spends its time in the latest steps.
+    """Returns the fractions of the latest steps in which each rank computes and waits.
 
     Returns:
         Fractions of the step time in which each rank computes (``busy``) and waits (``waits``), as

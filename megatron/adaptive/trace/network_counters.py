@@ -81,12 +81,12 @@ class TcpCounters:
                 self._connections.append(int(name))
 
     def read(self) -> dict[int, tuple[int, int]]:
-        """Returns (segments sent, segments retransmitted) by file descriptor."""
+        """Returns (segments sent, segments retransmitted) of each connection by file descriptor."""
         counts = ((number, self._counts(number)) for number in self._connections)
         return {number: of_one for number, of_one in counts if of_one is not None}
 
     def _counts(self, descriptor: int) -> tuple[int, int] | None:
-        """Returns the counts of a descriptor, or ``None`` if it is not an open TCP connection."""
+        """Returns the counts of ``descriptor``, or ``None`` if it is not an open TCP connection."""
         if self._library is None:
             return None
         self._size.value = _INFO_BYTES
@@ -128,7 +128,7 @@ def increase(
 
 
 def error_files() -> list[Path]:
-    """Returns the files with the error counters of this machine's Ethernet ports."""
+    """Returns the paths of the files with the error counters of this machine's Ethernet ports."""
     return [port / "statistics" / name for port in _ethernet() for name in _ERRORS]
 
 
@@ -171,7 +171,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """Returns the first word of a file as an integer, or 0 if it is not a number."""
+    """Returns the first word of the file at ``path`` as an integer, or 0 if it is not a number."""
     try:
         return int(float(path.read_text().split()[0]))
     except (OSError, ValueError, IndexError):

@@ -69,7 +69,7 @@ _NAMES = {
     "receive": "queued_input",
 }
 _PASSES = {"F": "forward", "B": "backward"}
-_INTERNAL = 1  # kind of an OTLP span
+_INTERNAL = 1  # The number is the kind of an internal span in OTLP.
 
 
 def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str,
 
 
 def request_of(resource: Mapping[str, Any], spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a request with the given spans of a resource."""
+    """Returns an OTLP request with ``spans`` that belong to ``resource``."""
     scope = {"name": "megatron.adaptive"}
     return {
         "resourceSpans": [
@@ -107,7 +107,7 @@ def request_of(resource: Mapping[str, Any], spans: Sequence[Mapping[str, Any]]) 
 
 
 def batches(spans: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yields lists of at most :data:`BATCH` spans."""
+    """Yields the spans as lists of at most :data:`BATCH` spans."""
     batch: list[Mapping[str, Any]] = []
     for span in spans:
         batch.append(span)
@@ -160,7 +160,7 @@ def otlp_spans(
 
 
 def _id(size_bytes: int, *parts: object) -> str:
-    """Returns a hexadecimal ID that is the same in every export of a run."""
+    """Returns a hexadecimal ID that depends only on ``parts``."""
     text = " ".join(map(str, parts)).encode()
     return hashlib.blake2b(text, digest_size=size_bytes).hexdigest()
 
@@ -174,7 +174,7 @@ def _name(span: Span) -> str:
 
 
 def _details(span: Span, slices: SliceCounts) -> dict[str, Any]:
-    """Returns the attributes of a span."""
+    """Returns the attributes of ``span`` by name."""
     item = span.numbers(slices)
     numbers = {
         "iteration": span.iteration,
@@ -191,7 +191,7 @@ def _details(span: Span, slices: SliceCounts) -> dict[str, Any]:
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns attributes in the JSON format of OTLP, in which integers are strings."""
+    """Returns ``values`` in the JSON format of OTLP, in which integers are strings."""
     return [
         {
             "key": key,
@@ -219,10 +219,10 @@ class Answer:
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Treats redirects as errors, because following one would send a GET request without spans."""
+    """Treats redirects as errors, because following a redirect would not send the spans."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Returns no request, so that the redirect fails."""
+        """Returns ``None``, so that the redirect fails."""
 
 
 _opener = urllib.request.build_opener(_NoRedirection)
@@ -246,7 +246,8 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
         with _opener.open(message, timeout=limit_s) as reply:
             text = reply.read(1 << 20)
     except http.client.InvalidURL:
-        return Answer(is_failure=True, reason="the URL is not valid")  # the error contains the URL
+        # The message of the error is not used, because it contains the URL.
+        return Answer(is_failure=True, reason="the URL is not valid")
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         inner = getattr(error, "reason", None)
         shown = getattr(inner, "strerror", None) or (error if isinstance(inner, str) else inner)
@@ -256,7 +257,7 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
         refused = max(0, int(partial.get("rejectedSpans", 0)))
         return Answer(refused=refused, reason=str(partial.get("errorMessage", "")) * (refused > 0))
     except (ValueError, AttributeError, TypeError, OverflowError):
-        return Answer()  # responses in another format do not contain a count of rejected spans
+        return Answer()  # Responses in another format do not contain a number of rejected spans.
 
 
 _Batch = tuple[IterationStart, Sequence[SpanRow]]
@@ -324,7 +325,7 @@ class SpanSender:
         self._thread.start()
 
     def add(self, marker: IterationStart, rows: Sequence[SpanRow]) -> None:
-        """Adds spans of an iteration, or drops them if the queue is full. Never blocks."""
+        """Adds spans of an iteration without blocking, or drops them if the queue is full."""
         self._given += len(rows)
         try:
             self._queue.put_nowait((marker, rows))

@@ -41,7 +41,7 @@ REFINED_ITERATIONS = 5
 """Number of evenly spaced iterations of the run whose messages are used to correct the clocks."""
 
 MOST_MATCHED = 4_000_000
-"""Maximum total number of spans in these iterations, unless a single iteration has more."""
+"""Maximum total number of spans in these iterations, unless a single iteration has more spans."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -85,7 +85,7 @@ class RankTrace:
 
     @property
     def header(self) -> TraceHeader:
-        """Header of the trace file, with rank, pipeline size, schedule, clock and so on."""
+        """Header of the trace file, which contains the rank, pipeline size, schedule and clock."""
         assert self.index.header is not None
         return self.index.header
 
@@ -100,14 +100,14 @@ class RankTrace:
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
     def slices(self, iteration: int) -> SliceCounts:
-        """Returns the number of slices of each microbatch of an iteration."""
+        """Returns the number of slices of each microbatch in ``iteration``."""
         blocks = self._blocks.get(iteration)
         if not blocks:
             return self.header.num_slices
         return slices_of(self.header, blocks[0].marker)
 
     def lengths(self, iteration: int) -> Lengths:
-        """Returns the sizes of an iteration's microbatches; empty if all sizes are equal."""
+        """Returns the sizes of the microbatches in ``iteration``; empty if all are equal."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.lengths if blocks else ()
 
@@ -118,29 +118,29 @@ class RankTrace:
         return {i: marker for i, marker in markers if marker.tokens}
 
     def machine(self, iteration: int) -> Mapping[str, int]:
-        """Returns an iteration's counters from ``machine_counters``; empty if unknown."""
+        """Returns the machine counters of ``iteration`` by name; empty if they are unknown."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.machine if blocks else {}
 
     def layers(self, iteration: int) -> tuple[tuple[int, ...], ...]:
-        """Returns an iteration's ``IterationStart.layers``; empty if layers were not timed."""
+        """Returns the times of layers in ``iteration``; empty if layers were not timed."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.layers if blocks else ()
 
     def layer_passes(self, iteration: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Returns an iteration's ``IterationStart.layer_passes``, on the run's common clock."""
+        """Returns the passes of layers in ``iteration``, with times on the run's common clock."""
         blocks = self._blocks.get(iteration)
         return _rows_on_clock(blocks[0].marker.layer_passes, self.fit) if blocks else ()
 
     def collectives(self, iteration: int) -> tuple[GroupCollectives, ...]:
-        """Returns an iteration's collectives with times on the common clock; empty if unknown."""
+        """Returns the collectives in ``iteration``, with times on the run's common clock."""
         blocks = self._blocks.get(iteration)
         if not blocks:
             return ()
         return tuple(_on_clock(group, self.fit) for group in blocks[0].marker.collectives)
 
     def on_clock(self, times_ns: Sequence[int]) -> list[int]:
-        """Converts times in ns from the rank's clock to the run's common clock."""
+        """Converts ``times_ns`` from the rank's clock to the run's common clock."""
         moved: list[int] = self.fit.apply(np.array(times_ns, dtype=np.int64)).tolist()
         return moved
 
@@ -154,11 +154,11 @@ class RankTrace:
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
-        """Returns the spans of an iteration as objects; empty if it was not recorded."""
+        """Returns the spans of ``iteration`` as objects; empty if it was not recorded."""
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
-        """Returns the spans of the given iterations.
+        """Returns the spans of ``iterations`` as a table.
 
         Args:
             iterations: Numbers of the iterations, or ``None`` for all. Iterations that were not
@@ -175,7 +175,7 @@ class RankTrace:
         return _moved(read_blocks(self.index, blocks), self.fit)
 
     def is_complete(self, iteration: int) -> bool:
-        """Returns whether all forward and backward passes of an iteration were recorded."""
+        """Returns whether all forward and backward passes of ``iteration`` were recorded."""
         blocks = self._blocks.get(iteration)
         if not blocks or not all(block.is_whole for block in blocks):
             return False
@@ -286,7 +286,7 @@ class RunTrace:
         return tuple(i for i in self.iterations if all(t.is_complete(i) for t in present))
 
     def num_spans(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> int:
-        """Returns the approximate number of spans of the given ranks in the given iterations.
+        """Returns the approximate number of spans that ``ranks`` recorded in ``iterations``.
 
         Args:
             iterations: Numbers of the iterations.
@@ -296,7 +296,7 @@ class RunTrace:
         return sum(count.get(iteration, 0) for iteration in iterations for count in counts)
 
     def require_iteration(self, iteration: int) -> None:
-        """Raises an error if no rank recorded the given iteration.
+        """Raises an error if no rank recorded ``iteration``.
 
         Raises:
             TraceError: The iteration was not recorded. The message lists the recorded iterations.
@@ -332,7 +332,7 @@ class RunTrace:
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:
-        """Returns a line for each caveat about the trace, such as missing ranks or lost lines."""
+        """Returns one line for each caveat about the trace, such as missing ranks or lost lines."""
         lines = [*self.caveats]
         if self.shares_gpus:
             lines.append(shared_gpu_note(self.gpu_ranks))
@@ -360,7 +360,7 @@ class RunTrace:
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
-    """Maps each rank to its trace file in a folder (not in subfolders); empty if there are none."""
+    """Maps each rank to the path of its trace file in ``folder``; empty if there are no files."""
     if not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -407,7 +407,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
 
 
 def describe_numbers(numbers: Iterable[int]) -> str:
-    """Formats numbers as ranges (``1-20, 30``) and shortens long lists; ``none`` if empty."""
+    """Returns numbers as text with ranges (``1-20, 30``), or ``none``. Long lists are shortened."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
@@ -469,7 +469,7 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
 
 
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
-    """Converts the times of spans to the run's common clock.
+    """Returns ``table`` with times on the run's common clock.
 
     If the rank's clock was set back during a span, the duration of the span is 0 instead of
     negative.
@@ -479,14 +479,14 @@ def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
 
 
 def _on_clock(group: GroupCollectives, fit: ClockFit) -> GroupCollectives:
-    """Converts the times of collectives to the run's common clock."""
+    """Returns ``group`` with times on the run's common clock."""
     return replace(group, kept=_rows_on_clock(group.kept, fit))
 
 
 def _rows_on_clock(
     rows: Sequence[tuple[int, int, int, int]], fit: ClockFit
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Converts the last two numbers of each row (start and end) to the run's common clock."""
+    """Returns ``rows`` with their last two numbers (start and end) on the run's common clock."""
     times = np.array([row[2:] for row in rows], dtype=np.int64).reshape(-1, 2)
     moved = fit.apply(times.reshape(-1)).reshape(-1, 2).tolist()
     return tuple(

@@ -1,4 +1,4 @@
-"""Records the spans of a rank at low cost, and writes them from a thread.
+"""Records the spans of a rank at low cost, and writes them from a background thread.
 
 During a step, recording a span only appends a tuple to a list. At the end of an iteration, the
 whole list is passed to a writer thread through a bounded queue. The thread formats the spans and
@@ -101,8 +101,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._begun: IterationStart | None = None
         self._rows: list[SpanRow] | None = None
         self._open = True
-        self._gap: Gap | None = None  # used only by the writer thread
-        self._delay = Outage(self._path, "iterations")  # used only by the recording thread
+        self._gap: Gap | None = None  # The writer thread is the only user of this attribute.
+        # The recording thread is the only user of this attribute.
+        self._delay = Outage(self._path, "iterations")
         self._queue: queue.Queue[_Batch | ClockSamples | None] = queue.Queue(QUEUE_ITERATIONS)
         self._thread = threading.Thread(
             target=self._write_batches, name="trace-writer", daemon=True
@@ -117,7 +118,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def is_recording(self) -> bool:
-        """Whether an iteration has begun and not ended. Only then are spans recorded."""
+        """Whether an iteration has begun and not yet ended, so that spans are recorded."""
         return self._rows is not None
 
     @property
@@ -154,7 +155,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:
-        """Adds spans to the current iteration; outside of iterations, drops them. Never blocks."""
+        """Adds ``rows`` to the current iteration without blocking, or drops them outside of it."""
         if self._rows is not None:
             self._rows.extend(rows)
 
@@ -236,10 +237,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         """
         self._read_state = read_state
         if self._open:
-            self._offer(ClockSamples(0, ()))  # wake the writer thread with an empty record
+            self._offer(ClockSamples(0, ()))  # An empty record wakes the writer thread.
 
     def close(self) -> None:
-        """Writes all remaining spans and closes the file. Can be called more than once."""
+        """Writes all remaining spans and closes the file. It can be called more than once."""
         if not self._open:
             return
         self.end_iteration()
@@ -260,10 +261,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         try:
             self._queue.put_nowait(batch)
         except queue.Full:
-            return  # dropped, because only end_iteration() may wait for the queue
+            return  # The batch is dropped, because only end_iteration() may wait for the queue.
 
     def _hand_over(self, batch: _Batch | None) -> bool:
-        """Puts a batch into the queue within 10 s, and returns whether this succeeded."""
+        """Puts ``batch`` into the queue within 10 s, and returns whether this succeeded."""
         try:
             self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:
@@ -273,7 +274,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         return True
 
     def _write_batches(self) -> None:
-        """Writes batches from the queue until it receives ``None``; runs in the writer thread."""
+        """Writes batches from the queue in the writer thread until it receives ``None``."""
         state = NowFile(self._path.parent, self._rank)
         while True:
             try:
@@ -287,7 +288,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._file.close()
 
     def _append(self, batch: _Batch | ClockSamples) -> None:
-        """Appends a batch to the file.
+        """Appends the lines of ``batch`` to the file.
 
         If earlier iterations could not be written, a record that lists them is written first. If
         this batch cannot be written, its iteration is added to that record.

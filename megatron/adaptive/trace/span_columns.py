@@ -31,7 +31,7 @@ REASON = {word: number for number, word in enumerate(REASONS)}
 """Maps each reason to its number in the column ``reason``."""
 
 OTHER = len(KINDS)
-"""Number that represents every kind of span unknown to this version of the program."""
+"""Number that stands for every kind of span that this version of the program does not know."""
 
 _NAMES = (*KINDS, "other")
 _OF_ACTION = ("iteration", "chunk", "microbatch", "piece")
@@ -57,14 +57,14 @@ SlicesOf: TypeAlias = Callable[[int], SliceCounts]
 
 
 def rows_by_value(values: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yields each distinct value in ascending order, with the rows that have it, using one sort."""
+    """Yields each distinct value in ascending order, with the indices at which it occurs."""
     order = np.argsort(values, kind="stable")
     distinct, begins = np.unique(values[order], return_index=True)
     yield from zip(distinct.tolist(), np.split(order, begins[1:]), strict=False)
 
 
 def microbatches_of(iterations: Ints, items: Ints, slices: SlicesOf) -> tuple[Ints, Ints]:
-    """Returns the microbatch of each slice, and the microbatch's number of slices.
+    """Returns the microbatch of each slice, and the number of slices of that microbatch.
 
     An item without a microbatch, whose index is -1, gets the microbatch -1.
 
@@ -151,7 +151,7 @@ class TraceTable:
 
     @classmethod
     def concat(cls, tables: Sequence[TraceTable]) -> TraceTable:
-        """Concatenates the rows of several tables."""
+        """Returns a table with the rows of all ``tables``."""
         if len(tables) == 1:
             return tables[0]
         if not tables:
@@ -170,21 +170,21 @@ class TraceTable:
         return self.end_ns - self.start_ns
 
     def where(self, *kinds: str) -> Mask:
-        """Returns a mask ``[spans] bool`` that is true for the spans of the given kinds."""
+        """Returns a mask ``[spans] bool`` that is true for spans whose kind is in ``kinds``."""
         is_chosen = np.zeros(len(_NAMES), dtype=np.bool_)
         is_chosen[[KIND[kind] for kind in kinds]] = True
         return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Returns a table with some of the rows, selected by a mask, by indices or by a slice."""
+        """Returns a table with the rows selected by a mask, by indices or by a slice."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:
-        """Returns a table with only the spans of the given kinds."""
+        """Returns a table with only the spans whose kind is in ``kinds``."""
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the rows as objects. ``wait_ns`` of an action is the wait that precedes it."""
+        """Returns the rows as objects. ``wait_ns`` of an action is the wait before it."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]
@@ -195,7 +195,7 @@ class TraceTable:
 
 
 def wait_before(table: TraceTable) -> Ints:
-    """Returns the time in ns that the rank waited before each action; 0 for other spans."""
+    """Returns the time in ns that the rank waited before each action, or 0 for other spans."""
     waited = np.zeros(len(table), dtype=np.int64)
     waits, actions = table.of_kind("wait"), table.of_kind(*DRAWN_ACTIONS)
     matches = find_rows(
@@ -209,7 +209,7 @@ def wait_before(table: TraceTable) -> Ints:
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """Encodes each row as one number, ``[rows] int64``.
+    """Returns a number for each row of ``columns``, ``[rows] int64``.
 
     Equal rows get equal numbers, and the numbers sort in the same order as the rows.
     """
@@ -307,7 +307,7 @@ class Messages:
 
 
 def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
-    """Matches each send with its receive, for messages between the given ranks.
+    """Matches each send with its receive, for messages between the ranks in ``tables``.
 
     Args:
         tables: Table of spans of each global rank. Messages from or to other ranks are ignored.

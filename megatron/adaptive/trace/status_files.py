@@ -48,7 +48,7 @@ ReadState = Callable[[], Mapping[str, Any]]
 
 
 def now_file_name(rank: int) -> str:
-    """Returns the name of a global rank's status file in the folder of traces."""
+    """Returns the name of the status file of ``rank`` in the folder of traces."""
     return f"now_rank_{rank:05d}.json"
 
 
@@ -84,7 +84,7 @@ class Now:
     held_bytes: int = 0
 
     def age_s(self) -> float:
-        """Returns the time since the report in seconds.
+        """Returns the seconds that have passed since the report.
 
         The result is 0 if the clock of the rank's machine is ahead of this machine's clock.
         """
@@ -126,8 +126,8 @@ class NowFile:
                 self.write(read_state())
                 self._failed = False
             except OSError:
-                self._close()  # the warning about the trace file already reports a full disk
-            except Exception as error:  # may fail once while the run shuts down
+                self._close()  # The warning about the trace file already reports a full disk.
+            except Exception as error:  # The function may fail once while the run shuts down.
                 if self._failed and not self._is_said:
                     self._is_said = True
                     reason = f"cannot read the rank's current action: {error!r}"
@@ -145,7 +145,7 @@ class NowFile:
             OSError: The file cannot be written.
         """
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            self._close()  # the file was deleted, so it is created again below
+            self._close()  # The file was deleted, so it is created again below.
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         now_s = time.monotonic()
@@ -154,7 +154,8 @@ class NowFile:
         report = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
         line = json.dumps(report, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
         os.pwrite(self._file, line.encode("ascii"), 0)
-        os.ftruncate(self._file, len(line))  # remove the rest of a longer previous line
+        # A longer previous line would otherwise leave its end behind.
+        os.ftruncate(self._file, len(line))
 
     def end(self, read_state: ReadState | None) -> None:
         """Writes a last report with :data:`ENDED` as ``doing``, and closes the file.
@@ -163,7 +164,7 @@ class NowFile:
             read_state: Function that returns fields of :class:`Now`, or ``None`` to write nothing.
         """
         if read_state is not None:
-            with contextlib.suppress(Exception):  # read_state may fail while the run shuts down
+            with contextlib.suppress(Exception):  # The function may fail while the run shuts down.
                 self.write({**({} if self._failed else read_state()), "doing": ENDED})
         self._close()
 
@@ -175,7 +176,7 @@ class NowFile:
 
 
 def read_now(folder: Path, rank: int) -> Now | None:
-    """Reads a rank's status file, or returns ``None`` if it is missing or damaged."""
+    """Reads the status file of ``rank``, or returns ``None`` if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
         report = parse_json(
             read_whole(folder / now_file_name(rank), _LONGEST_NOW_BYTES), strict=False
@@ -291,7 +292,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _parsed(line: bytes) -> list[dict[str, Any]]:
-    """Parses a line, and returns a list with its record, which is empty if the line is damaged.
+    """Returns a list with the record in ``line``, or an empty list if the line is damaged.
 
     A line is damaged if it is truncated or if a field has the wrong type.
     """

@@ -91,7 +91,7 @@ class PipelineStep:
         return microbatches_text(self.num_microbatches, self.num_slices)
 
     def numbers(self, span: Span) -> str:
-        """Returns an action's chunk and microbatch, such as ``0-3``, or ``0-3.5`` for slice 5."""
+        """Returns chunk and microbatch of ``span``, such as ``0-3``, or ``0-3.5`` for slice 5."""
         return f"{span.chunk}-{span.item(self.num_slices)}"
 
     @cached_property
@@ -108,7 +108,7 @@ class PipelineStep:
         return statistics.fmean(self.bubble_fractions.values())
 
     def label(self, pp_rank: int) -> str:
-        """Returns the label for a rank's row in a chart.
+        """Returns the label for the row of ``pp_rank`` in a chart.
 
         Examples are ``stage 1`` or, with several chunks per rank, ``rank 1 (stages 1, 3)``.
         """
@@ -129,14 +129,14 @@ def microbatches_text(num_microbatches: int, num_slices: SliceCounts) -> str:
 
 
 def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[int, ...]:
-    """Returns the indices of a pipeline rank's stages, in the order of its chunks."""
+    """Returns the indices of the stages on ``pp_rank``, in the order of its chunks."""
     kind: Any = header.placement
     placement = Placement(num_ranks=header.num_ranks, num_chunks=header.num_chunks, kind=kind)
     return tuple(placement.stage_of(pp_rank, chunk) for chunk in range(header.num_chunks))
 
 
 def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | None = None) -> str:
-    """Lists a pipeline rank's stages as text, such as ``stages 0, 5``.
+    """Returns the stages on ``pp_rank`` as text, such as ``stages 0, 5``.
 
     Args:
         header: Object with the pipeline's number of ranks, number of chunks and placement.
@@ -205,7 +205,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 def _cut(
     spans: Iterable[Span], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[Span, ...]:
-    """Returns sorted spans of the given kinds, clipped to a step, with times since its start.
+    """Returns spans of ``kinds`` sorted by time, clipped to a step, with times since its start.
 
     Waits outside the step are dropped. Actions are always kept, because they define the step.
     """

@@ -127,7 +127,7 @@ REASONS = (
     "gc",
     *COLLECTIVES,
 )
-"""Reasons of spans, such as the cause of a wait. A span's line contains an index into this list.
+"""Reasons of spans, such as the cause of a wait. A span's line contains the index of its reason.
 
 - For a wait: its cause, one of :data:`CAUSES`.
 - For a message: the accuracy of its arrival time. ``seen`` means that the receiver noticed the
@@ -162,7 +162,7 @@ PLACEMENTS = ("loop", "v")
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""Number of token positions, then number of tokens per document, for each microbatch of a rank.
+"""Number of token positions, then the number of tokens of each document, for each microbatch.
 
 Positions that belong to no document are padding. The tuple is empty if all microbatches have the
 same size.
@@ -206,12 +206,12 @@ class SpanRow(NamedTuple):
 
 
 def trace_file_name(rank: int) -> str:
-    """Returns the name of the trace file of a global rank."""
+    """Returns the name of the trace file of the global rank ``rank``."""
     return f"trace_rank_{rank:05d}.jsonl"
 
 
 def _clock_id() -> str:
-    """Returns the ID of the machine's monotonic clock; processes that share the clock share the ID.
+    """Returns the ID of the machine's monotonic clock, which all processes on the clock share.
 
     The ID consists of the kernel's boot ID and the Linux time namespace.
     """
@@ -300,7 +300,7 @@ class TraceHeader:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """``(world_size, num_ranks, num_chunks)``, equal in all trace files of a run."""
+        """``(world_size, num_ranks, num_chunks)``, which is equal in all trace files of a run."""
         return (self.world_size, self.num_ranks, self.num_chunks)
 
 
@@ -340,7 +340,7 @@ class GroupCollectives:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Creates an object from a group's entry in a marker, whose types have been checked."""
+        """Creates an object from ``record``, a group's entry in a marker, with checked types."""
         kept = tuple(
             (number, of, start_ns + start, start_ns + start + duration)
             for number, of, start, duration in record["kept"]
@@ -406,7 +406,7 @@ class IterationStart:
     collectives: tuple[GroupCollectives, ...] = ()
 
     def count(self, kind: str) -> int:
-        """Returns the number of spans of a kind that follow this marker."""
+        """Returns the number of spans of ``kind`` that follow this marker."""
         index = KINDS.index(kind)
         return self.counts[index] if index < len(self.counts) else 0
 
@@ -531,7 +531,7 @@ class Span:
 
 
 def is_item(number: int, num_slices: SliceCounts) -> bool:
-    """Returns whether a number is a valid index of a slice, as in ``SpanRow.microbatch``.
+    """Returns whether ``number`` is a valid index of a slice, as in ``SpanRow.microbatch``.
 
     Damaged files may contain other numbers.
     """
@@ -563,24 +563,24 @@ def shared_gpu_note(gpu_ranks: int) -> str:
 
 
 def header_line(header: TraceHeader) -> str:
-    """Formats a header as a line of JSON, with the newline."""
+    """Returns ``header`` as a line of JSON, with the newline."""
     form = {"columns": COLUMNS, "kinds": KINDS, "reasons": REASONS}
     named = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **form, **asdict(header)}
     return json.dumps(named) + "\n"
 
 
 def samples_line(samples: ClockSamples) -> str:
-    """Formats clock samples as a line of JSON, with the newline."""
+    """Returns ``samples`` as a line of JSON, with the newline."""
     return f'{{"clock_samples": {json.dumps(samples.samples)}, "reference": {samples.reference}}}\n'
 
 
 def gap_line(gap: Gap) -> str:
-    """Formats the record of missing iterations as a line of JSON, with the newline."""
+    """Returns ``gap``, a record of missing iterations, as a line of JSON, with the newline."""
     return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
 def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
-    """Formats a marker and its spans as lines to append to the trace file.
+    """Returns a marker and its spans as lines to append to the trace file.
 
     Args:
         marker: Marker of the iteration. Its ``counts`` and ``size_bytes`` are ignored, because they

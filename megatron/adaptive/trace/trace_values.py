@@ -29,7 +29,7 @@ MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum iteration number. The product with the number of ranks still fits into 64 bits."""
+"""Maximum iteration number. Multiplied by the number of ranks, it still fits into 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30
@@ -49,7 +49,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_group(value: Any) -> bool:
-    """Returns whether a value has the form of a ``trace_format.GroupCollectives`` in a marker."""
+    """Returns whether ``value`` has the form of a ``trace_format.GroupCollectives`` in a marker."""
     if not isinstance(value, dict):
         return False
     operations = value.get("operations")
@@ -139,7 +139,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def value_of(
     record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
 ) -> Any:
-    """Returns a field of a record after checking it as :data:`EXPECTED` defines for ``kind``.
+    """Returns the field ``name`` of a record after checking it by the rule for ``kind``.
 
     Raises:
         TraceError: The field is missing and has no default, or its value has another type.
@@ -154,7 +154,7 @@ def value_of(
 
 
 def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
-    """Returns a marker's number of microbatches, or raises ``TraceError`` if it is out of range."""
+    """Returns the number of microbatches in a marker, after checking that it is plausible."""
     number: int = value_of(record, "num_microbatches", "int", origin)
     most = MAX_SIZES["num_microbatches"]
     if not 0 <= number <= most:

@@ -22,7 +22,7 @@ NOISE: dict[str, Any] = {
 
 @pytest.fixture
 def say(tmp_path: Path) -> Say:
-    """Returns a function that generates a noisy run and diagnoses it."""
+    """Returns a function that generates a noisy run with ``faults`` and diagnoses it."""
 
     def make(*faults: Fault, iterations: int = 16, **options: Any) -> Diagnosis:
         run = SyntheticRun(faults=faults, **{**NOISE, "iterations": iterations, **options})

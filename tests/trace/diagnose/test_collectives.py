@@ -16,7 +16,7 @@ from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 
 def diagnosed(folder: Path, kind: str, groups: list[tuple[int, ...]], times_ms: Times) -> Diagnosis:
-    """Adds collectives to the traces of a synthetic run with eight ranks, and diagnoses the run."""
+    """Returns the diagnosis of a synthetic run with eight ranks and added collectives."""
     write_synthetic(folder, SyntheticRun(num_ranks=4, replicas=2, iterations=16, rank_sigma=0.005))
     add_collectives(folder, kind, groups, times_ms)
     return diagnose(read_run(folder))
@@ -90,7 +90,7 @@ def test_waits_and_transfers_add_up(tmp_path: Path) -> None:
     assert figures.last_ms == pytest.approx(0.4 * NUMBER, rel=0.15)
     assert figures.wait_ms + figures.transfer_ms == pytest.approx(whole_ns / 2 / 1e6)
     (tmp_path / "trace_rank_00001.jsonl").unlink()
-    assert join_collectives(read_run(tmp_path), [3]) == []  # one member has no trace
+    assert join_collectives(read_run(tmp_path), [3]) == []  # One member has no trace.
 
 
 @pytest.mark.parametrize(

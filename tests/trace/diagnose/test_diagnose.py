@@ -21,7 +21,7 @@ Say = Callable[..., Diagnosis]
 
 @pytest.mark.parametrize(("replicas", "factor"), [(1, 1.3), (2, 1.3), (2, 2.0)])
 def test_a_slow_rank_is_named(say: Say, replicas: int, factor: float) -> None:
-    rank = 2 * replicas  # rank of the third stage
+    rank = 2 * replicas  # This is a rank of the third stage.
     said = say(Fault(kind="slow-rank", rank=rank, factor=factor), replicas=replicas)
     (finding,) = said.findings
     assert (finding.cause, finding.ranks, finding.stages) == ("slow rank", (rank,), (2,))
@@ -56,14 +56,14 @@ def test_a_slow_stage_without_a_plan_is_not_blamed_on_its_rank(tmp_path: Path) -
 
 
 def say_experts(folder: Path, heavy: int, stood_ms: tuple[int, int]) -> list[Finding]:
-    """Diagnoses the experts in a run in which two replicas share an expert layer on each stage.
+    """Returns findings about experts in a run whose two replicas share an expert layer per stage.
 
     The last stage is the slowest.
 
     Args:
         folder: Folder for the traces.
         heavy: Number of tokens of the busiest expert on the last stage. Other experts have 100.
-        stood_ms: Time in ms for which each rank of the last stage waits in exchanges.
+        stood_ms: Time in ms for which each of the two ranks of the last stage waits in exchanges.
     """
     slow = tuple(Fault(kind="slow-rank", rank=rank, factor=1.2) for rank in (6, 7))
     write_synthetic(folder, SyntheticRun(replicas=2, faults=slow))
@@ -155,7 +155,7 @@ def test_late_messages_to_a_slow_rank_are_named_only_if_they_cost_time(
 
 @pytest.mark.parametrize(("seed", "replicas"), [(0, 1), (1, 1), (4, 2), (5, 2)])
 def test_a_quiet_run_raises_no_alarm(say: Say, seed: int, replicas: int) -> None:
-    lengths = 0.3 * (seed % 2)  # some microbatches are long on all stages
+    lengths = 0.3 * (seed % 2)  # Some microbatches are long on all stages.
     said = say(seed=seed, replicas=replicas, microbatch_sigma=lengths, iterations=12)
     assert said.findings == ()
     assert said.format().startswith("no findings in iterations 2-12")

@@ -81,7 +81,7 @@ SLOW = Fault(kind="slow-rank", rank=2, factor=1.5)
 def diagnosed(
     folder: Path, count: Count, *faults: Fault, iterations: int = 16, hosts: int = 1, **header: str
 ) -> Diagnosis:
-    """Diagnoses a synthetic run whose counters are added to those of an idle machine.
+    """Returns the diagnosis of a synthetic run whose counters ``count`` overrides.
 
     Args:
         folder: Folder for the traces.
@@ -171,8 +171,8 @@ def test_a_slow_rank_has_its_reason(
     "count",
     [
         lambda rank, _: {},
-        only(1, **{PROCESSOR_WAIT: 0.3}),  # a different rank
-        lambda rank, _: {DISK_WAIT: 0.3},  # other programs read a disk
+        only(1, **{PROCESSOR_WAIT: 0.3}),  # A different rank waits.
+        lambda rank, _: {DISK_WAIT: 0.3},  # Other programs read a disk.
         lambda rank, _: {PROCESSOR_WAIT: 0.04},
     ],
     ids=["quiet", "another-rank", "disk", "little"],

@@ -1,4 +1,4 @@
-"""Checks that changes are found at their positions, and that noise has no findings."""
+"""Checks that changes are found at their positions, and that noise causes no findings."""
 
 import numpy as np
 import pytest

@@ -28,7 +28,7 @@ def diagnosed(
     kinds: tuple[int, ...] = (),
     **slow: float,
 ) -> list[Finding]:
-    """Diagnoses a synthetic run with layer times. ``slow`` contains factors by layer (``l5``).
+    """Returns findings for a synthetic run with layer times, some multiplied (``l5=2.0``).
 
     Args:
         folder: Folder for the traces.
@@ -36,10 +36,10 @@ def diagnosed(
         waited: Fraction of the step time for which ranks waited for a processor.
         layers: Number of layers on each rank.
         tokens: Indices of the layers with experts.
-        backward: Factor of the backward time of slow layers whose forward pass has normal speed, or
-            1 if both passes are slow.
+        backward: Factor for the backward time of slow layers whose forward pass has normal speed,
+            or 1 if both passes are slow.
         kinds: Kind of each layer, as in the header of the traces.
-        slow: Factor of the times of each layer.
+        slow: Factor by which the times of a layer are multiplied, by name of the layer (``l5``).
     """
     write_synthetic(
         folder, SyntheticRun(faults=faults, layers=layers, **{**NOISE, "iterations": 16})

@@ -1,4 +1,4 @@
-"""Compares the probability of a number of spikes with random draws."""
+"""Checks the probability of a number of spikes against random draws."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Checks that in a slow tensor-parallel group, the rank that causes the slowdown is reported."""
+"""Checks that the rank that slows down its tensor-parallel group is reported."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def slow_ranks(m: Measured) -> list[Finding]:
 
 
 def waiting_for(m: Measured, rank: int | None) -> Measured:
-    """Adds collectives that wait for ``rank``, or for each rank in turn if it is ``None``."""
+    """Returns ``m`` with collectives that wait for ``rank``; ``None`` means each in turn."""
     count = 4 * len(m.iterations)
     start_ns = np.zeros((count, 2), dtype=np.int64)
     if rank is None:

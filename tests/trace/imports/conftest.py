@@ -12,7 +12,7 @@ REDUCE_S, CLIP_S, OPTIMIZER_S = 0.3, 0.05, 0.1
 
 
 def order_of(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
-    """Returns the actions of a stage in 1F1B order."""
+    """Returns the actions of ``stage`` in 1F1B order, as (kind, microbatch)."""
     warm = min(stages - 1 - stage, microbatches)
     done: list[tuple[str, int]] = [("F", m) for m in range(warm)]
     for m in range(warm, microbatches):
@@ -29,14 +29,16 @@ def job(
     transfer: Callable[[str, int, int, int], float] = lambda way, replica, stage, m: TRANSFER_S,
     extra: Sequence[tuple[str, float]] = (),
 ) -> Table:
-    """Simulates the job. Messages are sent immediately, and a rank receives when it is idle.
+    """Returns the table of a simulated job that runs the 1F1B schedule.
+
+    Messages are sent immediately, and a rank receives when it is idle.
 
     Args:
         replicas: Number of data-parallel replicas.
         stages: Number of stages, with one rank each. The rank is stage * replicas + replica.
         microbatches: Number of microbatches per replica.
         steps: Numbers of the steps.
-        takes: Function that returns the factor of the forward and backward times, by step, replica,
+        takes: Function that returns a factor for the forward and backward times, by step, replica,
             stage and microbatch.
         transfer: Function that returns the time of a message in seconds, by direction, replica,
             receiving stage and microbatch.
@@ -85,7 +87,7 @@ def job(
                             if made is None:
                                 break
                             length = transfer(way, replica, stage, m)
-                            posted = min(begin, made)  # the receiver waits only for the sender
+                            posted = min(begin, made)  # The receiver waits only for the sender.
                             add(source, f"{way}-send", made, made + length)
                             add(stage, f"{way}-recv", posted, made + length)
                             begin = max(begin, made + length)
@@ -119,5 +121,5 @@ def job(
 
 @pytest.fixture
 def make_job() -> Callable[..., Table]:
-    """Returns :func:`job`."""
+    """Returns the function :func:`job`, which creates the table of a synthetic job."""
     return job

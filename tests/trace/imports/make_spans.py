@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # must come before importing megatron-core
+accelerator.install()  # This must come before importing megatron-core.
 
 import torch
 import torch.distributed as dist
@@ -57,13 +57,13 @@ class Chunk(torch.nn.Module):
 
 
 def forward(inputs: Any, chunk: Chunk) -> tuple[torch.Tensor, Any]:
-    """Runs the forward step of the loop."""
+    """Runs the forward step of ``chunk``, and returns its output and the loss function."""
     y = chunk(next(inputs))
     return y, lambda out: (out.sum(), torch.ones((), dtype=torch.int), {})
 
 
 def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "") -> Any:
-    """Wraps a function in a span, which contains the microbatch if ``key`` is given."""
+    """Wraps ``function`` in a span. If ``key`` is given, the span contains the microbatch."""
 
     def run(*arguments: Any, **more: Any) -> Any:
         with tracer.start_as_current_span(f"megatron.{name}") as span:
@@ -75,7 +75,7 @@ def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "")
 
 
 def main(folder: Path) -> None:
-    """Trains, and writes the spans."""
+    """Trains a few steps, and writes the spans to ``folder``."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (folder / "console").mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def main(folder: Path) -> None:
     log.close()
     batches = [None] * STAGES
     encoded = MessageToDict(encode_spans(kept.get_finished_spans()))
-    for group in encoded["resourceSpans"]:  # OTLP's JSON has hexadecimal span IDs
+    for group in encoded["resourceSpans"]:  # OTLP's JSON has hexadecimal span IDs.
         for span in (s for scope in group["scopeSpans"] for s in scope["spans"]):
             for key in ("traceId", "spanId", "parentSpanId"):
                 if key in span:

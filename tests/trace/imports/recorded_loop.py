@@ -26,7 +26,7 @@ class Net(torch.nn.Module):
 
 
 def main() -> None:
-    """Trains a few steps."""
+    """Trains a few steps of the loop, and records them."""
     dist.init_process_group("gloo")
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

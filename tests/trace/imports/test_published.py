@@ -1,4 +1,4 @@
-"""Tests converting tables of operations to runs that all readers of traces accept."""
+"""Tests the conversion of tables of operations to runs that all readers of traces accept."""
 
 import csv
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def test_a_table_becomes_a_run_and_its_files_say_the_same(make_job: Job, tmp_pat
     assert run.complete_iterations(1) == (5, 6)
     write_run(run, tmp_path / "traces")
     again = read_run(tmp_path / "traces")
-    assert not again.notes()  # steps that all begin at 0 are placed one after another
+    assert not again.notes()  # Steps that all begin at 0 are placed one after another.
     for rank, trace in run.ranks.items():
         for span, expected in zip(
             trace.table().spans(), again.ranks[rank].table().spans(), strict=True
@@ -45,7 +45,7 @@ def test_messages_join_the_computes_that_sent_and_took_them(make_job: Job) -> No
     run = run_of_columns(make_job(), Path("job"))
     tables = {rank: trace.table([5]) for rank, trace in run.ranks.items()}
     messages = match_messages(tables)
-    assert len(messages) == 2 * 2 * 2 * 4  # directions, replicas, links, microbatches
+    assert len(messages) == 2 * 2 * 2 * 4  # These are directions, replicas, links and microbatches.
     for n in range(len(messages)):
         source, target = tables[int(messages.source[n])], tables[int(messages.target[n])]
         same = (source.kind == messages.of[n]) & (source.microbatch == messages.microbatch[n])
@@ -55,7 +55,7 @@ def test_messages_join_the_computes_that_sent_and_took_them(make_job: Job) -> No
 
 
 def test_chunks_and_unnumbered_microbatches() -> None:
-    """Checks two chunks on each of two ranks, with messages from the last rank to the first."""
+    """Checks that with two chunks per rank, the last rank sends messages to the first."""
     rows = []
     clock = 0.0
     for chunk in range(2):

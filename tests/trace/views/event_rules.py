@@ -20,7 +20,7 @@ METADATA = {
 
 
 def nanoseconds(microseconds: float) -> int:
-    """Converts an event's time to whole nanoseconds."""
+    """Returns the time of an event in whole nanoseconds, truncated."""
     return int(microseconds * 1000)
 
 
@@ -75,7 +75,7 @@ def _flows(events: list[Event]) -> list[str]:
     ends: dict[tuple[Any, str, str], list[str]] = defaultdict(list)
     times: dict[tuple[Any, str], int] = {}
     last: dict[tuple[int, int], tuple[int, int]] = {}
-    for event in events:  # the order matters: a slice must precede its flow
+    for event in events:  # The order matters, because a slice must precede its flow.
         where = (event["pid"], event["tid"])
         if event["ph"] == "X":
             start = nanoseconds(event["ts"])

@@ -24,7 +24,7 @@ Make = Callable[..., RunTrace]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Returns a function that generates and reads a run."""
+    """Returns a function that generates a synthetic run and reads it."""
 
     def write(**shape: Any) -> RunTrace:
         write_synthetic(tmp_path / "traces", SyntheticRun(**shape))
@@ -41,7 +41,7 @@ class Page:
         self.head = self._script("page")
 
     def block(self, group: int, number: int) -> dict[str, Any]:
-        """Returns a block with its columns as arrays."""
+        """Returns block ``number`` of a group, with its columns as arrays."""
         return decode(self._script(f"block-{group}-{number}"))
 
     def _script(self, name: str) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def test_the_name_of_a_run_is_text(write_run: Callable[..., Path], tmp_path: Pat
     page = Page(tmp_path / "a.html")
     assert page.head["title"] == "Pipeline trace of </script><b>&"
     assert "<title>Trace of &lt;/script&gt;&lt;b&gt;&amp;</title>" in page.text
-    # The page does not load anything from other locations.
+    # The page must not load anything from other locations.
     assert "default-src 'none'" in page.text
     assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?!data:)", page.text)
     assert len(page.text) < 8_000_000

@@ -60,14 +60,14 @@ def page(browser: Any) -> Any:
 
 
 def wait_for(browser: Any, script: str, *arguments: Any, within_s: float = READY_S) -> None:
-    """Waits until a script returns a true value."""
+    """Waits until ``script`` returns a true value."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(browser, within_s, 0.05).until(lambda d: d.execute_script(script, *arguments))
 
 
 def came_true(browser: Any, script: str, *arguments: Any) -> bool:
-    """Returns whether a script returns a true value within a short time."""
+    """Returns whether ``script`` returns a true value within a short time."""
     from selenium.common.exceptions import TimeoutException
 
     try:
@@ -94,7 +94,7 @@ def pointer(page: Any) -> Any:
 
 
 def move(page: Any, *places: tuple[float, float], drag: bool = False) -> None:
-    """Moves the pointer to positions in the window, with its button pressed if ``drag`` is set."""
+    """Moves the pointer to ``places``, with its button pressed if ``drag`` is true."""
     actions = pointer(page)
     for number, (x, y) in enumerate(places):
         actions.pointer_action.move_to_location(int(x), int(y))
@@ -147,7 +147,7 @@ def test_dragging_zooms_and_a_double_click_goes_back(page: Any) -> None:
     assert high == pytest.approx(whole[0] + 0.6 * width, abs=0.01 * width)
     wait_for(page, "return state.from === arguments[0]", low)
     back = "return chart._fullLayout.xaxis.range.every((x, i) => Math.abs(x - arguments[i]) < 1e-6)"
-    for _ in range(20):  # a busy machine may delay the second click
+    for _ in range(20):  # A busy machine may delay the second click.
         double_click(page, plot_point(page, 0.5, 0.5))
         if came_true(page, back, *whole):
             break

@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> RunTrace:
 
 
 def of_phase(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
-    """Returns the events of a phase, without slices of ideal steps."""
+    """Returns the events whose phase is ``phase``, without slices of ideal steps."""
     return [event for event in events if event["ph"] == phase and event.get("cat") != "ideal"]
 
 
@@ -130,8 +130,8 @@ def test_names_and_order_of_processes(run: RunTrace) -> None:
 def test_spans_that_overlap_lie_on_threads_of_their_own(tmp_path: Path) -> None:
     spans = [
         Span("F", 0, 0, 1_000, 5_000, 1),
-        Span("F", 0, 1, 3_000, 8_000, 1),  # two streams of a device may overlap
-        Span("B", 0, 0, 8_000, 8_000, 1),  # span without length
+        Span("F", 0, 1, 3_000, 8_000, 1),  # Two streams of a device may overlap.
+        Span("B", 0, 0, 8_000, 8_000, 1),  # This span has no length.
         Span("B", 0, 1, 8_000, 9_000, 1),
         Span("receive", 0, 0, 100, 1_000, 1, of="F", peer=1, reason="seen"),
         Span("receive", 0, 1, 200, 900, 1, of="F", peer=1, reason="seen"),

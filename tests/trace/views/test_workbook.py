@@ -41,7 +41,7 @@ def draw(
 
 
 def write(folder: Path, target: Path) -> tuple[PipelineStep, RunFigures]:
-    """Writes the workbook of a run's last iteration."""
+    """Writes the workbook of a run's last iteration, and returns the step and the statistics."""
     run = read_run(folder)
     step, figures = pipeline_step(run), run_figures(run)
     write_workbook(run, step, figures, target)
@@ -122,7 +122,7 @@ def test_missing_ranks_are_said(write_run: Callable[..., Path], tmp_path: Path) 
 
 
 def check_file(path: Path) -> None:
-    """Checks that Excel does not have to repair a file because of overlaps or too many columns."""
+    """Checks that Excel can open the file without repairs due to overlaps or too many columns."""
     space = {"x": "http://schemas.openxmlformats.org/spreadsheetml/2006/main"}
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
@@ -215,7 +215,7 @@ def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
 
 
 def test_a_bin_shows_what_goes_on_at_its_middle() -> None:
-    unit = 1000  # 600,000 ns in 600 bins
+    unit = 1000  # A column represents 1000 ns, because 600,000 ns are shown in 600 columns.
     row = (
         Span("F", 0, 0, 0, 300, 1),
         Span("F", 0, 1, 400, 900, 1),

@@ -57,7 +57,7 @@ def opened(
 
 
 def values_of(sheet: Worksheet) -> dict[str, object]:
-    """Returns the values of a sheet's cells by cell name."""
+    """Returns the values of the cells in ``sheet`` by cell name."""
     return {cell.coordinate: cell.value for row in sheet for cell in row if cell.value is not None}
 
 
@@ -67,7 +67,7 @@ def test_it_opens_and_nothing_is_lost(
     step, figures, written, saved = opened
     assert saved.sheetnames == written.sheetnames
 
-    # Every cell has the written value.
+    # Every cell must have the written value.
     for name in written.sheetnames:
         before, after = values_of(written[name]), values_of(saved[name])
         assert after.keys() == before.keys()
@@ -78,7 +78,7 @@ def test_it_opens_and_nothing_is_lost(
             )
     assert len(saved["charts"]._charts) == len(written["charts"]._charts) == 2
 
-    # The cells of the charts equal the trace.
+    # The cells of the charts must equal the trace.
     for pp_rank, spans in enumerate(step.rows):
         drawn = [(text, color) for text, color, *_ in chart_row(saved["order"], 3 + pp_rank)]
         assert [cell for cell in drawn if cell[1] != IDLE] == [
@@ -92,7 +92,7 @@ def test_it_opens_and_nothing_is_lost(
             for s, b in zip(shown, bins, strict=True)
         ]
 
-    # The tables equal the trace too.
+    # The tables must equal the trace too.
     heads = [cell.value for cell in saved["summary"][2]]
     for rank in range(3):
         line = dict(zip(heads, (cell.value for cell in saved["summary"][3 + rank]), strict=True))

@@ -1,12 +1,13 @@
 """Finds causes of slow steps, such as slow ranks, links or data reads, spikes and uneven stages.
 
 - ``find_causes``  searches for all causes, and computes the cost of each finding by simulation
-- ``cause``        interface of a cause, and lookup of causes by name
-- ``causes``       causes of this package, one per module, each with a test, texts and remedies
-- ``finding``      results of a diagnosis, as text and as JSON
-- ``samples``      measured times of a run as arrays, robust statistics, and search for changes
+- ``cause``        defines the interface of a cause, and finds causes by name
+- ``causes``       contains the causes of this package, one per module, with texts and remedies
+- ``finding``      holds the results of a diagnosis, as text and as JSON
+- ``samples``      holds the measured times of a run as arrays, and computes robust statistics of
+them
 - ``baselines``    compares each rank with its peers, with the plan and with its earlier times
-- ``stage_costs``  time of a layer on each stage, and the best partition for these times
+- ``stage_costs``  estimates the time of a layer on each stage, and finds the best partition
 """
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, RecordedSteps, Remedy

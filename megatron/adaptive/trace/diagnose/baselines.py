@@ -1,4 +1,4 @@
-"""Compares each rank's computing time with other ranks, with the plan and with earlier times.
+"""Compares each rank's computing time with other ranks, with the plan and with earlier iterations.
 
 The plan is each stage's expected work, which the header of the trace contains. A single statistical
 model combines all evidence. A rank's computing time in an iteration is divided by the planned work.
@@ -13,7 +13,8 @@ The logarithm of this ratio is modelled as the sum of
 A slow rank appears as a shift, which means that its ratio is higher in all or some iterations.
 Generalized least squares gives the size of the shift and its standard error. The method weights the
 evidence from peers, from other stages and from the rank's other iterations by its certainty.
-Missing evidence (no peers, no plan or no earlier times) has no weight.
+Evidence that is missing (because there are no peers, no plan or no earlier iterations) has no
+weight.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ALIKE = 0.015
 """Assumed relative standard deviation of the speeds of equal machines (prior)."""
 
 SEEN_BEFORE = 16
-"""Weight of the prior :data:`ALIKE`, expressed as a number of observed ranks."""
+"""Weight of the prior :data:`ALIKE`, as a number of observed ranks."""
 
 UNSURE_OF_PLAN = 0.25
 """Relative uncertainty of the planned work for embedding and loss."""
@@ -73,8 +74,8 @@ class Shift:
         end: Index of the last affected iteration, plus one.
         size: Logarithm of the ratio of the rank's time to the expected time.
         error: Standard error of ``size``.
-        doubt: Significance threshold for ``(size / error) ** 2``, which is the value that noise
-            alone may reach with the number of intervals that were searched.
+        doubt: Significance threshold for ``(size / error) ** 2``. Noise alone may reach this value,
+            because many intervals were searched.
     """
 
     column: int
@@ -86,7 +87,7 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Evidence beyond the threshold ``doubt``. It is positive if the shift is significant."""
+        """Amount by which the evidence exceeds ``doubt``; positive if the shift is significant."""
         return (self.size / self.error) ** 2 - self.doubt
 
 
@@ -115,29 +116,29 @@ class RankBaselines:
         self.doubt(np.zeros(self.series.shape[1]))
 
     def doubt(self, variances: Floats) -> None:
-        """Increases the uncertainty of the ranks' lasting deviations.
+        """Increases the uncertainty about how far each rank permanently deviates from the mean.
 
         Args:
-            variances: ``[ranks]``, variance to add to the variance of each rank's own deviation.
+            variances: ``[ranks]``, variance to add for each rank.
         """
         self.lasting = self.lasting.with_own(variances)
         self._level = self.lasting.plus(self.passing, 1 / len(self.series)).inverse()
 
     def distrust(self, column: int) -> None:
-        """Stops comparing other ranks with this rank by making its deviation uncertain."""
+        """Stops comparing other ranks with the rank in ``column``, by making it uncertain."""
         self.doubt(np.eye(1, self.series.shape[1], column)[0])
 
     def remove(self, shift: Shift) -> None:
-        """Subtracts a shift from the series, so that the next search finds other shifts."""
+        """Subtracts ``shift`` from the series, so that the next search finds other shifts."""
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
-        """Returns each rank's shift over all iterations, and its standard error, ``[ranks]``."""
+        """Returns each rank's shift over the whole run and its standard error, both ``[ranks]``."""
         precision = self._level.diagonal
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """Returns the size of a shift in each kind of action (F, B, W) that takes enough time."""
+        """Returns the size of ``shift`` per kind of action (F, B, W) that takes enough time."""
         sizes = {}
         for number, kind in enumerate("FBW"):
             series = self.by_kind[:, :, number]
@@ -155,11 +156,11 @@ class RankBaselines:
         return float(score / precision[0, 0])
 
     def _information(self, inside: Ints, columns: slice) -> Floats:
-        """Returns the precision (1 / variance) of the shifts' sizes, ``[intervals, columns]``.
+        """Returns the precision (1 / variance) of the sizes of shifts, ``[intervals, columns]``.
 
         Args:
-            inside: ``[intervals]``, number of iterations of each shift.
-            columns: Columns of the ranks.
+            inside: ``[intervals]``, number of iterations in each interval.
+            columns: Columns of the ranks to compute.
         """
         part = (inside / len(self.series))[:, None]
         level, each = self._level.diagonal[columns], self._each.diagonal[columns]
@@ -167,12 +168,12 @@ class RankBaselines:
         return precision
 
     def scan(self, least: float, sure: float) -> list[Shift]:
-        """Returns the most likely shift of each rank, whether or not it is significant.
+        """Returns the most likely shift of each rank, even if it is not significant.
 
         Args:
             least: Minimum size of a shift, as a logarithm.
             sure: Minimum size of a significant shift in standard errors, for a shift that lasts for
-                all iterations and few ranks. The threshold rises with the numbers of ranks and
+                the whole run with few ranks. The threshold rises with the numbers of ranks and
                 intervals, because noise then causes more false findings.
         """
         count, ranks = self.series.shape
@@ -212,7 +213,7 @@ class RankBaselines:
 
 
 def rank_baselines(m: Measured) -> RankBaselines:
-    """Fits the statistical model to the measured times of a run."""
+    """Fits the statistical model to ``m``, the measured times of a run."""
     num_ranks = len(m.headers)
     planned, unsure = _plan(m)
     logs = np.log(m.action_ns.astype(np.float64)) - planned[:, :, None, None]
@@ -245,7 +246,7 @@ def rank_baselines(m: Measured) -> RankBaselines:
 
 
 def _plan(m: Measured) -> tuple[Floats, Floats]:
-    """Returns the logarithm of the planned work and its uncertainty, both ``[ranks, chunks]``."""
+    """Returns the logarithm of the planned work, and its uncertainty, both ``[ranks, chunks]``."""
     planned = np.zeros((len(m.headers), m.num_chunks))
     unsure = np.full(planned.shape, UNKNOWN)
     for column, stages in enumerate(m.stages):
@@ -261,7 +262,7 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Subtracts from each action the additional time that its microbatch takes on all stages.
+    """Subtracts the additional time that long microbatches take on all stages from their actions.
 
     Otherwise, long microbatches would look like slow stages.
 
@@ -280,7 +281,7 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         alone = 1.57 * float(middle(spread(rest, axis=-1))) ** 2 / entries
         variance = float(spread(common.ravel())) ** 2
         # Noise alone also causes a common part. The weight is therefore the fraction of the common
-        # part's variance that noise does not explain.
+        # part's variance that is not caused by noise.
         weight = max(0.0, 1 - alone / variance) if variance > 0 else 0.0
         is_measured = np.isfinite(common)
         mean = np.nansum(common, axis=1) / np.maximum(1, is_measured.sum(axis=1))
@@ -291,7 +292,7 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
 def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
     """Returns the covariance of the deviations that vary between iterations.
 
-    These deviations are each rank's own noise, and the deviation shared by a replica's ranks.
+    These deviations are the noise of each rank, and a deviation that all ranks of a replica share.
 
     Args:
         m: Measured times of the run.
@@ -318,10 +319,11 @@ def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
 
 
 def _sampling(logs: Floats) -> Floats:
-    """Returns the noise in a rank's time per iteration that comes from the noise of its actions.
+    """Estimates the noise in a rank's time per iteration from the noise of its actions.
 
     Returns:
-        ``[ranks]``, standard deviation. The mean of n actions has their noise divided by sqrt(n).
+        ``[ranks]``, standard deviation. The mean of n actions has the noise of one action divided
+        by sqrt(n).
     """
     within = middle(spread(logs, axis=-1), axis=(0, 2, 3))
     entries = np.isfinite(logs).sum(axis=(2, 3, 4)).mean(axis=0)
@@ -330,7 +332,7 @@ def _sampling(logs: Floats) -> Floats:
 
 
 def _index_of_group(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Ints:
-    """Returns the index of each rank's group, ``[ranks]``."""
+    """Returns the index of the group in ``groups`` to which each rank belongs, ``[ranks]``."""
     index = np.zeros(len(m.headers), dtype=np.int64)
     for number, columns in enumerate(groups.values()):
         index[columns] = number
@@ -338,7 +340,7 @@ def _index_of_group(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> In
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
-    """Returns the weighted mean of the finite values along an axis, or NaN if there are none."""
+    """Returns the weighted mean of the finite values along ``axis``, or NaN if there are none."""
     used = np.isfinite(values) * weights
     sums = (np.nan_to_num(values) * used).sum(axis=axis)
     total = used.sum(axis=axis)
@@ -349,8 +351,8 @@ def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
 def _filled(series: Floats) -> Floats:
     """Replaces missing values with the rank's median, and clips outliers in single iterations.
 
-    An outlier is clipped at a distance from the median of the five surrounding iterations. A rank
-    without any value gets the median of all ranks.
+    Values are clipped if they are too far from the median of the five surrounding iterations. A
+    rank without any value gets the median of all ranks.
     """
     usual = middle(series, axis=0)
     usual = np.where(np.isfinite(usual), usual, middle(series))

@@ -1,9 +1,9 @@
-"""Defines the interface for causes of slow steps: how to find, describe, remove and remedy them.
+"""Defines the interface for causes of slow steps, which find, describe, simulate and remedy them.
 
 A cause is a subclass of :class:`Cause`. The modules in the folder ``causes`` contain the causes of
-this package, which need no registration. A user's own cause may be in any module, and is passed as
-``trace diagnose --cause package.module:Class``. A package can also publish its causes as entry
-points of the group ``megatron_adaptive.causes``. Their names can be passed to ``--cause``.
+this package, which need no registration. Users can define their causes in any module, and pass them
+as ``trace diagnose --cause package.module:Class``. A package can also publish its causes as entry
+points of the group ``megatron_adaptive.causes``, whose names can be passed to ``--cause``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENTRY_POINTS = "megatron_adaptive.causes"
 """Name of the group of entry points through which installed packages provide causes."""
 
 WORTH_MOVING = 0.03
-"""Minimum fraction of the slowest rank's time that another partition must save to be suggested."""
+"""Minimum fraction of the slowest rank's time that a suggested partition must save."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Remedy:
 
     Attributes:
         advice: Remedies, one sentence each, with the best first.
-        partition: Best number of layers per stage for the measured speeds; empty if unknown or not
-            better than the current partition.
+        partition: Best number of layers per stage for the measured speeds. Empty if it is unknown
+            or not better than the current partition.
     """
 
     advice: tuple[str, ...] = ()
@@ -52,15 +52,16 @@ class Evidence:
     """Contains the measured times that causes examine.
 
     Attributes:
-        measured: Measured times of the run as arrays. Use ``measured.finding`` to create a finding.
-        times: Time of a layer on each stage, or ``None`` if unknown.
+        measured: Measured times of the run as arrays. Call ``measured.finding`` to create a
+            finding.
+        times: Time of a layer on each stage, or ``None`` if it is unknown.
     """
 
     measured: Measured
     times: StageCosts | None
 
     def move_layers(self, finding: Finding) -> Remedy:
-        """Returns advice to move layers between stages; empty if that would save too little."""
+        """Returns advice to move layers away from slow stages, if that saves enough time."""
         m, times = self.measured, self.times
         if times is None:
             advice = f"assign fewer layers to stage {finding.stages[0]} (--partition)"
@@ -80,7 +81,7 @@ class Evidence:
 
 @dataclass(frozen=True, eq=False)
 class RecordedSteps:
-    """Contains the operations of recorded steps, to simulate them without the cause of a finding.
+    """Contains the operations of recorded steps, so that they can be simulated without a cause.
 
     The simulation has one worker per tensor-parallel group, which represents all ranks in the
     group. A finding about any rank in the group is therefore applied to that worker.
@@ -99,12 +100,12 @@ class RecordedSteps:
 
     @property
     def delay_s(self) -> float:
-        """Delay of the finding in seconds, or 0 if there is none."""
+        """Delay of the finding in seconds, or 0 if the finding has no delay."""
         return (self.finding.delay_ms or 0.0) / 1e3
 
     @cached_property
     def workers(self) -> list[int]:
-        """Worker that represents each affected rank, or -1 if the rank is not simulated."""
+        """Index of the worker that represents each affected rank, or -1 for ranks not simulated."""
         m = self.evidence.measured
         simulated = self._simulated
         worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}
@@ -122,11 +123,11 @@ class RecordedSteps:
         return self.computes & np.isin(self.operations.worker, self.workers)
 
     def workers_at(self, pp_rank: int) -> list[int]:
-        """Returns the workers of a pipeline rank in all replicas."""
+        """Returns the indices of the workers with pipeline rank ``pp_rank``, one per replica."""
         return [n for n, header in enumerate(self._simulated) if header.pp_rank == pp_rank]
 
     def with_partition(self, partition: tuple[int, ...]) -> Floats64:
-        """Returns the durations in seconds with another partition.
+        """Returns the duration of each operation in seconds if layers were split by ``partition``.
 
         The durations are not changed if ``partition`` is empty or the time of a layer is unknown.
         """
@@ -170,24 +171,24 @@ class Cause:
         raise NotImplementedError
 
     def describe(self, finding: Finding) -> str:
-        """Returns the middle of a finding's headline, with the affected rank and the effect."""
+        """Returns text for the headline of ``finding``, with the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
         return f"{finding.culprit} takes {finding.delay_ms or 0:.3g} ms more"
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
-        """Returns remedies for a finding."""
+        """Returns remedies for ``finding``, or an empty remedy if there are none."""
         return Remedy()
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
-        """Returns the duration of each operation in seconds without the cause.
+        """Returns the duration of each operation in seconds as if the cause did not exist.
 
-        The resulting reduction of the simulated step time is the cost of the finding.
+        The cost of ``finding`` is the time by which this shortens the simulated step.
         """
         return steps.duration_s
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        """Returns whether to report a finding whose cost is known.
+        """Returns whether to report ``finding`` after its cost was computed.
 
         Args:
             finding: Finding with its cost.
@@ -197,7 +198,7 @@ class Cause:
 
 
 def built_in_causes() -> tuple[Cause, ...]:
-    """Returns the causes that the modules of ``causes`` define, in the order of the search."""
+    """Returns one object of each cause in the folder ``causes``, in the order of the search."""
     from megatron.adaptive.trace.diagnose import causes
 
     classes = {
@@ -210,7 +211,7 @@ def built_in_causes() -> tuple[Cause, ...]:
 
 
 def find_cause(name: str) -> Cause:
-    """Returns a user's own cause.
+    """Returns an object of the user-defined cause called ``name``.
 
     Args:
         name: ``package.module:Class``, or the name of an entry point.

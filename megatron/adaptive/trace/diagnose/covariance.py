@@ -1,9 +1,9 @@
-"""Defines covariances between ranks and their inverses, without a matrix of all pairs of ranks.
+"""Represents covariances between ranks and their inverses without storing a matrix of all ranks.
 
-Each rank has its own deviation. The ranks of a group, such as a replica, may also share a
+Each rank has an individual deviation. The ranks of a group, such as a replica, may also share a
 deviation::
 
-    covariance = diagonal of the own variances + sum over kinds of group of (u u' within a group)
+    covariance = diagonal of the variances + sum over kinds of group of (u u' within a group)
 
 Memory and time therefore grow linearly with the number of ranks. The inverse is computed in two
 steps. The kind with the most groups is inverted group by group (Sherman-Morrison formula), because
@@ -42,7 +42,8 @@ class Covariance:
     """Describes the covariance of the ranks' deviations.
 
     Attributes:
-        variances: ``[ranks]``, variance of each rank's own deviation, which must be positive.
+        variances: ``[ranks]``, variance of each rank's individual deviation, which must be
+            positive.
         shared: Deviations shared by groups of ranks, with one entry per kind of group.
     """
 
@@ -50,16 +51,16 @@ class Covariance:
     shared: tuple[Shared, ...] = ()
 
     def plus(self, other: Covariance, factor: float = 1.0) -> Covariance:
-        """Returns the sum of this covariance and ``factor`` times another covariance."""
+        """Returns the sum of this covariance and ``factor`` times ``other``."""
         scaled = [replace(each, size=each.size * factor**0.5) for each in other.shared]
         return Covariance(self.variances + factor * other.variances, (*self.shared, *scaled))
 
     def with_own(self, added: Floats) -> Covariance:
-        """Returns a covariance with increased variances of the ranks' own deviations."""
+        """Returns this covariance with ``added``, ``[ranks]``, added to ``variances``."""
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
-        """Computes the inverse of the covariance."""
+        """Returns the inverse of this covariance as an operator."""
         return InverseCovariance(self)
 
 
@@ -101,13 +102,13 @@ class InverseCovariance:
         return np.asarray(product if values.ndim > 1 else product[:, 0])
 
     def column(self, index: int) -> Floats:
-        """Returns a column of the inverse (equal to the row of this index), ``[ranks]``."""
+        """Returns column ``index`` of the inverse, ``[ranks]``. Row ``index`` is equal to it."""
         unit = np.zeros(len(self._variances))
         unit[index] = 1.0
         return self @ unit
 
     def _within_groups(self, values: Floats) -> Floats:
-        """Returns the product of ``values`` and the inverse for only the first kind of group."""
+        """Multiplies ``values`` by the inverse that only the first kind of group would have."""
         scaled = values / self._variances[:, None]
         sums = self._sums(scaled * self._size[:, None]) * self._shrink[:, None]
         result: Floats = scaled - (self._size / self._variances)[:, None] * sums[self._group]

@@ -1,4 +1,4 @@
-"""Searches a trace for all causes of slow steps, and adds cost and remedies to each finding.
+"""Searches a trace for all causes of slow steps, and adds a cost and remedies to each finding.
 
 The cost of a finding is the time that the recorded steps would save without its cause, according to
 a simulation with ``whatif``.
@@ -29,13 +29,13 @@ SIMULATED = 32
 """Maximum number of iterations that are simulated to compute the cost of a finding."""
 
 SIMULATED_SPANS = 300_000
-"""Maximum total number of spans in these iterations."""
+"""Maximum total number of spans in the simulated iterations."""
 
 MOST_RECORDED = 4
 """Maximum number of sets of simulated iterations that are kept in memory."""
 
 MOST_FINDINGS = 20
-"""Maximum number of findings of a cause, because each cost requires a simulation."""
+"""Maximum number of findings per cause, because the cost of each requires a simulation."""
 
 
 def diagnose(
@@ -50,11 +50,11 @@ def diagnose(
         run: Trace of the run.
         iterations: Numbers of the iterations to use. ``None`` means all except the first, or an
             evenly spaced sample if there are too many.
-        own_causes: Users' own causes to search for, in addition to the causes of this package.
+        own_causes: User-defined causes to search for, in addition to the causes of this package.
 
     Raises:
         TraceError: A file is damaged, an iteration does not exist, there is nothing to diagnose, or
-            a user's own cause raised an error.
+            a user-defined cause raised an error.
     """
     measured = measure(run, iterations)
     search = _Search(run, Evidence(measured, stage_costs(measured)))
@@ -66,7 +66,7 @@ def diagnose(
             findings += search.find(cause, findings)
         except AdaptiveError:
             raise
-        except Exception as error:  # a user's class may raise any exception
+        except Exception as error:  # A user's class may raise any exception.
             raise TraceError(
                 f"cause {cause.name}: {line_of_error(error)} raised {type(error).__name__}: {error}"
             ) from error
@@ -82,7 +82,7 @@ def diagnose(
 
 
 def _uncounted(run: RunTrace) -> list[str]:
-    """Returns a line that lists the counters missing on some machines, or no line."""
+    """Returns a note that lists the counters that some machines lack; empty if they lack none."""
     names = {name for trace in run.ranks.values() for name in trace.header.uncounted}
     if not names:
         return []
@@ -107,7 +107,7 @@ class _Search:
         self.notes: list[str] = []
 
     def find(self, cause: Cause, earlier: Sequence[Finding]) -> list[Finding]:
-        """Returns the findings of a cause, with their descriptions, remedies and costs.
+        """Returns the findings of ``cause``, with their descriptions, remedies and costs.
 
         Args:
             cause: Cause to search for.
@@ -186,7 +186,7 @@ class _Recorded:
     Attributes:
         operations: Operations of the steps.
         graph: Dependencies between these operations.
-        replay: Simulation of the steps under the run's own scheduling rule.
+        replay: Simulation of the steps under the run's scheduling rule.
         step_s: Mean time in seconds of a step, simulated with the recorded durations.
     """
 
@@ -202,7 +202,7 @@ def _badness(finding: Finding) -> tuple[float, float]:
 
 
 def _pace_ns(m: Measured) -> tuple[float, ...]:
-    """Returns the time in ns of each rank for a microbatch, divided by its planned work in layers.
+    """Returns each rank's time in ns per microbatch, divided by its planned work in layers.
 
     The result is empty if the planned work of any rank is unknown.
     """

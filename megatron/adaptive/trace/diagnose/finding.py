@@ -60,7 +60,7 @@ class Finding:
         factor: Ratio of the ranks' computing time to the expected time or, for overloaded experts,
             of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
         delay_ms: Delay in ms of each message, microbatch or action. For overloaded experts, this is
-            the time per microbatch for which other ranks wait in exchanges of tokens. ``None`` if
+            the time per microbatch for which other ranks wait to exchange tokens. ``None`` if it is
             unknown.
         period: Affected iterations.
         against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
@@ -73,9 +73,10 @@ class Finding:
         description: Text with the affected rank and the effect, for the middle of the headline,
             filled in by the diagnosis.
         advice: Remedies, one sentence each, with the best first.
-        partition: Best number of layers per stage for the measured speeds; empty if unknown or not
-            better than the current partition.
-        reason: Reason for the slowdown according to the machine's counters, or ``None`` if unknown.
+        partition: Best number of layers per stage for the measured speeds. Empty if it is unknown
+            or not better than the current partition.
+        reason: Reason for the slowdown according to the machine's counters, or ``None`` if it is
+            unknown.
         more_reasons: Other reasons, each of which explains less of the lost time than ``reason``.
     """
 
@@ -105,17 +106,17 @@ class Finding:
 
     @property
     def stages_text(self) -> str:
-        """Affected stages as text."""
+        """Text that lists the affected stages."""
         return f"stage{'s' * (len(self.stages) != 1)} {describe_numbers(self.stages)}"
 
     @property
     def culprit(self) -> str:
-        """First affected rank as text, with the affected stages and machines."""
+        """Text that names the first affected rank, the affected stages and the machines."""
         hosts = " to ".join(dict.fromkeys(self.hosts))
         return f"rank {self.ranks[0]} ({self.stages_text}, {hosts})"
 
     def format(self) -> str:
-        """Formats the finding as text, with lines for headline, cost, evidence and remedies."""
+        """Returns the finding as text, with lines for headline, cost, evidence and remedies."""
         counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         lines = [
             self.headline,
@@ -154,7 +155,7 @@ class Diagnosis:
     pace_ns: tuple[float, ...] = ()
 
     def format(self) -> str:
-        """Formats the diagnosis as text, with a summary line and several lines per finding."""
+        """Returns the diagnosis as text, with a summary line and several lines per finding."""
         counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         head = (
             f"{len(self.findings) or 'no'} finding{'s' * (len(self.findings) != 1)} in iterations "
@@ -168,6 +169,6 @@ class Diagnosis:
         result = asdict(self)
         for fields, finding in zip(result["findings"], self.findings, strict=True):
             fields["period"]["text"] = str(finding.period)
-            del fields["description"]  # the headline contains it
+            del fields["description"]  # The headline contains the description.
             fields |= {"headline": finding.headline, "text": finding.format()}
         return result

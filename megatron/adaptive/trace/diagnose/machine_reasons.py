@@ -1,7 +1,7 @@
 """Uses the counters of a rank's machine to find the reason why the rank did not compute.
 
-A counter explains a slow rank if its excess over the usual value is a large part of the time that
-the rank lost. The usual value comes from other ranks, or from other iterations on the same rank.
+A counter explains a slow rank if it exceeds its usual value by a large part of the time that the
+rank lost. The usual value comes from other ranks, or from other iterations on the same rank.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from megatron.adaptive.trace.network_counters import (
 from megatron.adaptive.trace.span_columns import Ints
 
 EXPLAINS = 0.4
-"""Minimum fraction of the lost time that the counters of all reasons must explain together."""
+"""Minimum fraction of the lost time that all reasons must explain together."""
 
 STARVED = 0.5
-"""Minimum fraction of the step time for which a starved rank waits for a processor.
+"""Minimum fraction of the step time that a rank must wait for a processor to be called starved.
 
 Differences between the times of starved ranks may be random.
 """
@@ -74,7 +74,7 @@ LOSES = 0.005
 """Minimum fraction of TCP segments that must be retransmitted to report packet loss."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of retransmitted segments, or of faults of a port, per iteration."""
+"""Minimum number of retransmitted segments, or of port faults, per iteration."""
 
 FAULT_TIMES = 4.0
 """Minimum ratio of a port's faults to the faults on other machines."""
@@ -94,7 +94,7 @@ A rank with at least this ratio is considered to be the cause of the machine's w
 
 @dataclass(frozen=True)
 class _Wait:
-    """Contains the texts for a counter of lost time.
+    """Contains the texts for a counter that counts lost time.
 
     The texts may contain ``{share}``, the fraction of the steps that was lost, ``{host}``, the name
     of the machine, ``{processors}``, the number of its processors that the ranks may use,
@@ -201,23 +201,23 @@ _GPU_FAULTS = (
 """Counter, text and remedy of each fault of a GPU."""
 
 _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
-"""Counters of the waits of all programs on a machine."""
+"""Counters of waits that cover all programs on a machine."""
 
 _CONTAINED = frozenset(((THROTTLED, PROCESSOR_WAIT), (STEAL, PROCESSOR_WAIT)))
-"""Pairs of counters in which the second counter includes the time of the first counter."""
+"""Pairs of counters. The second counter includes the time that the first counts."""
 
 _LIMITS = (CLOCK_LIMIT, FULL_CLOCK)
 
 
 def shares(m: Measured, counter: str) -> Floats:
-    """Returns a time counter as a fraction of the iteration, ``[iterations, ranks]`` or NaN."""
+    """Returns the time of ``counter`` as a fraction of each iteration, ``[iterations, ranks]``."""
     with np.errstate(invalid="ignore", divide="ignore"):
         result: Floats = m.machine[counter] / m.machine[ELAPSED]
     return result
 
 
 def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
-    """Returns the fraction of the step time that a rank waited for a processor, if it is large.
+    """Returns the fraction of the step time that a rank waited for a processor if this is large.
 
     Args:
         m: Measured times of the run.
@@ -225,8 +225,8 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
         chosen: Indices of the iterations.
 
     Returns:
-        Fraction from :data:`STARVED` to 0.99, or 0 if the rank waited less or its waits were not
-        counted.
+        Fraction between :data:`STARVED` and 0.99, or 0 if the rank waited less or its waits were
+        not counted.
     """
     share = shares(m, PROCESSOR_WAIT)[chosen, column]
     mean = float(np.nanmean(share)) if np.isfinite(share).any() else 0.0
@@ -234,7 +234,7 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
 
 
 def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
-    """Adds up the mean time in ns per wait for a processor over the given ranks.
+    """Returns the mean time in ns per wait for a processor, summed over the given ranks.
 
     Args:
         m: Measured times of the run.
@@ -242,13 +242,13 @@ def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
         chosen: Indices of the iterations.
 
     Returns:
-        Mean of the sum over the iterations, or 0 if the time was not counted.
+        Mean over the iterations, or 0 if the waiting time was not counted.
     """
     return float(np.nan_to_num(m.machine[TURN_WAIT][chosen][:, list(columns)]).mean(axis=0).sum())
 
 
 def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
-    """Returns the reasons why a rank was slow, main reason first; empty if unexplained.
+    """Returns the reasons why a rank was slow, with the main reason first; empty if unknown.
 
     Args:
         m: Measured times of the run.
@@ -268,14 +268,16 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         excess = mean - _usual(m, share, wait.counter, column, chosen)
         if wait.counter == MEMORY_WAIT and mean >= COUNTS:
             excess += _kernel_excess(m, column, chosen)
-        # Disk wait times cover every process of the machine, so this rank may not have waited.
+        # The counter for disk waits covers all processes of the machine, so this rank may not have
+        # waited.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
         is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
         if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:
             parts.append((excess, wait))
     reasons = []
     if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
-        # The sort is stable, so reasons that each explain enough keep the order of the table.
+        # The sort is stable, so reasons that each explain enough of the lost time keep the order of
+        # the table.
         parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
         reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
     further = (
@@ -316,7 +318,7 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
 
 
 def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns the reason for a slow link according to network counters, or ``None``.
+    """Returns the reason for a slow link according to network counters, or ``None`` if unknown.
 
     Args:
         m: Measured times of the run.
@@ -325,7 +327,7 @@ def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | N
     """
     reason = lost_packets(m, columns, chosen) if may_use_tcp(m, columns) else None
     if reason is not None or len({m.headers[column].host for column in columns}) == 1:
-        return reason  # messages within a machine do not use a network port
+        return reason  # Messages within a machine do not use a network port.
     return _port_counts(m, columns, chosen) or _slow_port(m, columns, chosen)
 
 
@@ -341,7 +343,7 @@ def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if the ranks of a link retransmit many TCP segments, otherwise ``None``."""
+    """Returns a reason if ranks of a link retransmit many TCP segments, otherwise ``None``."""
     worst, host = 0.0, ""
     for column in columns:
         sent = float(np.nansum(m.machine[SENT_SEGMENTS][chosen, column]))
@@ -361,7 +363,7 @@ def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if a port of the link has many more faults than other machines."""
+    """Returns a reason if a port of the link has many more faults than ports of other machines."""
     hosts = [header.host for header in m.headers]
     for counter, text, remedy in _FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
@@ -399,7 +401,7 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
 
 
 def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]]:
-    """Yields the counters that affect all ranks on a machine.
+    """Yields the time that all ranks on a machine waited, for each counter of waits.
 
     Args:
         m: Measured times of the run.
@@ -429,7 +431,7 @@ def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) 
 
 
 def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice) -> float:
-    """Returns a counter's median on other ranks or in other iterations, whichever is lower."""
+    """Returns the median of a counter on other ranks or in other iterations, whichever is lower."""
     compared = [other for other in range(len(m.headers)) if other != column]
     if counter in _OF_MACHINE and _reads_most(m, column, chosen):
         # All ranks on a machine have the same count, and this rank causes it.
@@ -441,9 +443,10 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
 
 
 def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
-    """Returns the fraction of a step that a rank spends in the kernel beyond the usual fraction.
+    """Returns the additional fraction of a step that the rank in ``column`` spends in the kernel.
 
-    If memory is short, the kernel frees memory and reads pages on behalf of the rank.
+    If memory is short, the kernel spends this time on freeing memory and reading pages for the
+    rank.
     """
     share = shares(m, KERNEL)
     mean = float(np.nanmean(share[chosen, column]))
@@ -451,13 +454,13 @@ def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
 
 
 def _reads(m: Measured, column: int, chosen: slice) -> bool:
-    """Returns whether a rank reads pages or files from a disk."""
+    """Returns whether the rank in ``column`` reads pages or files from a disk."""
     pages, size_bytes = (m.machine[name][chosen, column] for name in (DISK_PAGES, DISK_READ))
     return bool(np.nansum(pages)) or bool(np.nansum(size_bytes))
 
 
 def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
-    """Returns whether a rank reads many more pages from a disk than other ranks on its machine."""
+    """Returns whether a rank reads many more pages from disk than other ranks on its machine."""
     pages = np.nan_to_num(m.machine[DISK_PAGES][chosen]).mean(axis=0)
     host = m.headers[column].host
     others = [
@@ -469,7 +472,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if the clock of a rank's processor explains enough of its slowdown.
+    """Returns a reason if a low clock of a rank's processor explains enough of its slowdown.
 
     Ranks that compute on a GPU are skipped, because the clock of the processor matters little for
     them.
@@ -498,7 +501,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if the clock of a rank's GPU explains enough of its slowdown."""
+    """Returns a reason if a low clock of a rank's GPU explains enough of its slowdown."""
     clocks = _clocks(m, GPU_CLOCK, column, chosen, factor)
     if clocks is None:
         return None
@@ -511,7 +514,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if more processes outside the job use a rank's GPU than other GPUs."""
+    """Returns a reason if more outside processes use a rank's GPU than use other GPUs."""
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
     elsewhere = np.delete(others, column, axis=1)
@@ -532,7 +535,7 @@ def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
         others = np.delete(means, column)
         usual = float(np.median(others)) if others.size else 0.0
         count = float(means[column])
-        # A single uncorrectable error is too many.
+        # Even a single uncorrectable error is too many.
         least = LOSES_OFTEN if counter != GPU_ERRORS else 0.0
         if count > least and count >= FAULT_TIMES * usual:
             host = m.headers[column].host

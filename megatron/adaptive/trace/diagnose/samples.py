@@ -1,4 +1,4 @@
-"""Reads a run's times into arrays, and computes statistics that are robust to outliers."""
+"""Reads the times of a run into arrays, and computes statistics that are robust to outliers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MOST_ITERATIONS = 200
 """Maximum number of iterations in a diagnosis. A longer run is sampled evenly."""
 
 MOST_SPANS = 4_000_000
-"""Maximum number of spans in a diagnosis. If a run has more, fewer iterations are read."""
+"""Maximum number of spans in a diagnosis. If a run has more spans, fewer iterations are read."""
 
 MOST_MESSAGE_SPANS = 1_500_000
 """Maximum number of spans to search for messages.
 
-If a trace has more, only some of its iterations are searched.
+If a trace has more spans, only some of its iterations are searched.
 """
 
 FIRST_STEPS = 1
@@ -77,10 +77,10 @@ class Measured:
         messages: Messages between ranks in the iterations, or in a sample of them if there are
             many.
         clock_error_ns: Maximum error in ns that remains between the clocks of two ranks.
-        experts: Markers that contain the load of the experts, by iteration for each rank.
+        experts: For each rank, maps iterations to the markers that contain the load of the experts.
         machine: ``[iterations, ranks] float64`` for each counter in ``machine_counters``, with NaN
             for iterations without counters.
-        layer_rows: Times of the layers as in ``IterationStart``, by iteration for each rank; empty
+        layer_rows: Times of the layers as in ``IterationStart``, for each rank and iteration. Empty
             for iterations in which layers were not timed.
         collectives: Collectives of each process group and operation; empty if none were recorded.
     """
@@ -123,7 +123,7 @@ class Measured:
 
     @property
     def step(self) -> float:
-        """Median step time in ns, or 0 without iterations."""
+        """Median step time in ns, or 0 if there are no iterations."""
         return float(np.median(self.step_ns)) if len(self.step_ns) else 0.0
 
     @cached_property
@@ -164,7 +164,7 @@ class Measured:
         detail: str = "",
         kind: str | None = None,
     ) -> Finding:
-        """Creates a finding about some ranks, and fills in their stages and machines.
+        """Returns a finding about the ranks in ``columns``, with their stages and machines.
 
         Args:
             columns: Columns of the affected ranks.
@@ -205,7 +205,7 @@ class Measured:
 
 
 def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
-    """Reads all times from a run's trace that a diagnosis needs.
+    """Reads all times that a diagnosis needs from the trace of ``run``.
 
     Args:
         run: Trace of the run.
@@ -275,12 +275,12 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 
 
 def _count(trace: RankTrace, iteration: int) -> int:
-    """Returns a rank's number of microbatches in an iteration, limited by its number of spans."""
+    """Returns the number of microbatches in an iteration, limited by its number of spans."""
     return min(trace.num_microbatches.get(iteration, 0), trace.num_spans.get(iteration, 0))
 
 
 def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
-    """Returns the machine's counters by name, ``[iterations, ranks]``, or NaN if there are none."""
+    """Returns each machine counter by name, ``[iterations, ranks]``, with NaN if it is missing."""
     counts = [
         [run.ranks[rank].machine(iteration) for rank in sorted(run.ranks)]
         for iteration in iterations.tolist()
@@ -292,7 +292,7 @@ def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
 
 
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
-    """Returns the iterations to read.
+    """Returns the iterations to read, which are a sample of ``iterations`` if there are many.
 
     By default, these are all complete iterations except the first (warm-up), or an evenly spaced
     sample if there are too many.
@@ -329,9 +329,9 @@ def thinned(iterations: Ints, spans: int, most: int) -> Ints:
 
 
 def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, slices: SlicesOf) -> None:
-    """Writes the durations of a rank's actions into ``action_ns``.
+    """Adds up the durations of a rank's actions, and writes them into ``action_ns``.
 
-    The durations of a microbatch's slices are added up.
+    If a microbatch is split into slices, their durations are added up.
 
     Args:
         action_ns: ``[iterations, chunks, 3, microbatches]``, array to fill.
@@ -354,7 +354,7 @@ def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, slices: Slices
 
 
 def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
-    """Returns a header field that has one value per stage.
+    """Returns the header field called ``name``, which has one value per stage.
 
     The result is empty if the field is missing or differs between headers.
     """
@@ -365,7 +365,7 @@ def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
 
 
 def _clock_error(run: RunTrace) -> float:
-    """Returns the maximum error of the clock offsets in ns, or 1 s if an offset was not measured.
+    """Returns the largest error of a clock offset in ns, or 1 s if an offset was not measured.
 
     The error of an offset is at most half of the fastest round-trip time to the reference clock.
     """
@@ -385,7 +385,7 @@ PASSED = 6
 """Minimum number of values in an interval that ends before the end of the series."""
 
 TO_THE_END = 0.85
-"""Minimum score of an interval that lasts to the end of the series, relative to the best score.
+"""Minimum ratio of the score of an interval that lasts to the end of the series to the best score.
 
 If the interval reaches this score, it is preferred to the interval with the best score.
 """
@@ -416,7 +416,7 @@ class Interval:
 
 
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
-    """Returns the median of the values, ignoring NaN, or NaN if all values are NaN."""
+    """Returns the median of ``values`` without NaN, or NaN if all values are NaN."""
     with warnings.catch_warnings():
         # Slices that contain only NaN are expected, and numpy would issue a warning for each.
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -424,14 +424,14 @@ def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
 
 
 def spread(values: Floats, axis: int | None = None) -> Any:
-    """Estimates the standard deviation from the median absolute deviation, ignoring NaN."""
+    """Estimates the standard deviation of ``values`` from their median absolute deviation."""
     centre = middle(values, axis)
     centre = centre if axis is None else np.expand_dims(centre, axis)
     return NORMAL * middle(np.abs(values - centre), axis)
 
 
 def tame_mean(values: Floats) -> Floats:
-    """Clips outliers, and returns the mean over the last axis.
+    """Returns the mean over the last axis after clipping outliers.
 
     This estimate has a smaller error than the median, and is equally robust to a few outliers.
 
@@ -465,7 +465,7 @@ def noise(series: Floats) -> float:
 
 
 def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
-    """Returns the start and end indices of all intervals to try.
+    """Returns the start and end indices of all intervals of a series that are searched.
 
     Args:
         count: Number of values in the series.
@@ -484,7 +484,7 @@ def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
 def best_interval(
     series: Floats, floor: float = 0.0, *, rise: float = 0.0, score: float = 0.0
 ) -> Interval | None:
-    """Returns the interval in which a series is most clearly higher than in the rest.
+    """Returns the interval in which the values are most clearly higher than in the rest.
 
     Args:
         series: ``[n]`` without NaN.
@@ -515,7 +515,7 @@ def best_interval(
     rest = np.concatenate([series[:a], series[b:]])
     height = float(np.median(series[a:b]) - np.median(rest))
     interval = Interval(slice(a, b), height, float(scores[best]))
-    # A few outliers can raise the mean, so most values inside must be above most values outside.
+    # A few outliers can raise the mean, so most values inside must exceed most values outside.
     overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * interval.rise
     return None if overlaps or interval.rise < rise or interval.score < score else interval
 

@@ -26,7 +26,7 @@ class StageCosts:
     rank_of: Sequence[int]
 
     def stage_ns(self, layers: Sequence[int]) -> Floats:
-        """Computes the time in ns of a microbatch on each stage, ``[stages]``.
+        """Returns the time in ns of a microbatch on each stage, ``[stages]``.
 
         Args:
             layers: Number of layers per stage.
@@ -34,7 +34,7 @@ class StageCosts:
         return np.asarray(np.asarray(layers) * self.layer_ns + self.extra_ns)
 
     def rank_ns(self, layers: Sequence[int]) -> Floats:
-        """Computes the time in ns of a microbatch on each rank, ``[pipeline ranks]``.
+        """Returns the time in ns of a microbatch on each rank, ``[pipeline ranks]``.
 
         Args:
             layers: Number of layers per stage.
@@ -44,7 +44,7 @@ class StageCosts:
 
 
 def stage_costs(m: Measured) -> StageCosts | None:
-    """Estimates the time of a layer on each stage from a run's measured times.
+    """Estimates the time of a layer on each stage from ``m``, the measured times of a run.
 
     The result is ``None`` if the number of layers per stage is unknown.
     """
@@ -55,7 +55,7 @@ def stage_costs(m: Measured) -> StageCosts | None:
     for column, header in enumerate(m.headers):
         for chunk, stage in enumerate(m.stages[column]):
             chunk_ns = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
-            # Data-parallel replicas wait for each other, so use the slowest replica.
+            # Data-parallel replicas wait for each other, so the slowest replica counts.
             stage_ns[stage] = max(stage_ns[stage], chunk_ns)
             rank_of[stage] = header.pp_rank
     return split_costs(stage_ns, m.layers, m.work, rank_of)
@@ -78,8 +78,9 @@ def split_costs(
     pure = (layers > 0) & (extra_work <= 0)
     pure = pure if pure.any() else layers > 0
     usual = float(np.median(stage_ns[pure] / layers[pure]))
-    # Attribute the time beyond the usual time of the stage's layers to embedding and loss, up to
-    # twice the planned amount. If the excess is larger, the stage's layers are slow.
+    # If a stage takes longer than its layers usually do, attribute the extra time to embedding and
+    # loss, up to twice the time planned for them. Any time beyond that means that the layers are
+    # slow.
     extra_ns = np.where(
         extra_work > 0, np.clip(stage_ns - layers * usual, 0, 2 * extra_work * usual), 0.0
     )
@@ -108,7 +109,7 @@ def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
     heapq.heapify(ready)
     placed = 0
     while placed < num_layers:
-        # The time of a rank only grows, so the first entry is the best if it is up to date.
+        # The time of a rank never decreases, so the first entry is the best if it is up to date.
         entry = ready[0]
         stage = entry[2]
         if entry == candidate(stage):

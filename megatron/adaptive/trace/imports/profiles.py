@@ -6,8 +6,8 @@ of a range determines the kind of operation (:data:`_COMPUTES`). A training loop
 can add them with ``torch.profiler.record_function("forward_step")`` around the forward pass and
 ``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are preferred to ranges on
 the host. The files do not contain the microbatch of a message, so a received message is assigned to
-the next computation, and a sent message to the previous computation. All other rules are the same
-as for published tables (see ``published``).
+the next computation, and a sent message to the previous computation. Otherwise, the same rules
+apply as for published tables (see ``published``).
 
 OpenTelemetry spans are recognized by the names that Megatron-LM uses (:data:`_SPANS`).
 """
@@ -39,7 +39,7 @@ CHUNK_BYTES = 4 << 20
 HEAD_BYTES = 1 << 18
 MOST_LINE_BYTES = 64 << 20
 MOST_HEAD_BYTES = 64 << 20
-"""Maximum size in bytes of a file's head before the first event, which lists process groups."""
+"""Maximum number of bytes before the first event, which list the job's process groups."""
 
 MOST_NS = 1 << 62
 """Largest plausible time in nanoseconds. Larger times mean that the file is damaged."""
@@ -113,7 +113,7 @@ _NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 @dataclass
 class _Event:
-    """Contains one operation of a rank, from a range or kernel in the file. -1 means unknown.
+    """Contains one operation of a rank, read from the file; -1 stands for an unknown number.
 
     Attributes:
         kind: Kind of operation, as in a published table. If the direction of a message (forward or
@@ -179,7 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an event that is omitted from the trace. The run's caveats report the counts."""
+        """Counts an omitted event called ``name``, so that the run's caveats report it."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -262,7 +262,7 @@ def _listed(names: Counter[str]) -> str:
 
 
 def _is_array(head: bytes) -> bool:
-    """Returns whether the file is only a list of events in Chrome's format, without a head."""
+    """Returns whether ``head`` begins a plain list of events in Chrome's format."""
     return head.lstrip(_BLANK).startswith(b"[") and b'"ph"' in head
 
 
@@ -299,7 +299,7 @@ def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
 
 
 def _append(file: _RankFile, later: _RankFile) -> None:
-    """Appends a later file of the same process, with its steps renumbered to follow the first."""
+    """Appends ``later``, a later file of the same process, and renumbers its steps."""
     last = max((number for number, _, _ in file.steps), default=-1)
     first = min((number for number, _, _ in later.steps), default=last + 1)
     shift = last + 1 - first if first <= last else 0
@@ -333,7 +333,7 @@ def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 
 
 def _read_spans(paths: list[Path]) -> list[_RankFile]:
-    """Reads Megatron-LM's spans. Files may contain several ranks; ranks may have several files."""
+    """Reads Megatron-LM's spans from ``paths``, and returns one entry per rank."""
     ranks: dict[int, _RankFile] = {}
     jobs: dict[str, str] = {}
     for path in paths:
@@ -374,7 +374,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns an attribute as an integer. Its name may have a prefix that ends with a dot."""
+    """Returns the attribute ``name`` as an integer, even if its name has a prefix with a dot."""
     for key, value in attributes.items():
         if f".{key}".endswith(f".{name}"):
             with suppress(TypeError, ValueError):
@@ -383,7 +383,7 @@ def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _spans(file: _RankFile) -> Iterator[_Span]:
-    """Yields the OpenTelemetry spans in a file.
+    """Yields the OpenTelemetry spans in ``file``.
 
     The file is JSON of the OpenTelemetry protocol (OTLP) with a batch of spans per line, or output
     of the console exporter. In console output, a span may take several lines, and log lines may
@@ -413,7 +413,7 @@ def _unix_ns(clock: str) -> int:
 
 
 def _objects(file: _RankFile) -> Iterator[bytes]:
-    """Yields the text of each JSON object in a file, which may take several lines."""
+    """Yields the text of each JSON object in ``file``. An object may take several lines."""
     held = b""
     parts: list[bytes] = []
     for chunk in _chunks(file):
@@ -460,7 +460,7 @@ def _read(path: Path) -> _RankFile:
             ]
             tokens.append(b'"name' + space + b"nccl")
             has_head = True
-        # Keep the last event, which may be incomplete, and parse it with the next chunk.
+        # The last event may be incomplete, so it is parsed with the next chunk.
         cut = held.rfind(b"{", 0, max(held.rfind(b'"ph"'), 0))
         if cut > 0:
             _take_events(file, held[:cut], tokens, decode)
@@ -474,7 +474,7 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the rank and the job's sizes from the file's name and head (before the events).
+    """Reads the rank and the job's sizes from the file's name and from ``held``, its first bytes.
 
     Raises:
         TraceError: A value in the head is impossible.
@@ -508,7 +508,7 @@ def _take_head(file: _RankFile, held: bytes) -> None:
 
 
 def _whole(value: Any, limit: int) -> int:
-    """Converts a value to an integer from -1 to ``limit``.
+    """Returns ``value`` as an integer, which must be between -1 and ``limit``.
 
     Raises:
         ValueError: The value is out of range, or text that is not a number.
@@ -523,7 +523,7 @@ def _whole(value: Any, limit: int) -> int:
 def _take_events(
     file: _RankFile, data: bytes, tokens: list[bytes], decode: Any, *, is_cut: bool = False
 ) -> None:
-    """Reads the events in one chunk of a file.
+    """Reads the events in ``data``, one chunk of a file.
 
     Args:
         file: File of the rank, to which the events are added.
@@ -554,7 +554,7 @@ def _take_events(
 
 
 def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
-    """Adds an event to ``file`` if its kind of operation is known, otherwise counts its name."""
+    """Adds ``event`` to ``file`` if its kind of operation is known; otherwise counts its name."""
     name = str(event.get("name", ""))
     category = str(event.get("cat", ""))
     try:
@@ -598,7 +598,7 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
 
 
 def _ns(microseconds: Any) -> int:
-    """Converts an event's time from microseconds to nanoseconds.
+    """Converts the time of an event from microseconds to nanoseconds.
 
     Raises:
         ValueError: The time is implausibly large.
@@ -625,7 +625,7 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
-    """Returns a rank's pipeline rank, the number of pipeline ranks, and the rank's replica."""
+    """Returns the rank's pipeline rank, the number of pipeline ranks, and the rank's replica."""
     world = max(file.world_size, file.rank + 1)
     group = file.groups.get("pp", [])
     if pipeline is not None:
@@ -678,7 +678,7 @@ def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[O
 
 
 def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
-    """Returns all operations of a rank, and separately its computations."""
+    """Returns all operations of the rank in ``file``, and separately its computations."""
     events = sorted(file.events, key=lambda event: (event.start, -event.length))
     computes = [event for event in events if event.kind.endswith("-compute")]
     host = "user_annotation"
@@ -713,7 +713,7 @@ def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
 
 
 def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_Event]) -> None:
-    """Sets the step of each event and label, using the step marks on the same timeline.
+    """Sets the step of each event and label, using the profiler's step marks on the same timeline.
 
     If there are no step marks, each optimizer call ends a step.
     """
@@ -728,7 +728,7 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns messages without a span, which occur if one call both sends and receives.
+    """Returns messages without a span, which occur if a single call sends and receives.
 
     The times of these messages are estimated. The wait for an input begins at the end of the
     previous computation, and a result is sent at the end of its computation.
@@ -750,7 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Removes computations nested in others of the same kind, and numbers the rest in each step."""
+    """Removes computations inside others of the same kind, and numbers the rest in each step."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []

@@ -62,7 +62,7 @@ _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
 
 
 class OperationRow(NamedTuple):
-    """Contains a row of a table with :data:`COLUMNS` and then :data:`OPTIONAL`; times are in ns."""
+    """Contains one row of a table: :data:`COLUMNS`, then :data:`OPTIONAL`. Times are in ns."""
 
     dp_rank: int
     stage: int
@@ -79,7 +79,7 @@ class OperationRow(NamedTuple):
 
 
 def read_table(path: Path) -> RunTrace:
-    """Reads the trace of a run from a table file.
+    """Reads the trace of a run from the table file at ``path``.
 
     Raises:
         TraceError: The file cannot be read, a column is missing, or the table is inconsistent.
@@ -179,8 +179,7 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
     """Shifts the times of ranks whose clocks seem to differ, and returns start times and notes.
 
-    A rank's clock seems to differ if the first step on the rank begins at a very different time
-    than on other ranks. All arguments are columns of the table, with times in nanoseconds.
+    Aligns the start times of ranks whose clocks seem to differ, and returns them with notes.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -202,7 +201,7 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Shifts each step to begin after the previous step, because all steps may begin at 0."""
+    """Shifts each step to begin after the previous step, because every step may begin at 0."""
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
     last = np.full(len(first), -np.inf)
@@ -322,7 +321,7 @@ class _Table:
         return blocks
 
     def _rows(self, *names: str) -> Ints:
-        """Returns the rows of the given kinds, ordered by step, rank and ``seq_id``."""
+        """Returns the rows of the kinds in ``names``, ordered by step, rank and ``seq_id``."""
         kinds = [index for index, name in enumerate(self._kind_names) if name in names]
         rows = np.flatnonzero(np.isin(self._kind, kinds))
         keys = (self._seq[rows], self._worker[rows], self._step[rows])
@@ -340,7 +339,7 @@ class _Table:
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 
     def _check_once(self, origin: Path, computes: Ints) -> None:
-        """Raises ``TraceError`` if the table contains a computation twice."""
+        """Raises ``TraceError`` if the table contains the same computation twice."""
         keys = [key[computes] for key in (self._worker, self._step, self._kind, self._seq)]
         again = computes[find_rows(keys, keys) != np.arange(len(computes))]
         if len(again):
@@ -362,7 +361,7 @@ class _Table:
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns the table row of each span, and the spans.
+        """Returns the index of the table row of each span, and the spans.
 
         A received message gets two spans: ``wait`` and ``receive``.
         """
@@ -413,13 +412,13 @@ class _Table:
         return np.concatenate(row_parts), TraceTable.concat(span_parts)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
-        """Pairs a rank's n-th message in each step with its n-th computation; both are in order."""
+        """Pairs the n-th message of a rank in each step with the n-th computation in that step."""
         keys = [[self._step[rows], self._worker[rows]] for rows in (messages, computes)]
         partner = find_rows([*keys[1], nth_of_equal(keys[1])], [*keys[0], nth_of_equal(keys[0])])
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank of a pipeline rank in each worker's pipeline, or -1 if none."""
+        """Returns the global rank of ``pp_rank`` in each worker's pipeline, or -1."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],

@@ -80,7 +80,7 @@ def write_page(
     labels: Mapping[int, str] | None = None,
     nodes: Mapping[str, Sequence[int]] | None = None,
 ) -> list[str]:
-    """Writes the page of a run, and replaces an existing file.
+    """Writes the page of a run to ``target``, and replaces an existing file.
 
     Args:
         run: Trace of the run.
@@ -88,7 +88,7 @@ def write_page(
         iterations: Numbers of the iterations to show. If the run is large, only some are shown.
         dp_rank: Data-parallel replica to show, or ``None`` for all replicas (only some of them if
             there are many).
-        figures: Statistics of all ranks in these iterations (step time, idle time and so on), or
+        figures: Statistics of all ranks in these iterations, such as step and idle times, or
             ``None`` to compute them.
         labels: Row label of each global rank to show. If it is not ``None``, all these ranks are
             shown in one chart instead of a chart per replica.
@@ -117,8 +117,8 @@ def write_page(
     return notes
 
 
-# JSON escapes of unprintable characters. An additional backslash before each escape makes the page
-# show the escape instead of the character.
+# The pattern matches JSON escapes of unprintable characters. An additional backslash before each
+# escape makes the page show the escape instead of the character.
 _UNPRINTABLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
 )
@@ -132,7 +132,7 @@ def write_html(
     blocks: Iterable[tuple[str, Any]],
     scripts: Sequence[str],
 ) -> None:
-    """Writes a self-contained HTML page, and replaces an existing file.
+    """Writes a self-contained HTML page to ``target``, and replaces an existing file.
 
     Args:
         target: Path of the ``.html`` file.
@@ -179,7 +179,7 @@ def _label(pp_rank: int, trace: RankTrace | None) -> str:
 
 
 def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) -> dict[str, Any]:
-    """Returns the data that describes the whole run: title, kinds, groups and iterations."""
+    """Returns the data that describe the whole run: title, kinds, groups and iterations."""
     header = next(trace for group in groups for trace in group.traces if trace).header
     last = iterations[-1]
     present = [trace for group in groups for trace in group.traces if trace]
@@ -212,7 +212,7 @@ def _blocks(
     groups: Sequence[_Group],
     notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (ID, data block) for each group and iteration, and appends lines to ``notes``."""
+    """Yields (ID, data block) for each group and iteration, and adds notes on omitted parts."""
     num_short = 0
     num_unsimulated = 0
     for index, iteration in enumerate(iterations):
@@ -285,7 +285,7 @@ def _block(
 
 
 def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, int, int]:
-    """Returns the start and end of an iteration, and the time between its first and last action.
+    """Returns when an iteration starts and ends, and the time between its first and last action.
 
     Returns:
         Start of the first action, end of the last bar, and time from the start of the first action
@@ -353,7 +353,7 @@ def choose(
 def _groups(
     run: RunTrace, figures: RunFigures, dp_rank: int | None, labels: Mapping[int, str] | None
 ) -> tuple[list[_Group], list[str]]:
-    """Returns the groups of ranks that a page shows, and notes about omitted ranks."""
+    """Returns the groups of ranks that a page shows, and notes on omitted ranks."""
     if labels is not None:
         every = [run.ranks[rank] for rank in labels]
         return [_Group("all ranks", list(labels.values()), every)], []
@@ -376,7 +376,7 @@ def _groups(
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
-    """Returns up to ``most`` iterations, which are the slowest and evenly spaced others."""
+    """Returns up to ``most`` iterations: the slowest, and others that are evenly spaced."""
     if len(asked) <= most:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
@@ -386,7 +386,7 @@ def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[in
 
 
 def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
-    """Returns all replicas, or only the first and the slowest if there are many."""
+    """Returns the replicas in ``present``, or only the first and the slowest if there are many."""
     if len(present) <= MAX_REPLICAS:
         return tuple(present)
     steps = [figures.step_ns[:, figures.dp_rank == d].max(axis=1).mean() for d in present]
@@ -405,8 +405,8 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
         name: column.astype("float64" if np.abs(column).max(initial=0) > most else "int32")
         for name, column in columns.items()
     }
-    # Write columns with wide elements first, so that each column begins at a multiple of its
-    # element size.
+    # Columns with wide elements come first, so that each column begins at a multiple of its element
+    # size.
     ordered = sorted(typed.items(), key=lambda pair: -pair[1].itemsize)
     listed = [[name, column.dtype.name, len(column)] for name, column in ordered]
     packed = gzip.compress(b"".join(column.tobytes() for _, column in ordered), 6, mtime=0)
@@ -416,7 +416,7 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
 def span_columns(
     rows: Mapping[str, Ints], num_rows: int, start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Returns the columns of bars (drawn spans) in the page's units.
+    """Returns the columns of bars (drawn spans) with times in the page's unit.
 
     An additional column, ``offset``, contains the index of each row's first bar.
 
@@ -473,7 +473,7 @@ _SPAN_COLUMNS = (
 
 
 def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
-    """Returns the bars that represent spans. Messages and spans of whole steps have no bars.
+    """Returns the bars that represent spans. Messages and whole steps have no bars.
 
     Args:
         tables: Spans of one iteration, with one table for each row of the chart.
@@ -500,14 +500,14 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
 
 
 def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints], int]:
-    """Returns at most ``budget`` bars (the longest), and the number of omitted bars."""
+    """Returns the longest bars, at most ``budget``, and the number of omitted bars."""
     left_out = max(0, len(rows["row"]) - budget)
     kept = np.sort(np.argsort(rows["length"], kind="stable")[left_out:])
     return {name: column[kept] for name, column in rows.items()}, left_out
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
-    """Returns the index of each span in :func:`categories`, or -1 for spans without a bar."""
+    """Returns the index of each span in :func:`categories`, or -1 if the span has no bar."""
     index_of = {
         (category.kind, category.chunk, category.cause): index
         for index, category in enumerate(categories(num_chunks))

@@ -2,7 +2,7 @@
 
 The lightness of an action depends on the index of its chunk, from dark (chunk 0) to light. The hues
 can be distinguished with the common kinds of colour blindness, in which blue stays blue and this
-green looks yellow-brown. The tint of a wait depends on its cause and is lighter than any action.
+green looks yellow-brown. The colour of a wait depends on its cause and is lighter than any action.
 Idle time without a recorded wait is grey.
 """
 
@@ -53,7 +53,7 @@ _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
 
 
 def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
-    """Returns an action's fill colour as ``RRGGBB``, which is unique for up to about 100 chunks."""
+    """Returns the fill colour of an action as ``RRGGBB``; unique for up to about 100 chunks."""
     hue, saturation = _HUES[action]
     if num_chunks <= 1:
         lightness = _SINGLE
@@ -66,12 +66,12 @@ def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
 
 
 def cause_of(wait: Span) -> str:
-    """Returns the cause of a wait; empty if the cause does not have a colour."""
+    """Returns the cause of ``wait``; empty if the cause has no colour."""
     return wait.reason if wait.reason in WAIT_NAMES else ""
 
 
 def fill_of(span: Span | None, num_chunks: int) -> str:
-    """Returns a span's fill colour as ``RRGGBB``. For ``None``, it is the colour of idle time."""
+    """Returns the fill colour of ``span`` as ``RRGGBB``, or of idle time if it is ``None``."""
     if span is None:
         return IDLE
     if span.action == "wait":
@@ -89,7 +89,7 @@ def text_color(fill: str) -> str:
 
 @dataclass(frozen=True)
 class Category:
-    """Describes a category, which consists of spans drawn in the same colour.
+    """Describes a category of spans that are drawn in the same colour.
 
     Attributes:
         name: Text for the category in the legend.

@@ -69,7 +69,7 @@ def write_perfetto(
     iterations: Sequence[int],
     dp_rank: int | None = None,
 ) -> list[str]:
-    """Writes the spans of the given iterations, and replaces an existing file.
+    """Writes the spans of ``iterations`` to ``target``, and replaces an existing file.
 
     The file is compressed if its name ends with ``.gz``.
 
@@ -98,7 +98,7 @@ def write_perfetto(
 def perfetto_events(
     run: RunTrace, iterations: Sequence[int], ranks: Iterable[int] | None = None
 ) -> Iterator[Event]:
-    """Yields the events of the given iterations in the Trace Event Format.
+    """Yields the events of ``iterations`` in the Trace Event Format.
 
     Args:
         run: Trace of the run.
@@ -142,13 +142,13 @@ def perfetto_events(
 
 
 def _by_start(table: TraceTable | None) -> list[Span]:
-    """Returns spans ordered by start, with the longest first among spans that start together."""
+    """Returns spans ordered by start; among spans that start together, the longest comes first."""
     spans = () if table is None else table.spans()
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 
 def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> None:
-    """Writes the JSON text of a file, with one event per line."""
+    """Writes events to ``file`` as JSON text, with one event per line."""
     about = {
         "run": run.run,
         "iterations": describe_numbers(iterations),
@@ -168,7 +168,7 @@ def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequen
 def _within_limit(
     run: RunTrace, iterations: Sequence[int], dp_rank: int | None
 ) -> tuple[list[int], list[int], list[str]]:
-    """Returns the iterations and ranks that stay within the limit, and notes on what is omitted."""
+    """Returns the iterations and ranks that stay within the limit, and notes on omitted parts."""
     for iteration in iterations:
         run.require_iteration(iteration)
     chosen = sorted(set(iterations))
@@ -195,7 +195,7 @@ def _within_limit(
 
 
 def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
-    """Returns the approximate number of slices of the given ranks by iteration."""
+    """Returns the approximate number of slices of ``ranks`` in each iteration."""
     counts = {iteration: run.num_spans([iteration], ranks) for iteration in iterations}
     for rank in ranks:
         trace = run.ranks[rank]
@@ -209,7 +209,7 @@ def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) 
 
 
 def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
-    """Yields the events that set the name of a rank's process and its position, ``index``."""
+    """Yields the events that set the name and the position (``index``) of a rank's process."""
     header = trace.header
     name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
@@ -230,7 +230,7 @@ def _metadata(event_name: str, rank: int, tid: int, **arguments: Any) -> Event:
 
 
 def _tid(rank: int, number: int) -> int:
-    """Returns a thread ID that differs from all process IDs and other processes' thread IDs."""
+    """Returns a thread ID that differs from all process IDs and from other processes' threads."""
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
@@ -280,7 +280,7 @@ def _ideal(span: Span, num_slices: SliceCounts) -> Event:
 
 
 def _slice(span: Span, lengths: Lengths, num_slices: SliceCounts) -> Event:
-    """Returns the name, category and arguments under which viewers show a span.
+    """Returns the name, category and arguments with which viewers show a span.
 
     Args:
         span: Span to show.
@@ -331,14 +331,14 @@ def _name(span: Span, num_slices: SliceCounts) -> str:
 
 
 def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
-    """Assigns each span to the first lane (thread) in which it overlaps no span or can be nested.
+    """Returns for each span the first thread on which it overlaps no other span or can be nested.
 
     Args:
         spans: Spans in the order of :func:`_by_start`.
         may_nest: Whether a span may nest in another span of the same lane.
     """
     lanes: list[int] = []
-    # End times of the open spans in each lane, with the innermost span last.
+    # Each lane has the end times of its open spans, with the innermost span last.
     ends_of: list[list[int]] = []
     for span in spans:
         stop = max(span.end_ns, span.start_ns + 1)
@@ -386,15 +386,15 @@ def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
 
 
 def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Event]:
-    """Yields the values of the counters (activation memory, queued inputs, ...) at each action."""
+    """Yields the values of counters, such as memory and queued inputs, at each action."""
     last: dict[str, int] = {}
     iteration = -1
     in_flight = 0
     times = _microseconds([action.start_ns - origin_ns for action in actions])
     for action, time in zip(actions, times, strict=True):
         if action.iteration != iteration:
-            # An interrupted iteration leaves forward passes without a backward pass, so restart
-            # from 0.
+            # An interrupted iteration leaves forward passes without a backward pass, so the count
+            # restarts from 0.
             iteration = action.iteration
             in_flight = 0
         in_flight = max(0, in_flight + {"F": 1, "B": -1}.get(action.action, 0))
@@ -410,7 +410,7 @@ def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Ev
 
 
 Slice = tuple[Span, Event]
-"""Span, with the name, category and arguments under which viewers show it."""
+"""Type of a span with the name, category and arguments with which viewers show it."""
 
 _PASSES = ("forward", "backward")
 
@@ -439,7 +439,7 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
 
 
 def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterator[Slice]:
-    """Yields a rank's collectives with times from all members, with the wait and the transfer.
+    """Yields a rank's collectives whose times all members recorded, with their wait and transfer.
 
     Args:
         joined: Collectives of all groups, as returned by ``join_collectives``.
@@ -476,7 +476,7 @@ def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterat
 def _kernel_slices(
     run: RunTrace, rank: int, iterations: Sequence[int], spans: Sequence[Span]
 ) -> Iterator[Slice]:
-    """Yields the kernels of a rank whose times were recorded.
+    """Yields the kernels with recorded times of a rank in ``iterations``.
 
     Args:
         run: Trace of the run.
@@ -491,8 +491,8 @@ def _kernel_slices(
         for kernel, action in zip(step.kept, actions_of(of_step, step.kept), strict=True):
             end_ns = kernel.end_ns
             if action is not None:
-                # The clocks of the action and the profiler differ by microseconds, so clip the
-                # kernel.
+                # The clocks of the action and the profiler differ by microseconds, so the kernel is
+                # clipped.
                 end_ns = max(kernel.start_ns, min(end_ns, action.end_ns))
             kind = OUTSIDE if action is None else action.action
             arguments = {"iteration": step.iteration, "action": kind}

@@ -1,6 +1,7 @@
-"""Draws pictures of steps, with one row per rank and time to the right, and maps of lost time.
+"""Draws timelines of steps, with one row per rank, and maps of lost time.
 
-The tint of a wait depends on its cause. Other idle time is grey.
+Time runs from left to right. The colour of a wait depends on its cause, and other idle time is
+grey.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
-    # Make edges much thinner than the bars, because they would otherwise hide the bars of a dense
-    # chart.
+    # Edges must be much thinner than the bars, because they would otherwise hide the bars of a
+    # dense chart.
     edge_pt = min(0.5, 0.05 * durations[len(durations) // 2] * points_per_ns)
     _draw_rows(axes, step, edge_pt)
     _write_texts(axes, step, points_per_ns, row_in, min(9.0 if row_in > 0.5 else 7.5, text_pt))
@@ -149,7 +150,7 @@ def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
 def _draw_bars(
     axes: Axes, row: int, bars: Sequence[tuple[float, float, str]], edge_pt: float = 0
 ) -> None:
-    """Draws bars, given as (start, length, colour ``RRGGBB``), with white edges into a row."""
+    """Draws bars with white edges into a row, given as (start, length, colour ``RRGGBB``)."""
     axes.broken_barh(
         [(start, length) for start, length, _ in bars],
         (row - BAR / 2, BAR),
@@ -176,7 +177,7 @@ def _write_texts(
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
         upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
-        # Choose the common size so that the text fits into nine tenths of the bars.
+        # The common size must be so small that the text fits into nine tenths of the bars.
         turned = min(largest, np.sort(along)[len(bars) // 10]) < UPRIGHT_BELOW_PT
         sizes = upright if turned else along
         common = max(min(largest, np.sort(sizes)[len(bars) // 10]), SMALLEST_PT)

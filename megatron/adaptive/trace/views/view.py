@@ -1,9 +1,9 @@
 """Defines the views of a trace, which are the values of ``trace --format``, and their lookup.
 
 A view is a function decorated with :func:`trace_view`. The modules in the folder ``formats``
-contain the views of this package, which need no registration. A user's own view may be in any
-module, and is passed as ``--format package.module:name``. A package can also publish its views as
-entry points of the group ``megatron_adaptive.views``. Their names can be passed to ``--format``.
+contain the views of this package, which need no registration. Users can define their views in any
+module, and pass them as ``--format package.module:name``. A package can also publish its views as
+entry points of the group ``megatron_adaptive.views``, whose names can be passed to ``--format``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENTRY_POINTS = "megatron_adaptive.views"
 
 @dataclass(frozen=True, kw_only=True)
 class ViewInput:
-    """Contains the input of a view, which is the run, iterations and ranks that the user chose.
+    """Contains the input of a view: the run, iterations and ranks that the user chose.
 
     Attributes:
         run: Trace of the run.
@@ -49,7 +49,7 @@ class ViewInput:
 
     @cached_property
     def figures(self) -> RunFigures:
-        """Statistics of the drawn replica's ranks, computed from the trace on first use."""
+        """Statistics of the drawn replica's ranks, which are computed when they are first used."""
         from megatron.adaptive.trace.metrics import run_figures
 
         traces = self.run.replica(self.step.dp_rank)
@@ -88,7 +88,7 @@ class View:
 
         Raises:
             TraceError: The run does not contain data that the view needs, the file cannot be
-                written, or a user's own function raised an error.
+                written, or a user-defined function raised an error.
         """
         path = Path(f"{stem}{self.ending}")
         try:
@@ -96,7 +96,7 @@ class View:
             lines = [result] if isinstance(result, str) else [str(line) for line in result or ()]
         except AdaptiveError:
             raise
-        except Exception as error:  # a user's function may raise any exception
+        except Exception as error:  # A user's function may raise any exception.
             if not self.is_own:
                 raise
             raise TraceError(
@@ -112,7 +112,7 @@ class View:
 def trace_view(
     *, ending: str, summary: str, name: str = ""
 ) -> Callable[[Callable[..., Any]], View]:
-    """Returns a decorator that turns a function into a view.
+    """Returns a decorator that turns a function into a :class:`View`.
 
     The function takes a :class:`ViewInput` and the :class:`~pathlib.Path` of the file to write. It
     returns a line that describes the file, such as ``iteration 5 drawn``, a list that also contains
@@ -143,11 +143,11 @@ def built_in_views() -> dict[str, View]:
 
 
 def find_views(names: Iterable[str]) -> tuple[View, ...]:
-    """Returns the views with the given names, without duplicates.
+    """Returns the views called ``names``, without duplicates.
 
     Args:
         names: Names of views of this package, names of entry points, or ``package.module:name`` of
-            a user's own view. ``all`` means all views of this package.
+            a user-defined view. ``all`` means all views of this package.
 
     Raises:
         ConfigError: A view does not exist, or its module cannot be imported.
@@ -160,7 +160,7 @@ def find_views(names: Iterable[str]) -> tuple[View, ...]:
 
 
 def refuse_shared_files(views: Sequence[View]) -> None:
-    """Raises ``ConfigError`` if two of the given views would write the same file."""
+    """Raises ``ConfigError`` if two of ``views`` would write the same file."""
     by_ending: dict[str, View] = {}
     for view in views:
         other = by_ending.setdefault(view.ending, view)

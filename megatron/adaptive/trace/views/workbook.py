@@ -86,12 +86,12 @@ PART_COLORS = {
 }
 
 _Column = tuple[str, str, Floats]
-"""Column of the sheet *summary*, with its header, its number format, and a value for each rank."""
+"""Type of a column in the sheet *summary*: header, number format, and a value for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartCell:
-    """Describes a range of columns in a row that shows one action, one wait or idle time.
+    """Describes a range of columns in a row that shows an action, a wait or idle time.
 
     Attributes:
         start: First column of the range, where 0 is the first time column.
@@ -123,7 +123,7 @@ class Chart:
 def write_workbook(
     run: RunTrace, step: PipelineStep, figures: RunFigures, target: str | os.PathLike[str]
 ) -> None:
-    """Writes the workbook of a run, and replaces an existing file.
+    """Writes the workbook of a run to ``target``, and replaces an existing file.
 
     Args:
         run: Trace of the run, whose notes (caveats) are written below the summary.
@@ -158,7 +158,7 @@ def write_workbook(
 
 
 def lay_out(step: PipelineStep) -> Chart:
-    """Places a step on a grid whose columns are wide enough for the text of most actions.
+    """Returns a grid for ``step`` whose columns are wide enough for the text of most actions.
 
     Up to a tenth of the actions may be narrower than :data:`FORWARD_COLUMNS` columns. Each action
     occupies at least one column, so a row becomes too long if many actions are shorter than a
@@ -171,7 +171,7 @@ def lay_out(step: PipelineStep) -> Chart:
 
 
 def fill_bins(step: PipelineStep) -> Chart:
-    """Draws a step on a grid of at most :data:`MAX_BINS` columns of equal time.
+    """Returns a grid for ``step`` with at most :data:`MAX_BINS` columns of equal time.
 
     The time per column is 1, 2 or 5 times a power of ten in nanoseconds. A column shows the action
     or wait that is running in the middle of the column's time.
@@ -188,7 +188,7 @@ def fill_bins(step: PipelineStep) -> Chart:
 
 
 def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least: int) -> Chart:
-    """Places spans on a grid of columns of equal time.
+    """Returns a grid of columns of equal time that shows the spans in ``rows``.
 
     Args:
         rows: Spans of each rank, ordered by start.
@@ -206,7 +206,7 @@ def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least
 
 
 def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]:
-    """Yields the cells of a row, which are one cell per span, and idle cells between spans."""
+    """Yields the cells of a row: a cell per span, and idle cells between spans."""
     column = 0
     for span in row:
         start = max(column, round(span.start_ns / unit_ns))
@@ -220,7 +220,7 @@ def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Adds the sheet *order*. Columns beyond Excel's maximum are omitted."""
+    """Adds the sheet *order* to ``workbook``. Columns beyond Excel's maximum are omitted."""
     chart = lay_out(step)
     about = "cells read chunk-microbatch, width is time"
     if chart.num_columns > GRID_COLUMNS:
@@ -271,7 +271,7 @@ def _draw(
     sheet.sheet_view.showGridLines = False
     sheet.freeze_panes = f"B{FIRST_ROW}"
     sheet.column_dimensions["A"].width = max(12, *map(len, map(step.label, range(step.num_ranks))))
-    # Set the width of all columns with one record for the range instead of up to 16,384 records.
+    # One record for the range sets the width of all columns, instead of up to 16,384 records.
     columns = sheet.column_dimensions["B"]
     columns.min, columns.max, columns.width = 2, LABEL_COLUMNS + width, column_width
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
@@ -320,7 +320,7 @@ def _fill_cell(sheet: Worksheet, row: int, shown: ChartCell, end: int, step: Pip
 def _patch(
     sheet: Worksheet, row: int, start: int, color: str, label: str, text: str | None = None
 ) -> None:
-    """Draws a labelled colour sample that begins at column ``start`` of the time axis."""
+    """Draws a colour sample with a label, which begins at column ``start`` of the time axis."""
     sheet.cell(row, 1, label)
     _merge(sheet, row, start, start + PATCH_COLUMNS)
     cell = sheet.cell(row, LABEL_COLUMNS + 1 + start, text)
@@ -330,7 +330,7 @@ def _patch(
 
 
 def _merge(sheet: Worksheet, row: int, start: int, end: int) -> None:
-    """Merges columns ``start .. end - 1`` of a row.
+    """Merges the columns from ``start`` to ``end - 1`` of a row.
 
     The range is added directly to the sheet's set of merged ranges. openpyxl's ``merge_cells()``
     creates an object for each covered cell and compares every pair of ranges, which takes minutes
@@ -372,7 +372,7 @@ def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) ->
 
 
 def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures) -> int:
-    """Adds the sheet *iterations*, and returns the number of iterations that it shows."""
+    """Adds the sheet *iterations* to ``workbook``, and returns the number of its iterations."""
     sheet = workbook.create_sheet("iterations")
     total = len(figures.iterations)
     stride = -(-total // MAX_ITERATIONS)
@@ -411,7 +411,7 @@ def _add_charts(workbook: Workbook, step: PipelineStep, num_iterations: int) -> 
     bars = _bars(workbook["summary"], step)
     sheet.add_chart(bars, "B2")
     if num_iterations > 1:
-        # Place the second chart below the first chart. Rows are about half a centimetre high.
+        # The second chart is below the first chart. Rows are about half a centimetre high.
         row = 4 + int(bars.height / 0.5)
         sheet.add_chart(_curves(workbook["iterations"], num_iterations), f"B{row}")
 
@@ -435,7 +435,8 @@ def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
         chart.series[-1].graphicalProperties.solidFill = PART_COLORS[part]
         chart.series[-1].graphicalProperties.line.solidFill = "FFFFFF"
     chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
-    # Excel draws the first row at the bottom, so reverse the axis to put the first rank at the top.
+    # Excel draws the first row at the bottom, so the axis is reversed to put the first rank at the
+    # top.
     chart.x_axis.scaling.orientation = "maxMin"
     chart.x_axis.delete = chart.y_axis.delete = False
     chart.y_axis.number_format = "0"
@@ -477,7 +478,7 @@ def _curves(sheet: Worksheet, num_iterations: int) -> LineChart:
 
 
 def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
-    """Returns the columns of *summary*, which are means and maxima over the given iterations."""
+    """Returns the columns of *summary*, with means and maxima over the iterations in ``rows``."""
 
     def mean(values: Floats) -> Floats:
         is_recorded = figures.num_actions[rows] > 0
@@ -558,13 +559,13 @@ def _style_head(sheet: Worksheet, title_row: int) -> None:
 
 
 def _mean(values: Floats) -> float:
-    """Returns the mean of the values, ignoring NaN."""
+    """Returns the mean of ``values`` without NaN."""
     numbers = values[~np.isnan(values)]
     return float(numbers.mean()) if len(numbers) else float("nan")
 
 
 def _plain(value: float) -> float | int | None:
-    """Converts a number to a cell's value: ``int`` if it is whole, ``None`` if it is NaN."""
+    """Returns the value of a cell: ``int`` if ``value`` is whole, or ``None`` if it is NaN."""
     number = float(value)
     if np.isnan(number):
         return None

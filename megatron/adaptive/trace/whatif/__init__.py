@@ -2,5 +2,5 @@
 
 - ``operations``  reads each rank's operations, finds their dependencies, and simulates them
 - ``replay``      simulates other schedules, and microbatches on other replicas
-- ``answers``     computes slowdowns, their causes, and the time that repairs would save
+- ``answers``     computes slowdowns, their causes, and the time that each change would save
 """

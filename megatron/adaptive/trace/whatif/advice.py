@@ -1,4 +1,4 @@
-"""Defines the settings that perform a repair, for each program that writes traces."""
+"""Defines the settings that remove causes of delay, for each program that writes traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Contains a program's setting, or advice, for each repair.
+    """Contains a program's setting, or advice, for each change that would make a run faster.
 
     Attributes:
         slow_rank: Setting that moves work away from a slow rank.
@@ -32,7 +32,7 @@ class Advice:
     no_trace: str
 
     def of_partition(self, partition: str) -> str:
-        """Returns the setting for a partition such as ``3-4-5``."""
+        """Returns the setting for ``partition``, such as ``3-4-5``."""
         return f"{self.partition}{partition}" + ('"' if self.partition.endswith('"') else "")
 
 
@@ -59,5 +59,5 @@ PIPELINE = Advice(
 
 
 def advice_for(header: TraceHeader) -> Advice:
-    """Returns the settings of the program that wrote a trace."""
+    """Returns the settings of the program that wrote the trace with this header."""
     return PIPELINE if header.order else TRAINER

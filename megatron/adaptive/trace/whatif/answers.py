@@ -1,15 +1,15 @@
 """Reports how much time a run loses, which ranks cause the loss, and what each repair would save.
 
-All figures come from simulations of the recorded steps in which some durations are replaced. The
+All results come from simulations of the recorded steps in which some durations are replaced. The
 ``ideal`` duration of a computation is the mean over replicas, stages and steps for its kind
 (forward, backward and so on). The ideal duration of a message or collective is the median for its
 kind. In the ideal step, all durations are ideal, so no rank is slower than the others. The slowdown
 caused by a group (such as a rank) is the ratio of two simulated step times. In the first
 simulation, the group has its recorded durations, and all other operations have ideal durations. The
-second simulation is the ideal step. The gain of a repair is the fraction of the step time that is
-saved if only the durations affected by the repair are replaced. In the simulation, an operation
-starts when all operations that it depends on have finished. Delays of the host (CPU) between
-operations are not simulated.
+second simulation is the ideal step. A repair is a change that would make the run faster. Its gain
+is the fraction of the step time that is saved if only the durations affected by the repair are
+replaced. In the simulation, an operation starts when all operations that it depends on have
+finished. Delays of the host (CPU) between operations are not simulated.
 
 Source: arXiv 2505.05713, sections 3 and 4. The paper uses correlation to find which microbatches
 have long sequences. Here, the length of a microbatch is the time of its actions relative to the
@@ -104,7 +104,7 @@ class _Part:
     length: Floats = field(default_factory=lambda: np.zeros(0))
 
     def column(self, group: str) -> Ints:
-        """Returns ``[operations]``, index of each operation's stage, replica, rank, kind or link.
+        """Returns the index of each operation's ``group`` (stage, replica, rank, kind or link).
 
         The link of operations other than messages is -1.
         """
@@ -117,13 +117,13 @@ class _Part:
         return {"stage": ops.stage, "rank": ops.worker, "kind": ops.kind}[group]
 
     def number_of_step(self, rows: slice | Mask = slice(None)) -> Ints:
-        """Returns the index of each operation's step among the steps in this part."""
+        """Returns the index of the step to which each operation in ``rows`` belongs."""
         _, step = np.unique(self.ops.iteration[rows], return_inverse=True)
         return step
 
 
 def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
-    """Computes the what-if analysis of a run.
+    """Returns the what-if analysis of a run.
 
     Args:
         run: Trace of the run.
@@ -167,7 +167,7 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
 
 
 def what_if_table(table: Any) -> Any:
-    """Computes the what-if analysis of a table of operations instead of a trace.
+    """Returns the what-if analysis of a table of operations instead of a trace.
 
     Args:
         table: Pandas ``DataFrame``, or dict of columns by name, with the columns of
@@ -203,7 +203,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Splits the iterations into groups with at most :data:`SPANS_AT_ONCE` spans each."""
+    """Splits the iterations in ``chosen`` into groups with at most :data:`SPANS_AT_ONCE` spans."""
     ranks = where.ranks.tolist()
     group: list[int] = []
     spans = 0
@@ -236,19 +236,19 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
 
 
 def _only(group: str, value: int) -> Durations:
-    """Returns recorded durations for one group, such as a rank, and ideal durations otherwise."""
+    """Returns durations that are recorded for one group, such as a rank, and otherwise ideal."""
     return lambda part: np.where(part.column(group) == value, part.ops.duration_s, part.ideal_s)
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Returns ideal durations for some stages, ranks or kinds, and recorded durations otherwise."""
+    """Returns durations that are ideal for some groups, such as ranks, and otherwise recorded."""
     return lambda part: np.where(
         np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
     )
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns the repairs in descending order of the time saved."""
+    """Returns repairs in descending order of the time saved, given the step times."""
     repairs = [
         Repair(description, flag, step_s, 1 - step_s / whole)
         for (description, flag), step_s in steps_s.items()
@@ -334,7 +334,7 @@ class _Answers:
         )
 
     def _groups(self) -> dict[tuple[str, str], Durations]:
-        """Maps each group's type and name to durations that are recorded only for that group.
+        """Maps the type and name of each group to durations that are recorded only for that group.
 
         The first two entries are the recorded step (``simulated``) and the ideal step.
         """
@@ -370,7 +370,7 @@ class _Answers:
         return shares
 
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
-        """Returns the mean step time with a repair in seconds.
+        """Returns the mean step time in seconds after a repair.
 
         Under a run-time scheduling rule, a repair also changes the order of actions.
         """
@@ -391,7 +391,7 @@ class _Answers:
         return step_s
 
     def _measure_cells(self) -> None:
-        """Computes the mean time in seconds of F, B and W, as ``[ranks, chunks, 3]``."""
+        """Measures the mean time in seconds of F, B and W, as ``[ranks, chunks, 3]``."""
         shape = (len(self._where.ranks), self._where.stages.shape[1], WEIGHT + 1)
         total = np.zeros(shape)
         number = np.zeros(shape)
@@ -412,7 +412,7 @@ class _Answers:
         self._own_cells: Floats = self._cells / replica_factor[self._where.replica][:, None, None]
 
     def _stage_sum_s(self) -> Floats:
-        """Returns each pipeline rank's time for one F, B and W in seconds, as replicas' median."""
+        """Returns the time in seconds of one F, B and W per pipeline rank, as replicas' median."""
         pp_rank = self._where.pp_rank
         number = np.bincount(pp_rank, minlength=len(self._where.stages))
         return medians(pp_rank, self._cells.sum(axis=(1, 2)), number)
@@ -423,7 +423,7 @@ class _Answers:
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """Returns the relative length of each operation's microbatch, or 1 if it has none.
+        """Returns the relative length of each operation's microbatch, or 1 if it has no microbatch.
 
         A length of 2 means that the microbatch takes twice as long as usual.
         """
@@ -450,7 +450,7 @@ class _Answers:
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _worst(self, group: str, count: int) -> list[int]:
-        """Returns the stages or replicas to simulate alone: all, or those that lose the most time.
+        """Returns all stages or replicas, or only those that lose the most time if there are many.
 
         Args:
             group: ``stage`` or ``replica``.
@@ -484,7 +484,7 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Maps each repair's description to its flags (or advice) and its durations."""
+        """Maps the description of each repair to its flags (or advice) and its durations."""
         where = self._where
         repairs: dict[str, tuple[str, Durations]] = {}
         work_s = self._own_cells.sum(axis=(1, 2))
@@ -522,7 +522,7 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Returns recorded durations with computing times multiplied by a factor per rank."""
+        """Returns recorded durations, with computing times multiplied by a factor per rank."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
@@ -547,7 +547,7 @@ class _Answers:
     def _with_content(
         self, repaired_s: dict[tuple[str, str], float], whole: float, notes: list[str]
     ) -> dict[tuple[str, str], float]:
-        """Adds the step times of a ``Pipeline`` with another order, distribution or partition.
+        """Adds step times of a ``Pipeline`` with another order, distribution or partition.
 
         Args:
             repaired_s: Mean step time in seconds by description and flag of the repair.
@@ -575,8 +575,8 @@ class _Answers:
             return self._sliced(simulated)
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
-        # Choose short and long steps: with the steps sorted by duration, use the middle step of
-        # each quarter.
+        # Steps of different lengths are chosen: with the steps sorted by duration, the middle step
+        # of each quarter is used.
         count = steps_at_most(self._parts[-1].ops, REPLAYED)
         quantiles = (np.arange(count) + 0.5) * len(by_length) / count
         chosen = {by_length[int(index)] for index in quantiles} & set(times.steps)
@@ -634,7 +634,7 @@ class _Answers:
         return {("tracing off", self._advice.no_trace): whole_s - spans * RECORDED_SPAN_S}
 
     def _recorded(self) -> Floats:
-        """Returns the time in seconds from the first start to the last end, ``[steps]``."""
+        """Returns the seconds from the first start to the last end in each step, ``[steps]``."""
         steps = []
         for part in self._parts:
             is_row = part.ops.source < 0
@@ -654,7 +654,7 @@ class _Answers:
         slowest: int,
         repairs: Sequence[Repair],
     ) -> str:
-        """Returns the cause whose repair would remove most of the slowdown, ``none`` or ``mixed``.
+        """Returns the cause that explains most of the slowdown, or ``none`` or ``mixed``.
 
         Args:
             whole: Mean simulated step time in seconds.

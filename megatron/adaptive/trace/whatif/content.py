@@ -1,14 +1,14 @@
 """Simulates a ``Pipeline`` run with unequal microbatches ordered or distributed differently.
 
-Recorded steps are simulated under the run's own schedule::
+Recorded steps are simulated under the schedule of the run::
 
     recorded microbatches ──> dealt over replicas by cost ──┐
                         └───────────────────────────────────┴──> ordered by cost ──> step time
     recorded segments ──> another partition (each stage's time divided among its segments)
 
-All ranks are assumed to be equally fast, as the settings ``order`` and ``dealing`` of ``Pipeline``
-assume too. A microbatch takes equally long on any replica, and a segment (a part of a stage) on any
-rank.
+All ranks are assumed to be equally fast, which the settings ``order`` and ``dealing`` of
+``Pipeline`` also assume. A microbatch takes equally long on any replica, and a segment (a part of a
+stage) on any rank.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
 
 
 def _slices(partition: Sequence[int]) -> list[slice]:
-    """Returns the segments of each stage."""
+    """Returns the range of segments in each stage of ``partition``."""
     ends = list(itertools.accumulate(partition))
     return [slice(end - size, end) for end, size in zip(ends, partition, strict=True)]
 
@@ -193,7 +193,7 @@ class _Simulation:
         return float(np.mean([self._step_s(step, treatment) for step in self._steps]))
 
     def _step_s(self, step: Sequence[RecordedStep], treatment: Treatment) -> float:
-        """Returns the time of the slowest replica in seconds."""
+        """Returns the time in seconds of the slowest replica in a step with other settings."""
         replicas = list(step)
         if treatment.partition:
             replicas = [self._cut(replica, treatment.partition) for replica in replicas]
@@ -217,7 +217,7 @@ class _Simulation:
         return float(np.std(costs)) > UNEQUAL * float(np.mean(costs))
 
     def _cut(self, step: RecordedStep, partition: Sequence[int]) -> RecordedStep:
-        """Returns the step with its segments in another partition."""
+        """Returns ``step`` with its segments divided among the stages by ``partition``."""
         segments = step.durations_s[:, self._stage_of] * self._shares[:, None]
         stages = [segments[:, part].sum(axis=1) for part in _slices(partition)]
         return replace(step, durations_s=np.stack(stages, axis=1))
@@ -249,7 +249,7 @@ class _Simulation:
 
 
 def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
-    """Returns a step with the microbatches of several steps."""
+    """Returns a step with the microbatches of all ``steps``."""
     return RecordedStep(
         np.concatenate([step.durations_s for step in steps], axis=2),
         np.concatenate([step.delays_ps for step in steps], axis=2),
@@ -258,7 +258,7 @@ def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
 
 
 def _in_turns(replicas: Sequence[RecordedStep]) -> RecordedStep:
-    """Returns the whole batch of a step whose microbatches were assigned round-robin."""
+    """Returns a step with the whole batch, whose microbatches were assigned round-robin."""
     places = [
         (index, replica)
         for replica, step in enumerate(replicas)
@@ -272,7 +272,7 @@ def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns all partitions that differ by moving one segment between neighboring stages."""
+    """Returns all partitions that move one segment of ``partition`` to a neighboring stage."""
     partitions = []
     for stage in range(len(partition) - 1):
         for step in (1, -1):
@@ -285,7 +285,7 @@ def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
-    """Returns the partition whose most expensive stage has the lowest cost."""
+    """Returns the partition into ``stages`` whose most expensive stage has the lowest cost."""
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     count = len(costs)
     largest = np.full((stages + 1, count + 1), np.inf)
@@ -307,7 +307,7 @@ def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
 def _described(
     names: Sequence[str], partition: tuple[int, ...], layers: Sequence[int]
 ) -> tuple[str, str]:
-    """Returns a text that describes a change of settings, and the settings."""
+    """Returns a text that describes a change of settings, and the settings themselves."""
     texts = [_TEXTS[name] for name in names]
     settings = [f'{name}="time"' for name in names]
     text = f"microbatches {' and '.join(texts)} by cost" if texts else ""

@@ -117,7 +117,7 @@ class Pipelines:
         return self.stages.size
 
     def name(self, worker: int) -> str:
-        """Returns a worker's display name with rank, stages, and replica if there are several."""
+        """Returns the name of ``worker`` for users: rank, stages, and replica if several exist."""
         stages = self.stages[self.pp_rank[worker]].tolist()
         text = f"rank {self.ranks[worker]} (stage{'s' * (len(stages) > 1)} "
         text += ", ".join(map(str, stages))
@@ -181,7 +181,7 @@ class Operations:
         return len(self.kind)
 
     def whole_microbatches(self, rows: slice) -> Ints:
-        """Returns the microbatches of some operations; slices are mapped to their microbatches."""
+        """Returns the microbatch of each operation in ``rows``, even if microbatches are split."""
         replica = self.where.replica[self.worker[rows]]
         iteration, microbatch = self.iteration[rows], self.microbatch[rows].astype(np.int64)
         for number, chosen in rows_by_value(replica):
@@ -190,7 +190,7 @@ class Operations:
         return microbatch
 
     def describe(self, row: int) -> str:
-        """Returns the display name of an operation, with its rank, kind of work and microbatch."""
+        """Returns the display name of the operation in ``row``, with rank, kind and microbatch."""
         text = f"{self.where.name(int(self.worker[row]))}: {NAMES[self.kind[row]]}"
         if self.microbatch[row] >= 0:
             replica = int(self.where.replica[self.worker[row]])
@@ -239,7 +239,7 @@ def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
 
 
 def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) -> Operations:
-    """Reads the operations of some iterations from a run's trace.
+    """Reads the operations of ``iterations`` from the trace of ``run``.
 
     Args:
         run: Trace of the run.
@@ -313,7 +313,7 @@ def _joined(first: Ints, second: Ints) -> Ints:
 
 
 def _kinds(table: TraceTable) -> Ints:
-    """Returns the kind of work of each span, as an index into :data:`NAMES`."""
+    """Returns the kind of work of each span in ``table``, as an index into :data:`NAMES`."""
     by_kind = np.zeros(len(KIND) + 1, dtype=np.int64)
     for name, index in (("F", FORWARD), ("B", BACKWARD), ("W", WEIGHT), ("reduce", REDUCE)):
         by_kind[KIND[name]] = index
@@ -434,7 +434,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Returns the time in seconds for which each rank waited for a collective's last rank, or 0."""
+    """Returns how many seconds each rank waited for the last rank of its collective, or 0."""
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
@@ -446,7 +446,7 @@ def _waits(table: TraceTable, group: Ints) -> Floats:
 
 
 def _check_own_order(operations: Operations, actions: TraceTable) -> None:
-    """Raises ``TraceError`` if an action B began before its action F, or a W before its B."""
+    """Raises ``TraceError`` if a backward or W pass began before the pass that it needs."""
     for kind, before in (("B", "F"), ("W", "B")):
         rows = np.flatnonzero(actions.kind == KIND[kind])
         columns = [
@@ -497,7 +497,7 @@ class Graph:
     final_step: Ints
 
     def simulate(self, durations_s: Sequence[Floats]) -> Floats:
-        """Simulates all steps once for each set of durations.
+        """Returns the step times that result from each set of durations.
 
         Args:
             durations_s: Sets of durations, each with the duration of every operation in seconds.
@@ -526,7 +526,7 @@ class Graph:
 
 
 def build_graph(operations: Operations) -> Graph:
-    """Determines the dependencies between the operations and sorts them topologically.
+    """Returns the dependencies between the operations, sorted topologically.
 
     Raises:
         TraceError: Operations depend on each other in a cycle, so the recorded order is impossible.
@@ -721,7 +721,7 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """Returns each node's topological level, and whether it has one. Nodes in a cycle have none."""
+    """Returns the topological level of each node, and whether it has one."""
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])
@@ -731,7 +731,7 @@ def _levels(before: Ints) -> tuple[Ints, Ints]:
     begins = np.searchsorted(sources[order], np.arange(count + 1))
     level = np.zeros(count, dtype=np.int32)
     is_known = waits == 0
-    # Skip node 0, the start of a step, because its level is already set.
+    # Node 0, the start of a step, is skipped because its level is already set.
     front = np.flatnonzero(is_known)[1:]
     number = 1
     while len(front):

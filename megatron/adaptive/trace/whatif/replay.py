@@ -3,7 +3,7 @@
 A recorded duration is split into three factors: the usual duration of the stage (the median of its
 replicas), the slowdown of the rank relative to its peers, and a remaining factor that depends on
 the length of the microbatch or on chance. If a stage is split in two, each half takes half as long.
-A rank keeps its factor for any work, and a microbatch keeps its factor on any replica.
+A rank has the same factor for any work, and a microbatch has the same factor on any replica.
 
 Under a run-time scheduling rule, the order of actions depends on the durations, so the rule is
 simulated too.
@@ -43,10 +43,10 @@ from megatron.adaptive.trace.whatif.operations import (
 )
 
 Counts: TypeAlias = tuple[int, ...]
-"""Number of slices of each microbatch in a step."""
+"""Type of the number of slices of each microbatch in a step."""
 
 RULE_STEPS = 3
-"""Maximum number of steps that are simulated under the run's own scheduling rule."""
+"""Maximum number of steps that are simulated under the run's scheduling rule."""
 MOST_PIPELINES = 256
 """Maximum number of pipelines (steps times replicas) to simulate under a rule.
 
@@ -122,7 +122,7 @@ class RecordedTimes:
                 yield self.counts(iteration, replica)
 
     def counts(self, iteration: int, replica: int) -> Counts:
-        """Returns the number of slices of each microbatch in a replica's step."""
+        """Returns the number of slices of each microbatch in one step of ``replica``."""
         items = self.steps[iteration][replica].shape[2]
         return counts_of(items, self.slices(iteration, replica))
 
@@ -156,7 +156,7 @@ class RecordedTimes:
         )
 
     def usual_part(self, iteration: int, replica: int) -> Floats:
-        """Returns the replica's times in seconds as if its ranks were as fast as their peers."""
+        """Returns the times of ``replica`` in seconds, as if its ranks had the usual speed."""
         part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return part
 
@@ -326,7 +326,7 @@ def simulated_s(
 
 
 class RuleReplay:
-    """Simulates the last recorded steps under ``adaptive``, the run's own scheduling rule.
+    """Simulates the last recorded steps under ``adaptive``, the run's scheduling rule.
 
     The rule chooses a different order of actions if durations change, so the rule itself is
     simulated. The recorded steps are simulated once. With changed durations, only the affected
@@ -341,7 +341,7 @@ class RuleReplay:
         self._header, self._ops = header, ops
 
     def saved_s(self, then_s: Floats, *, slices: int = 1) -> float | None:
-        """Returns the time in seconds that a step would save with changed durations.
+        """Returns the time in seconds that a step would save with the durations ``then_s``.
 
         Args:
             then_s: Changed durations in seconds, ``[operations]``.
@@ -390,7 +390,7 @@ class RuleReplay:
         return recorded
 
     def _last(self) -> Ints:
-        """Returns the numbers of the iterations to simulate."""
+        """Returns the numbers of the last iterations, which are simulated."""
         iterations: Ints = np.unique(self._ops.iteration)[-steps_at_most(self._ops, RULE_STEPS) :]
         return iterations
 
@@ -409,13 +409,13 @@ class _RecordedReplica:
 
 
 def steps_at_most(ops: Operations, most: int) -> int:
-    """Returns how many steps to simulate, limited by ``most`` and by :data:`MOST_PIPELINES`."""
+    """Returns the number of steps to simulate, at most ``most`` and :data:`MOST_PIPELINES`."""
     replicas = int(ops.where.replica.max()) + 1
     return max(1, min(most, MOST_PIPELINES // replicas))
 
 
 def _rows_by_replica(ops: Operations, iterations: Ints) -> dict[int, list[Ints]]:
-    """Returns the indices of each replica's operations in the given iterations.
+    """Returns the indices of each replica's operations in ``iterations``.
 
     Args:
         ops: Recorded operations.
@@ -463,11 +463,11 @@ class RecordedStep:
 
     @property
     def costs_s(self) -> list[float]:
-        """Time of each microbatch over all stages in seconds."""
+        """Total time in seconds that each microbatch takes in all stages."""
         return [float(cost) for cost in self.durations_s.sum(axis=(0, 1))]
 
     def with_microbatches(self, order: Sequence[int]) -> RecordedStep:
-        """Returns a step that runs the given microbatches of this step in the given order."""
+        """Returns a step that runs the microbatches listed in ``order``, in that order."""
         return RecordedStep(self.durations_s[:, :, order], self.delays_ps[:, :, order], self.pieces)
 
     def simulated_s(self, header: TraceHeader, slices: int = 1) -> float:
@@ -507,7 +507,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     shape = (3, ops.where.num_stages, int(microbatch.max(initial=0)) + 1)
     work = kind <= WEIGHT
     if shape[1] * shape[2] > int(work.sum()):
-        return None  # a damaged file may contain a huge microbatch number
+        return None  # A damaged file may contain a huge microbatch number.
     durations = np.zeros(shape)
     counts = np.zeros(shape, dtype=np.int64)
     cell = kind[work], stage[work], microbatch[work]
@@ -529,7 +529,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
 
 
 def _slices_of(ops: Operations, rows: Ints) -> SliceCounts:
-    """Returns the number of slices of each microbatch in the step that ``rows`` belong to."""
+    """Returns the number of slices of each microbatch in the step that contains ``rows``."""
     if not len(rows):
         return 1
     replica = int(ops.where.replica[ops.worker[rows[0]]])
@@ -559,7 +559,7 @@ def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedSte
 def recorded_times(
     parts: Sequence[Operations], work: tuple[float, ...] = ()
 ) -> RecordedTimes | None:
-    """Collects the time that each microbatch took in each stage.
+    """Returns the time that each microbatch took in each stage.
 
     Args:
         parts: Operations of the iterations, with one entry per group of iterations read together.
@@ -586,7 +586,7 @@ def recorded_times(
 
 
 def _step_durations(ops: Operations, rows_of: Sequence[Ints]) -> tuple[Floats, ...] | None:
-    """Returns ``[2, stages, microbatches]`` in seconds per replica, or ``None`` if incomplete.
+    """Returns the times in seconds of each replica, ``[2, stages, microbatches]``, or ``None``.
 
     Args:
         ops: Recorded operations.

@@ -174,7 +174,7 @@ class WhatIf:
 
 
 def _format_share(share: float) -> str:
-    """Formats a fraction as a percentage, ``none`` if it is at most 0, or ``all`` if at least 1.
+    """Returns a fraction as a percentage, ``none`` if it is at most 0, or ``all`` if at least 1.
 
     Fractions outside 0 to 1 occur because a repair replaces durations with the mean of the whole
     run. A repaired step may therefore be slower than the recorded step, or faster than the ideal

@@ -44,7 +44,7 @@ _RULES = ("adaptive", "auto")
 def token_repairs(
     run: RunTrace, ops: Operations, whole_s: float, notes: list[str]
 ) -> dict[tuple[str, str], float]:
-    """Simulates a run's last steps with shorter and longer slices.
+    """Returns the times of the run's last steps with shorter and longer slices.
 
     Args:
         run: Trace of the run.
@@ -78,7 +78,7 @@ def token_repairs(
             "recorded one"
         )
         return {}
-    # The tensor-parallel ranks may share the tokens of a slice (sequence parallelism).
+    # Tensor-parallel ranks may share the tokens of a slice (sequence parallelism).
     tensor_size = 1 + max(trace.header.tp_rank for trace in run.ranks.values())
     others = [
         n
@@ -97,7 +97,7 @@ def token_repairs(
 
 @dataclass(frozen=True)
 class _Row:
-    """Describes a recorded microbatch.
+    """Describes a recorded microbatch and its documents.
 
     Attributes:
         positions: Number of tokens in the microbatch, including padding.
@@ -122,7 +122,7 @@ class _Row:
 
 
 def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
-    """Returns the microbatches of each replica, as empty lists if their lengths are unknown."""
+    """Returns the microbatches of each replica; empty lists if their lengths are unknown."""
     replicas = []
     for replica in range(int(ops.where.replica.max()) + 1):
         worker = int(np.flatnonzero(ops.where.replica == replica)[0])
@@ -136,7 +136,7 @@ def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
 
 
 def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
-    """Returns the number of tokens per slice.
+    """Returns the number of tokens per slice, or ``None`` if it is not the same everywhere.
 
     The result is ``None`` if slices have different numbers of tokens, if no microbatch is split, or
     if a file is damaged.
@@ -166,7 +166,7 @@ class _Step:
 
     @classmethod
     def of(cls, ops: Operations, iteration: int, rows: Sequence[Sequence[_Row]]) -> _Step | None:
-        """Returns the step of an iteration, or ``None`` if actions are missing."""
+        """Returns the step of ``iteration``, or ``None`` if actions are missing."""
         replicas = recorded_replicas(ops, iteration)
         if replicas is None:
             return None
@@ -186,7 +186,7 @@ def _cut(tokens: int, documents: Sequence[int]) -> Cut:
 
 
 def _work(cuts: Sequence[Cut]) -> Floats:
-    """Returns the number of tokens and of token pairs in each slice, ``[slices, 2]``."""
+    """Returns the number of tokens, and of token pairs, in each slice, ``[slices, 2]``."""
     work = [cut.work(index) for cut in cuts for index in range(len(cut.ends))]
     return np.array(work, dtype=np.float64)
 
@@ -248,7 +248,7 @@ class _Model:
         return float(np.mean([self._step_s(step, tokens) for step in self._steps]))
 
     def _step_s(self, step: _Step, tokens: int) -> float:
-        """Packs a step's documents for a slice length, and simulates its slowest replica."""
+        """Packs a step's documents into slices of ``tokens``, and simulates its slowest replica."""
         documents, replicas = step.documents, len(step.replicas)
         rows = first_fit(documents, tokens, replicas, replicas)
         cuts = [_cut(tokens, [documents[number] for number in row]) for row in rows]

@@ -1,7 +1,7 @@
 """Finds machines on which all ranks wait, for example because other programs use the processors.
 
-All ranks on such a machine are equally slow, so comparing them with each other does not find the
-cause.
+All ranks on such a machine are equally slow. Comparing them with each other therefore does not find
+the cause.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from megatron.adaptive.trace.diagnose.machine_reasons import COUNTS, reason_by, 
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, best_interval, chance, noise
 
 SURE = 3.2
-"""Minimum rise of the waits in a part of the run, in standard errors, to report this part."""
+"""Minimum rise of the waiting time in a part of the run, in standard errors, to report this part.
+"""
 
 MOST_OF = 0.75
-"""Minimum fraction of iterations with a wait for the wait to be considered permanent."""
+"""Minimum fraction of iterations in which ranks must wait for the wait to be called permanent."""
 
 LEAST_NOISE = 0.005
 """Minimum standard deviation assumed for the noise, as a fraction of an iteration."""
@@ -59,7 +60,7 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding about the ranks on a machine, or ``None`` if they hardly wait."""
+    """Returns a finding if the ranks in ``columns``, which share a machine, wait; else ``None``."""
     for counter, series in waits_of(m, columns):
         period = _period(series)
         if period is None:
@@ -80,7 +81,7 @@ def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
 
 
 def _period(series: Floats) -> tuple[slice, str | None] | None:
-    """Returns the iterations in which ranks wait, and the kind of the period.
+    """Returns the iterations in which ranks wait, and the kind of this period.
 
     Args:
         series: ``[iterations]``, fraction of each iteration for which the ranks waited.

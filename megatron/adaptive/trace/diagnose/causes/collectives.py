@@ -135,10 +135,10 @@ class CongestedCollectives(Cause):
 
 
 def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
-    """Returns all durations, with a delay per step subtracted from the chosen operations.
+    """Subtracts the finding's delay per step from the chosen operations, and returns all durations.
 
     Args:
-        steps: Operations of recorded steps, and the finding with the delay.
+        steps: Operations of recorded steps, and the finding that contains the delay.
         chosen: ``[operations]``, whether an operation contains a part of the delay.
     """
     num_steps = max(1, len(np.unique(steps.operations.iteration)))
@@ -150,7 +150,7 @@ def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
 
 
 def _per_step(joined: JoinedCollectives, values_ns: Floats, iterations: Ints) -> Floats:
-    """Returns the total time in ns of each iteration's collectives, ``[iterations, ...]``.
+    """Returns the total time in ns of the collectives per iteration, ``[iterations, ...]``.
 
     Args:
         joined: Collectives of a group.
@@ -169,7 +169,7 @@ def _per_step(joined: JoinedCollectives, values_ns: Floats, iterations: Ints) ->
 def _slow_member(
     m: Measured, kind: str, ranks: tuple[int, ...], groups: Sequence[JoinedCollectives]
 ) -> Finding | None:
-    """Returns a finding about the member that others wait for; ``None`` if waits are short."""
+    """Returns a finding about the member that others wait for, or ``None`` if they wait little."""
     # All members leave a collective together, so the member that arrives last spends the least time
     # in it. If ranks are late at random, every rank is sometimes last, and the totals are equal.
     spent_ns = np.zeros((len(m.iterations), len(ranks)))
@@ -243,11 +243,12 @@ def _period(
         m: Measured times of the run.
         series_ns: ``[iterations]``, time in ns by which each iteration is longer than usual.
         least_ns: Minimum time in ns for a finding.
-        differ_ns: Standard deviation in ns by which the time differs between equal groups.
+        differ_ns: Standard deviation in ns of the time between equal groups.
 
     Returns:
-        Numbers of the iterations, additional time in ns, number of standard errors of this time,
-        and reference of the comparison. ``None`` if the time is too short or may be random.
+        Numbers of the iterations, additional time in ns, this time in standard errors, and the
+        reference of the comparison (``history`` or ``others``). ``None`` if the additional time is
+        too short or may be random.
     """
     change = best_interval(series_ns, 0.1 * least_ns, rise=least_ns, score=CHANGE_SURE)
     if change is not None:
@@ -261,7 +262,7 @@ def _period(
 
 
 def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
-    """Returns the minimum time in ns per step for a finding about a group.
+    """Returns the minimum time in ns per step that a finding about a group must cost.
 
     Args:
         m: Measured times of the run.
@@ -274,5 +275,5 @@ def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
 
 
 def _num_hosts(m: Measured, joined: JoinedCollectives) -> int:
-    """Returns the number of machines on which the members of a group run."""
+    """Returns the number of machines on which the members of the group in ``joined`` run."""
     return len({m.headers[m.column[rank]].host for rank in joined.ranks})

@@ -1,8 +1,8 @@
 """Finds links with packet loss, on which some messages are late because of retransmissions.
 
-Most messages on such a link are as fast as on other links, so a comparison of links finds nothing.
-The late messages occur in iterations in which the machine retransmitted more TCP segments than in
-other iterations. Links within a machine are skipped, unless all messages are known to use TCP.
+Most messages on such a link are as fast as on other links, so comparing links finds nothing. The
+late messages occur in iterations in which the machine retransmitted more TCP segments than in other
+iterations. Links within a machine are skipped, unless all messages are known to use TCP.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megatron.adaptive.trace.network_counters import RESENT_SEGMENTS
 from megatron.adaptive.trace.span_columns import Ints
 
 LATE_TIMES = 3.0
-"""Minimum ratio of a late message's time to the link's median time."""
+"""Minimum ratio of a late message's travel time to the link's median travel time."""
 
 LATE_OF_AN_ACTION = 0.25
-"""Minimum lateness of a message, as a fraction of the median duration of an action."""
+"""Minimum delay of a late message, as a fraction of the median duration of an action."""
 
 LATE_FEWEST = 3
 """Minimum number of late messages to report a link."""
 
 LATE_OF_STEP = 0.03
-"""Minimum total lateness of a link's messages per step, as a fraction of the step time."""
+"""Minimum total delay of a link's late messages per step, as a fraction of the step time."""
 
 LATE_TOGETHER = 0.8
-"""Minimum fraction of the total lateness that must be in iterations with retransmitted segments."""
+"""Minimum fraction of the total delay that must be in iterations with retransmitted segments."""
 
 RANDOMLY = 0.02
 """Maximum probability that late messages and retransmitted segments coincide by chance."""
@@ -60,7 +60,7 @@ class LossyLink(Cause):
             if finding.cause == "slow link" and finding.reason is not None
         }
         if explained:
-            return []  # lost packets are counted per machine, so they may belong to the slow link
+            return []  # Lost packets are counted per machine, so they may belong to the slow link.
         return find_lossy_links(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
@@ -90,9 +90,9 @@ class _Link:
     Attributes:
         ends: Columns of the sender and the receiver.
         count: Total number of messages.
-        late_ns: ``[late messages]``, time in ns beyond the link's median.
+        late_ns: ``[late messages]``, travel time in ns minus the link's median travel time.
         rows: ``[late messages]``, index of each message's iteration.
-        reason: Reason for the lateness, which is packet loss on the link's machines.
+        reason: Reason for the delay, which is packet loss on the link's machines.
     """
 
     ends: tuple[int, int]
@@ -103,7 +103,7 @@ class _Link:
 
 
 def find_lossy_links(m: Measured) -> list[Finding]:
-    """Returns a finding about the link whose late messages cost most; empty if there is none."""
+    """Returns a finding for the link with the largest total delay, or an empty list."""
     links = _lossy_links(m)
     worst = max(links, key=lambda link: float(link.late_ns.sum()), default=None)
     if worst is None:
@@ -158,10 +158,10 @@ def _lossy_links(m: Measured) -> list[_Link]:
 
 
 def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
-    """Returns the probability that late messages and lost segments coincide by chance alone.
+    """Returns the probability that delays and retransmissions coincide by chance alone.
 
     Args:
-        late_ns: ``[iterations]``, total lateness in ns.
+        late_ns: ``[iterations]``, total delay of late messages in ns.
         lost: ``[iterations]``, number of retransmitted segments.
     """
     orders = np.random.default_rng(0).permuted(np.tile(lost, (DRAWS, 1)), axis=1)
@@ -170,13 +170,13 @@ def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
 
 
 def _is_starved(m: Measured, ends: tuple[int, int], affected: Ints, late_ns: float) -> bool:
-    """Returns whether a link's ranks waited longer for processors than its messages were late.
+    """Returns whether the link's ranks waited longer for processors than its messages were late.
 
     Args:
         m: Measured times of the run.
         ends: Columns of the sender and the receiver.
         affected: Indices of the iterations with late messages.
-        late_ns: Total lateness in ns.
+        late_ns: Total delay of the late messages in ns.
     """
     if not any(starved(m, column, affected) for column in ends):
         return False

@@ -30,7 +30,7 @@ class OverloadedExperts(Cause):
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         # All ranks with the same pipeline rank wait for the overloaded rank, so all of them become
-        # faster.
+        # faster without the cause.
         m = steps.evidence.measured
         column = m.column[finding.ranks[0]]
         workers = steps.workers_at(m.headers[column].pp_rank)
@@ -58,7 +58,7 @@ OVERLOAD_OF_STEP = 0.01
 """Minimum fraction of the step time that the overload must cost to be reported."""
 
 OVERLOAD_ERRORS = 3.0
-"""Minimum excess of other ranks' waiting time over the rank's own waiting time, in standard errors.
+"""Minimum additional waiting time of the other ranks, in standard errors, to report a rank.
 """
 
 
@@ -66,9 +66,9 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
     """Returns findings for ranks whose experts receive so many tokens that other ranks wait.
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
-    most tokens is the last to reach the all-to-all exchange after the experts, in which the other
-    ranks wait. The cost is the waiting time of the other ranks minus the waiting time of this rank,
-    but at most the time that its additional tokens can take.
+    most tokens is the last to reach the all-to-all exchange after the experts, in which other
+    ranks wait. The cost is the waiting time of the other ranks minus the waiting time of this rank.
+    It is limited to the time that the rank's additional tokens can take.
     """
     layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
     layers = [tuple(layer for layer, *_ in layout) for layout in layouts]
@@ -81,7 +81,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
             if all(i in m.experts[c] and _layout(m.experts[c][i]) == layouts[c] for c in group)
         ]
         if not chosen or len({layouts[column] for column in group}) < 2:
-            continue  # every rank has all experts of these layers, so no rank waits
+            continue  # Every rank has all experts of these layers, so no rank waits.
         loads = [[m.experts[column][i] for column in group] for i in chosen]
         tokens = np.array(
             [[sum(sum(row[2:]) for row in load.tokens) for load in of_ranks] for of_ranks in loads]

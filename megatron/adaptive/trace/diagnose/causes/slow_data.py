@@ -45,14 +45,14 @@ READING_OF_STEP = 0.03
 """Minimum fraction of the step time that a rank must spend reading data to be reported."""
 
 READING_TIMES = 1.5
-"""Minimum ratio of a slow read's time to the time on other ranks or in other iterations."""
+"""Minimum ratio of a slow read's duration to the duration on other ranks or in other iterations."""
 
 READING_CHANGE_SURE = 6.0
 """Minimum score in standard errors for a change in read times during the run to be reported."""
 
 
 READING_SURE = 3.0
-"""Minimum excess of a slow read's time in standard errors."""
+"""Minimum excess of a slow read's duration in standard errors."""
 
 READS_FEWEST = 16
 """Minimum number of reads that is required to judge a rank."""
@@ -85,7 +85,7 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             against = "history"
             chosen, series = chosen[change.inside], series[change.inside]
         level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
-        # If a rank rarely gets a processor, its reads take long even from a fast disk.
+        # If a rank rarely gets a processor, its reads take long even if the disk is fast.
         ready = 1 - starved(m, column, chosen)
         if share * ready < READING_OF_STEP or level * ready < READING_TIMES * before:
             # A rank that reads for twice the minimum fraction is reported even if all ranks read

@@ -1,4 +1,4 @@
-"""Finds single layers that take longer than others, in traces that contain the times of layers.
+"""Finds layers that take longer than other layers, if the trace contains the times of layers.
 
 These times are recorded with ``--trace-detail layers``. Without them, a slow layer appears as a
 slow rank or as uneven stages.
@@ -35,7 +35,7 @@ FEWEST = 4
 """Minimum number of timed layers in the run that is required to determine the usual time."""
 
 MOST_SLOW = 0.25
-"""Maximum fraction of slow layers. If more layers are slow, they are assumed to be of another kind.
+"""Maximum fraction of slow layers. If more are slow, they are assumed to be of another kind.
 """
 
 
@@ -100,7 +100,7 @@ class _Layer:
 
 
 def find_slow_layers(m: Measured) -> list[Finding]:
-    """Returns findings for layers that are slower than the other layers of their rank and run."""
+    """Returns findings for layers that are slower than other layers of the same kind in the run."""
     by_kind: dict[int, list[_Layer]] = {}
     for layer in _layers(m):
         by_kind.setdefault(_kind(m, layer.index), []).append(layer)
@@ -108,12 +108,12 @@ def find_slow_layers(m: Measured) -> list[Finding]:
 
 
 def _kind(m: Measured, index: int) -> int:
-    """Returns the index of a layer's kind, or -1 if the trace does not contain it."""
+    """Returns the number of the kind of layer ``index``, or -1 if the kind is unknown."""
     return m.layer_kinds[index] if index < len(m.layer_kinds) else -1
 
 
 def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
-    """Returns findings for slow layers among layers that do the same work."""
+    """Returns findings for the slow layers among ``layers``, which all do the same work."""
     levels = np.array([float(middle(layer.pass_ns)) for layer in layers])
     if len(levels) < FEWEST:
         return []
@@ -142,7 +142,7 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
         error_ns = 1.25 * noise(series) / math.sqrt(len(series)) + 0.01 * usual
         if excess_ns < SURE * error_ns:
             continue
-        # If a rank waits for processors most of the time, the times of its layers are random.
+        # If a rank waits for processors most of the time, its layer times are random.
         if levels[number] / usual < 1 / (1 - starved(m, layer.column, slice(None))):
             continue
         of_rank = excess_ns / max(float(m.microbatch_ns[layer.column]), excess_ns)
@@ -163,9 +163,9 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
 
 
 def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
-    """Returns, for each layer, the median time in ns of the other layers on its rank.
+    """Returns the median time in ns of the other layers on the same rank, for each layer.
 
-    The result is infinite if the rank has no other layer, because the rank itself may be slow.
+    The value is infinite if the rank has no other layer, because the rank itself may be slow.
     """
     of_rank: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -179,7 +179,7 @@ def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
 
 
 def _alone(slow: Sequence[int], levels: Floats) -> set[int]:
-    """Returns the slow layers whose time differs from the times of all other slow layers.
+    """Returns the indices of slow layers whose times differ from those of all other slow layers.
 
     Args:
         slow: Indices of all slow layers.
@@ -196,13 +196,13 @@ def _alone(slow: Sequence[int], levels: Floats) -> set[int]:
 
 
 def _are_spaced(indices: Sequence[int]) -> bool:
-    """Returns whether at least three layers are evenly spaced in the model."""
+    """Returns whether ``indices`` contains at least three layers that are evenly spaced."""
     distances = np.diff(np.sort(indices))
     return len(indices) >= FEWEST_SPACED and len(np.unique(distances)) == 1
 
 
 def _layers(m: Measured) -> list[_Layer]:
-    """Returns the comparable layers that were timed in most of the iterations.
+    """Returns the comparable layers that were timed in more than half of the iterations.
 
     Layers with experts, and layers for multi-token prediction (which come last), are excluded.
     """

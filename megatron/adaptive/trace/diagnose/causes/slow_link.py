@@ -39,7 +39,8 @@ class SlowLink(Cause):
         return find_slow_links(evidence.measured)
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        # If a rank is slow, its thread that receives messages is slow too, which costs no time.
+        # If a rank is slow, its thread that receives messages is slow too. This alone costs no
+        # time.
         is_symptom = is_simulated and not self._slow_ranks.isdisjoint(finding.ranks)
         return not is_symptom or finding.cost_fraction >= LINK_OF_STEP
 
@@ -87,7 +88,7 @@ LINK_ERRORS = 5.0
 """Minimum delay of a slow link's messages, in standard deviations of their time."""
 
 LINK_ALONE = 0.25
-"""Value that replaces ``LINK_OF_AN_ACTION`` if there are fewer than two other links."""
+"""Value used instead of ``LINK_OF_AN_ACTION`` if there are fewer than two other links."""
 
 LINK_STEADY = 0.4
 """Minimum delay of a slow link's fastest messages, as a fraction of the link's median delay."""
@@ -99,7 +100,7 @@ Threads may have to wait for a processor before they send a message or notice it
 """
 
 MOST_COMPARED = 1000
-"""Maximum number of links to compare with. If there are more, every n-th link is used."""
+"""Maximum number of links that a link is compared with. If there are more, every n-th is used."""
 
 LINK_OF_STEP = 0.02
 """Minimum cost of a slow link to or from a slow rank, as a fraction of the step time."""
@@ -137,7 +138,7 @@ class _Link:
 
 
 def find_slow_links(m: Measured) -> list[Finding]:
-    """Returns findings for slow links, slowest first, with at most one per pair of ranks."""
+    """Returns findings for slow links, with the slowest first and at most one per pair of ranks."""
     links = _links(m)
     action = float(middle(m.median_ns))
     compared = [
@@ -157,7 +158,7 @@ def find_slow_links(m: Measured) -> list[Finding]:
 
 
 def _compared(links: Sequence[_Link]) -> tuple[Ints, Floats]:
-    """Returns the links with which each link of the same kind is compared.
+    """Returns the travel times of the links that are used for comparison.
 
     Args:
         links: Links of one kind: all within machines, or all between machines.
@@ -187,7 +188,7 @@ def _links(m: Measured) -> list[_Link]:
 
 
 def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding | None:
-    """Returns a finding if a link is slow in all or some iterations, otherwise ``None``.
+    """Returns a finding if ``link`` is slow in all or some iterations, otherwise ``None``.
 
     Args:
         m: Measured times of the run.
@@ -198,7 +199,7 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
     """
     alone = len(others) < 2
     usual, usually_fast = np.median(others, axis=0).tolist() if len(others) else (0.0, 0.0)
-    # The error is the spread between links, or the standard error of this link's median if that is
+    # The error is the spread between links, or the standard error of this link's median if this is
     # larger.
     differ = float(spread(others[:, 0])) if len(others) else 0.0
     error = max(differ, 1.25 * spread(link.travel_ns) / math.sqrt(len(link.travel_ns)), 1_000.0)
@@ -225,7 +226,7 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
 def _slow_link(
     m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, against: str
 ) -> Finding | None:
-    """Returns a finding about a link, or ``None`` if waits for a processor may explain it."""
+    """Returns a finding for ``link``, or ``None`` if waits for processors may explain the delay."""
     rows = np.flatnonzero(np.isin(m.iterations, chosen))
     if excess < LINK_OF_WAITS * turn_wait_ns(m, link.ends, rows):
         return None

@@ -1,8 +1,8 @@
 """Finds ranks whose actions take longer than expected.
 
-``baselines`` compares each rank with its peers, with the plan and with its own earlier times. The
-most likely slowdown is reported if it is significant and large enough to matter. The slowdown is
-then removed from the data, and the search is repeated.
+``baselines`` compares each rank with its peers, with the plan and with its earlier iterations. The
+most likely slowdown is reported if it is significant and large enough to matter. It is then
+subtracted from the data, and the search is repeated.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ AGREE = 0.4
 """Minimum fraction of a rank's slowdown that must be present in each kind of action (F, B, W)."""
 
 OWN_CHANGE = 0.5
-"""Minimum fraction of a temporary slowdown that must be visible in the rank's own times.
+"""Minimum fraction of a temporary slowdown that must be visible in the times of the rank itself.
 
-The rest may come from the ranks that are used for comparison.
+The rest may come from the ranks that it is compared with.
 """
 
 OF_LAYER = 0.5
 """Minimum fraction of a slow rank's lost time that a slow layer must explain."""
 
 HOLDS_UP = 2.0
-"""Minimum ratio of the waits for a rank to the waits for any other member, to report the rank."""
+"""Minimum ratio of the waits for a slow rank to the waits for any other member of its group."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
 
 
 def _is_of_layer(m: Measured, finding: Finding, layer: Finding) -> bool:
-    """Returns whether a slow layer explains why a rank is slow."""
+    """Returns whether the slow layer in ``layer`` explains why the rank in ``finding`` is slow."""
     if finding.ranks != layer.ranks:
         return False
     lost_ns = float(m.microbatch_ns[m.column[finding.ranks[0]]]) * (
@@ -124,7 +124,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
         if _is_real(baselines, slow, log_work[:, slow.column]):
             finding = _slow_rank(m, baselines, slow)
             waited = starved(m, slow.column, slice(slow.first, slow.end))
-            # If ranks wait for processors most of the time, differences between their times are
+            # If ranks wait for processors most of the time, the differences between their times are
             # random.
             if finding.reason or (finding.factor or 0) >= 1 / (1 - waited):
                 findings.append(finding)
@@ -135,12 +135,12 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 
 
 def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]:
-    """Returns one finding for all slow ranks of a tensor-parallel group.
+    """Combines the findings for slow ranks of a tensor-parallel group into one finding per group.
 
     The ranks of a group share each layer. If one rank is slow, the other ranks wait for it during
-    their actions, so all of them appear to be slow. The finding is about the rank whose machine
-    provides a reason, or otherwise the rank that the other ranks' collectives wait for. If neither
-    is known, the finding lists all ranks of the group.
+    their actions, so all of them seem slow. The finding is about the rank whose machine provides a
+    reason, or otherwise the rank that the others wait for in collectives. If neither is known, the
+    finding lists all ranks of the group.
     """
     groups: dict[tuple[int, int, int, int], list[Finding]] = {}
     for finding in findings:
@@ -165,7 +165,7 @@ def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]
 
 
 def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
-    """Returns the rank that the collectives of a group wait for, or ``None`` if unknown.
+    """Returns the rank that the other ranks wait for in collectives, or ``None`` if it is unknown.
 
     Args:
         m: Measured times of the run.
@@ -185,7 +185,7 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
 
-    The caller stops comparing other ranks with this rank, because they would all appear to be slow.
+    The caller stops comparing other ranks with this rank, because they would all seem slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape
@@ -199,9 +199,9 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether a slowdown is visible in every kind of action and in the rank's own times.
+    """Returns whether a slowdown is visible in every kind of action and in the times of the rank.
 
-    Otherwise, the slowdown is an effect of other ranks or of noise.
+    Otherwise, the slowdown is caused by other ranks or by noise.
     """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
         return False

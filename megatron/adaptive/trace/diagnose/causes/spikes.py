@@ -59,7 +59,7 @@ SPIKE_FEWEST = 4
 """Minimum number of spikes to report, because fewer spikes may be random."""
 
 SPIKE_MOST = 0.25
-"""Maximum fraction of a rank's actions that may be spikes. More would not be exceptional."""
+"""Maximum fraction of a rank's actions that may be spikes. If there are more, they are normal."""
 
 SPIKE_BACKGROUND = 1e-3
 """Assumed number of spikes per action on any rank. This prior counts as one observed spike."""
@@ -71,7 +71,7 @@ SPIKE_OF_STEP = 0.003
 """Minimum fraction of the step time that spikes must cost to be reported."""
 
 MOST_WITH_ALL = 3
-"""Maximum number of ranks at which each rank is compared with all other ranks.
+"""Maximum number of ranks for which each rank is compared with all other ranks.
 
 If there are more ranks, the other rank with the most spikes is excluded from the comparison.
 """
@@ -87,7 +87,7 @@ OF_PARTIAL = 3
 
 
 def find_spikes(m: Measured) -> list[Finding]:
-    """Returns findings for ranks on which spikes are more frequent than on other ranks."""
+    """Returns findings for ranks on which slow actions are more frequent than on other ranks."""
     odd = _oddness(m)
     of_rank = np.moveaxis(odd, 1, 0).reshape(len(m.headers), -1)
     widths = spread(of_rank, axis=1)

@@ -39,7 +39,7 @@ class UnevenStages(Cause):
         return [
             finding
             for finding in find_uneven_stages(m, evidence.times)
-            # If ranks wait for processors most of the time, differences between their times are
+            # If ranks wait for processors most of the time, the differences between their times are
             # random.
             if (finding.factor or 0)
             >= 1 / (1 - max(starved(m, m.column[rank], slice(None)) for rank in finding.ranks))
@@ -60,7 +60,7 @@ class UnevenStages(Cause):
 
 
 def find_uneven_stages(m: Measured, times: StageCosts) -> list[Finding]:
-    """Returns a finding if another partition would make the slowest rank much faster."""
+    """Returns a finding if another partition would make the slowest rank in ``m`` much faster."""
     better = best_partition(times, sum(m.layers))
     ranks = times.rank_ns(m.layers)
     best = times.rank_ns(better).max()

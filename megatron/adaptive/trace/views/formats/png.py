@@ -9,7 +9,7 @@ from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 @trace_view(name="png", ending=".png", summary="picture of one iteration")
 def png(shown: ViewInput, path: Path) -> str:
-    """Writes the picture, and returns a line with the number of the drawn iteration."""
+    """Writes the picture to ``path``, and returns a line that names the drawn iteration."""
     from megatron.adaptive.trace.views.picture import write_picture
 
     write_picture(shown.step, path)

@@ -30,7 +30,7 @@ MEAN = "mean"
 
 @trace_view(name="tensorboard", ending="_tensorboard", summary="folder of curves per rank")
 def tensorboard(shown: ViewInput, path: Path) -> str:
-    """Writes the curves, and returns a line with the number of iterations."""
+    """Writes the curves to ``path``, and returns a line with the number of iterations."""
     write_scalars(shown.run, shown.figures, path)
     return f"curves of {len(shown.iterations)} iterations"
 
@@ -88,7 +88,7 @@ def write_scalars(
 
 
 def _curves(figures: RunFigures) -> Iterator[tuple[str, Floats]]:
-    """Yields the name of each curve, and its values ``[iterations, ranks]``."""
+    """Yields the name and the values, ``[iterations, ranks]``, of each curve."""
     yield "pipeline/bubble fraction", figures.bubble_fraction
     yield "pipeline/step time ms", figures.step_ns / NS_PER_MS
     for number, part in enumerate(PARTS.values()):

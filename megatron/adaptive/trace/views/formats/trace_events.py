@@ -16,7 +16,7 @@ EVENT_ITERATIONS = 20
     summary=f"events of the last {EVENT_ITERATIONS} iterations for Perfetto and chrome://tracing",
 )
 def perfetto(shown: ViewInput, path: Path) -> list[str]:
-    """Writes the events, and returns a description followed by notes on omitted parts."""
+    """Writes the events to ``path``, and returns a description and notes on omitted parts."""
     from megatron.adaptive.trace.read import describe_numbers
     from megatron.adaptive.trace.views.perfetto import write_perfetto
 
