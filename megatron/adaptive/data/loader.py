@@ -65,9 +65,9 @@ _WIRE_DTYPES: dict[str, Any] = {
     "position_ids": np.int32,
     "attention_mask": np.bool_,
 }
-_LONGER = 4  # rows of slices are up to 1/4 longer than the longest sample needs
-_TRIES = 4  # number of larger row lengths that are tried
-_PREFETCH = 4  # number of microbatches that each worker prefetches
+_LONGER = 4  # Rows of slices may be up to 1/4 longer than the longest sample needs.
+_TRIES = 4  # This many larger row lengths are tried.
+_PREFETCH = 4  # Each worker prefetches this many microbatches.
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")
 """Entries of each sample, if samples differ in length."""
@@ -166,7 +166,7 @@ class Batching:
     least: int = 1
 
     def for_step(self, lengths: Sequence[int]) -> Batching:
-        """Returns the settings for one step, given the lengths of the step's samples.
+        """Returns the settings for one step, whose samples have these ``lengths``.
 
         Args:
             lengths: Number of tokens of each of the step's samples.
@@ -196,7 +196,7 @@ class Batching:
         return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
 
     def size_of(self, lengths: Sequence[int]) -> Size:
-        """Returns a microbatch's number of tokens and sum of squared lengths.
+        """Returns a microbatch's number of tokens and its sum of squared lengths.
 
         Args:
             lengths: Number of tokens of each sample in the microbatch.
@@ -216,12 +216,12 @@ class Batching:
         return self.row_tokens(sum(lengths))
 
     def row_tokens(self, tokens: int) -> int:
-        """Returns the length of a row with this number of tokens, including padding."""
+        """Returns the length, including padding, of a row that contains ``tokens`` tokens."""
         return -(-max(tokens, self.shortest) // self.multiple) * self.multiple
 
 
 def most_slices(needed: int) -> int:
-    """Returns the maximum number of slices of a row whose longest sample needs ``needed``."""
+    """Returns the maximum number of slices of a row if its longest sample needs ``needed``."""
     return needed + needed // _LONGER
 
 
@@ -251,7 +251,7 @@ class Load:
 
 
 def length_of(dataset: Any, index: int) -> int:
-    """Returns the number of tokens of a sample. The dataset may be a blend of several datasets."""
+    """Returns the number of tokens of the sample ``index``. ``dataset`` may be a blend."""
     while hasattr(dataset, "dataset_index"):
         part = dataset.dataset_index[index]
         index = dataset.dataset_sample_index[index]
@@ -268,7 +268,7 @@ class MicrobatchLoader:
     Args:
         dataset: Samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
         consumed_samples: Number of samples that all ranks together have consumed so far in the run.
-        batching: Object that decides which samples share a microbatch.
+        batching: Object that determines which samples share a microbatch.
         dp_rank: Index of this rank among the data-parallel ranks.
         reads: Whether this rank needs the tokens. A rank without tokens uses only the lengths of
             samples.
@@ -368,7 +368,7 @@ class MicrobatchLoader:
         return StepMicrobatches(fetch, len(numbers), **options)
 
     def close(self) -> None:
-        """Stops the data workers, if there are any. Later reads are done in this process."""
+        """Stops the data workers, if there are any. Later reads run in this process."""
         self._read_ahead = None
 
     def _samples(self, number: int) -> range:
@@ -397,7 +397,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Returns this rank's part of a block from the workers. Skips parts of earlier blocks."""
+        """Returns this rank's part of ``block`` from the workers, and skips earlier blocks."""
         try:
             while self._read_block < block:
                 next(read_ahead)
