@@ -1,4 +1,4 @@
-"""Tests for cut points that are added to models without cut points."""
+"""Tests that cut points are added to models that have no cut points."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class Stage(nn.Module):
-    """Implements a stage of a model with several resolutions."""
+    """Represents a stage of a model that works at several resolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ SCHEDULES: list[tuple[str, int | None]] = [
     ("zb-v", None),
     ("combined-1f1b", 2),
     ("dualpipe-v", None),
-    # user-defined schedules
+    # These schedules are defined in the examples.
     ("examples.own_schedule.eager_1f1b:eager_1f1b", None),
     ("examples.own_schedule.oldest_first:oldest_first", 2),
 ]
