@@ -395,7 +395,7 @@ class _Run:
         return total / total_items
 
     def _encoded(self, indices: Sequence[int]) -> list[Microbatch]:
-        """Returns the encoded samples at ``indices``, which only this replica needs."""
+        """Returns the encoded samples at ``indices``. Other replicas do not need them."""
         return [self._samples[index] for index in indices]
 
     def _indices(self, epoch: int, position: int) -> list[int]:

@@ -160,9 +160,9 @@ class Pipeline:
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
             and backward of each segment, ``collectives`` to also add each collective.
         timeout_s: Maximum time in seconds to wait for another process.
-        hang_after_s: Time in seconds without progress after which the process that blocks the
-            others is reported. 0 disables the report, ``None`` means 10 times the median step time,
-            but at least 30 s. Time between two steps is not counted.
+        hang_after_s: Time in seconds without progress after which the process that blocks all other
+            processes is reported. 0 disables the report. ``None`` uses 10 times the median step
+            time, but at least 30 s. Time between two steps is not counted.
         on_hang: Reaction to a hang: ``report`` writes a report page and a line of output, ``end``
             also stops the job.
         initialize: Function that fills the parameters and buffers of this process in place if the

@@ -197,7 +197,7 @@ def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tenso
 
 
 def finish(partial: Path, folder: Path) -> None:
-    """Flushes the files in ``partial`` to disk and renames it to ``folder``."""
+    """Flushes the files in ``partial`` to disk and renames ``partial`` to ``folder``."""
     for path in partial.iterdir():
         sync(path)
     sync(partial)

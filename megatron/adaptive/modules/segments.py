@@ -114,9 +114,10 @@ def interpolated(
 
 
 def with_split_like(measured: SegmentSample, sample: SegmentSample) -> SegmentSample:
-    """Returns ``sample`` with split times estimated from ``measured``, another size.
+    """Returns ``sample`` with split times that are estimated from ``measured``.
 
-    Both parts of the split pass are assumed to take the same fraction of an unsplit backward pass.
+    ``measured`` describes the same segment with a different microbatch size. Both parts of the
+    split pass are assumed to take the same fraction of an unsplit backward pass.
     """
     if measured.split_s is None or sample.split_s is not None:
         return sample
