@@ -543,7 +543,7 @@ class _Pattern:
 
 
 def _make_hidden(pattern: _Pattern) -> torch.Tensor:
-    """Returns the mask ``[queries, keys] bool``, which is true for forbidden pairs."""
+    """Returns the mask ``[queries, keys] bool``, true where a query must not attend to a key."""
     if pattern.window is not None:
         hidden: torch.Tensor = get_sliding_window_causal_mask(
             pattern.queries, pattern.keys, pattern.window

@@ -250,7 +250,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "apply_rope_fusion": model.apply_rope_fusion
         and fused
         and rope_utils.fused_apply_rotary_pos_emb is not None,
-        # Unused, because local layers and Transformer Engine have their own attention kernels.
+        # Disable this fusion, because local layers and Transformer Engine use other attention
+        # kernels.
         "masked_softmax_fusion": False,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,

@@ -446,7 +446,7 @@ class SequenceSlices:
         first = 0 if window is None else max(0, start - window)
         arguments = (query, key, value, call.attend, kept, (first, start))
         if makes_graph and any(part.requires_grad for part in (query, key, value)):
-            function: Any = _AttendSlice  # torch does not declare types for apply()
+            function: Any = _AttendSlice  # torch does not declare types for apply().
             output: torch.Tensor = function.apply(*arguments)
             return output
         if piece.end == piece.close and not call.layer.training:

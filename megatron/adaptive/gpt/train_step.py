@@ -51,7 +51,7 @@ class StepResult:
 
 
 class Step:
-    """Runs training steps, evaluation and text generation with a model that was built."""
+    """Runs training steps, evaluation and text generation with the model of a run."""
 
     def __init__(self, run: Run) -> None:
         config = run.job.config
