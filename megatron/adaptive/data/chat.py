@@ -85,7 +85,7 @@ class ChatTemplate:
 
     Args:
         templates: Source text of each template, by name. Conversations with tools use the template
-            ``tool_use`` if it exists; all others use ``default``.
+            ``tool_use`` if it exists. All other conversations use ``default``.
         tokens: Text of each special token, by its name in templates, such as ``eos_token``.
         folder: Folder that contains the templates; error messages name it.
     """

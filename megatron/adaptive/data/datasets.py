@@ -71,7 +71,8 @@ def build_datasets(
     If ``torch.distributed`` is initialized, this function is collective: every rank must call it
     with the same arguments, even if the rank needs no samples. Global rank 0 builds first, then all
     other ranks build at the same time. Shuffling indices are cached under a file lock. On a node
-    that does not share a disk with rank 0, one process builds the indices and the others read them.
+    that does not share a disk with rank 0, one process builds the indices and the other processes
+    read them.
 
     The order of samples depends on the seed, the sequence length and the split. As in Megatron-LM,
     it also depends on the number of epochs that ``train_samples`` needs, so it changes if a run is

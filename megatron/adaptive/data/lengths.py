@@ -1,6 +1,6 @@
 """Provides samples of different lengths. Each sample is one document or conversation.
 
-A sample is truncated after ``--seq-length`` tokens, and never contains parts of several documents.
+A sample is truncated after ``--seq-length`` tokens, and contains tokens of only one document.
 
 This module imports megatron-core. On a machine without CUDA, import it only after
 :func:`megatron.adaptive.accelerator.install` was called.
