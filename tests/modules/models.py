@@ -57,7 +57,7 @@ class Tower(nn.Module):
         self.cuts = nn.ModuleList(CutPoint() for _ in range(layers - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         for layer, cut in zip(self.layers, [*self.cuts, nn.Identity()], strict=True):
             x = cut(torch.sigmoid(layer(x)))
         return x.mean()
@@ -92,7 +92,7 @@ class Net(nn.Module):
         self.cut, self.last = CutPoint(), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         x = F.dropout(self.norm(self.first(x)), 0.1, self.training)
         return self.last(self.cut(x)).square().mean()
 
@@ -167,7 +167,7 @@ class Viewer(nn.Module):
         patches: torch.Tensor | None = None,
         sizes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of a batch with the entries ``ids``, ``patches`` and ``sizes``."""
         x = self.words(ids)
         if patches is not None:
             assert sizes is not None
@@ -216,7 +216,7 @@ class Plain(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         x = self.first(x)
         for block in self.blocks[:4]:
             x = x + block(x)
@@ -231,5 +231,5 @@ class Single(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH)
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of a batch with the entries ``ids``, ``mask`` and ``label``."""
         return self.words(ids).square().mean() * mask.float().mean() + label.float().mean()

@@ -102,7 +102,7 @@ def test_cut_points_are_between_the_blocks(model: nn.Module, text: str) -> None:
 
 
 class Odd(nn.Module):
-    """Calls one block twice, one block only in training, and one block never."""
+    """Calls one block twice, one block only in training, and does not call a third block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ class Scorer(torch.nn.Module):
         self.cut = CutPoint()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss for the inputs ``x`` and the labels ``y``."""
         return torch.nn.functional.cross_entropy(self.last(self.cut(self.first(x))), y)
 
 
@@ -122,7 +122,7 @@ class Mean(Scorer):
         self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss for the inputs ``x`` and the labels ``y``."""
         if self.training and len(x) >= self.least:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
         return super().forward(x - self.mean, y)
@@ -400,7 +400,7 @@ def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_microbatch_without_items_adds_nothing(opened: list[Pipeline], split: bool) -> None:
-    """Checks that a microbatch without items, whose mean loss is NaN, adds nothing."""
+    """Checks that a microbatch without items does not add its mean loss, which is NaN."""
     labeled = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
     unlabeled = {"x": torch.randn(2, 4), "y": torch.tensor([-100, -100])}
     loss, gradients = expected(Scorer(), [labeled], [1.0])
@@ -420,7 +420,7 @@ class Doubling(torch.nn.Module):
         self.layer = torch.nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the inputs ``x``, doubled in place, and the targets ``y``."""
         return (self.layer(x.mul_(2)) - y).square().mean()
 
 
@@ -459,7 +459,7 @@ class Drawing(Scorer):
     """Draws random numbers with Python's generator."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss for the inputs ``x`` and the labels ``y``."""
         return super().forward(x * random.random(), y)
 
 
@@ -472,7 +472,7 @@ def test_random_numbers_without_torch_are_refused(opened: list[Pipeline]) -> Non
 
 @pytest.mark.parametrize("split", [False, True])
 def test_hooks_on_parameters_run(opened: list[Pipeline], split: bool) -> None:
-    """Checks that a parameter's hooks run, although deferred weight gradients bypass them."""
+    """Checks that hooks on parameters run with and without deferred weight gradients."""
     part = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
     whole, model = Scorer(), Scorer()
     opened.append(Pipeline(model, [part], split_backward=split))

@@ -12,7 +12,7 @@ from megatron.adaptive.schedule.catalog import policy_names
 
 from .ranks import Case, assert_same, load_example
 
-# Schedules, each with its number of chunks in these tests.
+# The entries are names of schedules and their numbers of chunks in these tests.
 SCHEDULES: list[tuple[str, int | None]] = [
     ("1f1b", None),
     ("adaptive", None),

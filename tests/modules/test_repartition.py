@@ -185,7 +185,7 @@ def test_a_move_is_judged_by_the_time_per_counted_work(
     returns: bool,
     line: str,
 ) -> None:
-    """Checks how a move with a predicted gain of 6% is judged after steps of 1 s."""
+    """Checks that a move with a predicted gain of 6% is judged by the time per operation."""
     balancer = balancer_of(pipeline)
 
     def run(samples: int, span_s: float) -> Move | None:

@@ -72,7 +72,7 @@ class Skipping(torch.nn.Module):
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(BLOCKS - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         mask = x > 0
         first = x
         for number, block in enumerate(self.blocks):
@@ -182,7 +182,7 @@ class Counting(torch.nn.Module):
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         for block, cut in zip(self.blocks, [*self.cuts, torch.nn.Identity()], strict=True):
             self.steps.add_(1.0)
             x = cut(torch.tanh(block(x)))
@@ -208,7 +208,7 @@ class CountingFirst(Counting):
     """Has blocks of which the first two change a buffer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         cuts = [*self.cuts, torch.nn.Identity()]
         for number, (block, cut) in enumerate(zip(self.blocks, cuts, strict=True)):
             if number < 2:
@@ -244,7 +244,7 @@ class Shared(Counting):
         self.register_buffer("alias", self.steps.view(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         cuts = [*self.cuts, torch.nn.Identity()]
         for number, (block, cut) in enumerate(zip(self.blocks, cuts, strict=True)):
             if number == 0 and self.training:

@@ -63,7 +63,7 @@ class Sleeper(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         x = self.start(x)
         for block in self.blocks:
             x = block(x)
