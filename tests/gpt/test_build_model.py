@@ -104,7 +104,7 @@ def test_parts_of_the_model(
     ],
 )
 def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: str) -> None:
-    """Checks the layout text, which lists the chunks from the first rank to the last rank."""
+    """Checks that the layout text lists each chunk's layers, from the first rank to the last."""
     core = core_config(flags, world_size)
     ranks = core.pipeline_model_parallel_size
     built = core.pipeline_model_parallel_layout.layout
@@ -126,7 +126,7 @@ class Identity(torch.nn.Module):
 
 @pytest.mark.parametrize("flag", ["--fp16", "--bf16"])
 def test_only_the_ends_of_the_pipeline_convert(flag: str) -> None:
-    """Checks a V-shaped placement, in which megatron-core's wrapper would also convert inside."""
+    """Checks that only the first and last stages convert dtypes in a V-shaped placement."""
     core = core_config(
         f"{flag} --pipeline-model-parallel-size 2 --model-chunks 2 --pipeline-placement v", 2
     )
