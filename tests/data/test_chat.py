@@ -139,7 +139,7 @@ def test_marks_of_a_template_are_the_mask(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_answers_are_found_by_position(family: str, folder: Path) -> None:
-    """Checks taught tokens against their positions or against the marked template."""
+    """Checks that answers are found by their positions, or else where the template marks them."""
     template = unmarked(TEMPLATES[family])
     tokenizer, reference = _ours(folder, template), Reference(folder, template)
     twin = Reference(folder, TEMPLATES[family])

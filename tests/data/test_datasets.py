@@ -192,7 +192,7 @@ def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Pat
 
 
 def test_a_split_without_documents_is_refused(write_tokens: Write, tmp_path: Path) -> None:
-    """Checks the error message, because megatron-core would loop over an empty split forever."""
+    """Checks that an empty split raises an error, because megatron-core would loop forever."""
     prefix = write_tokens(_numbered(10, 40))
     with pytest.raises(DataError, match=r"969,30,1 leaves no document for valid \(10 in all\)"):
         _build(prefix, tmp_path, NullTokenizer(99), (9, 1, 0))
@@ -403,7 +403,7 @@ dist.destroy_process_group()
 def test_ranks_that_share_no_disk_build_the_same_samples(
     write_tokens: Write, tmp_path: Path
 ) -> None:
-    """Checks a second node, which cannot read the indices that global rank 0 writes.
+    """Checks that a node which cannot read the indices of global rank 0 builds equal samples.
 
     Rank 1 needs no samples, like a middle stage, and has no files.
     """
