@@ -61,7 +61,7 @@ def random_values(*shape: int) -> torch.Tensor:
 
 
 def text() -> Batch:
-    """Returns four sentences. Two of them are padded, one of these on the left."""
+    """Returns four sentences. The last two are padded, and one of them on the left."""
     ids = random_ids(LENGTH, 3)
     mask = torch.ones_like(ids)
     mask[2, 9:] = 0

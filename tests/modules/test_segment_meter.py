@@ -63,7 +63,7 @@ class Costly(torch.autograd.Function):
 
 
 class Skipping(torch.nn.Module):
-    """Has blocks of rising cost, all of which use the first block's result and a mask."""
+    """Has blocks of rising cost. Each later block uses the first block's result and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
