@@ -280,7 +280,7 @@ def test_dropout_of_a_kernel_draws_from_the_generator_for_split_tensors(
 
 
 def test_models_of_one_process_take_different_kernels(build: Callable[..., list[Any]]) -> None:
-    """Checks that models with different values of environment variables fit in one process."""
+    """Checks that one process can build models that need different environment variables."""
     kinds = {}
     for name in ("fused", "unfused", "auto"):
         (chunk,) = build(f"--attention-backend {name} --transformer-impl local")
