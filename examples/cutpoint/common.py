@@ -17,7 +17,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def parse(description: str) -> argparse.Namespace:
-    """Reads the command line of an example."""
+    """Returns the options of an example from its command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=10, help="training steps")
     parser.add_argument(
@@ -61,7 +61,7 @@ def train(
     make_batch: Callable[[int], Batch],
     **more: Any,
 ) -> list[float]:
-    """Trains a model with cut points, and returns the losses. Exits the program after an error.
+    """Trains a model with cut points and returns the losses, or exits after an error.
 
     Args:
         options: Options of the command line, from :func:`parse`.

@@ -40,14 +40,14 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
-    """Returns the batch of a step over all replicas, which is equal at each call."""
+    """Returns the batch of ``step`` over all replicas, which is the same at each call."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(samples, WIDTH, generator=generator)
     return {"x": x, "label": x[:, :CLASSES].argmax(dim=1)}
 
 
 def main() -> None:
-    """Trains the model."""
+    """Trains the model up to the last step, and prints an evaluation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="total number of training steps")
     parser.add_argument(
@@ -62,7 +62,7 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    torch.manual_seed(1)  # all processes build the same model
+    torch.manual_seed(1)  # All processes must build the same model.
     with Pipeline(Net(), batch_of(0, options.batch_size)) as pipeline:
         optimizers = []
 

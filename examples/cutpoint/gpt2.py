@@ -20,7 +20,7 @@ ARGUMENTS = {"use_cache": False}
 
 
 def build(**changes: Any) -> GPT2LMHeadModel:
-    """Builds the model with the same weights on every process."""
+    """Returns the model, which has the same weights on every process."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 128, "n_positions": 32, "n_embd": 64, "n_layer": 6, "n_head": 4}
     ends = {"bos_token_id": 0, "eos_token_id": 0}

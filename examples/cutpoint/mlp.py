@@ -30,13 +30,13 @@ class Mlp(torch.nn.Module):
 
 
 def build() -> Mlp:
-    """Builds the model with the same weights on every process."""
+    """Returns the model, which has the same weights on every process."""
     torch.manual_seed(1)
     return Mlp()
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns random samples."""
+    """Returns a batch of ``samples`` random samples."""
     generator = torch.Generator().manual_seed(2)
     return {
         "x": torch.randn(samples, 64, generator=generator),

@@ -63,18 +63,18 @@ class Vit(nn.Module):
 
 
 def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Returns the loss of a microbatch."""
+    """Returns the loss of the microbatch ``batch`` for its ``logits``."""
     return F.cross_entropy(logits, batch["label"])
 
 
 def build(dropout: float = 0.1) -> nn.Module:
-    """Builds the model with the same weights on every process."""
+    """Returns the model, which has the same weights on every process."""
     torch.manual_seed(1)
     return Vit(dropout=dropout)
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns random images."""
+    """Returns a batch of ``samples`` random images."""
     generator = torch.Generator().manual_seed(2)
     return {
         "image": torch.randn(samples, 3, 16, 16, generator=generator),

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
 
     with Pipeline.from_pretrained(
         options.model,
-        samples.kinds,  # a sample of each kind, such as with and without images
+        samples.kinds,  # Pass a sample of each kind, such as with and without images.
         adapter=adapter,
         decisive_entries=samples.decisive_entries,
     ) as pipeline:

@@ -12,7 +12,7 @@ from megatron.adaptive.schedule import Action, ActionKind, RankState, run_time_r
 
 @run_time_rule()
 def oldest_first(state: RankState) -> Action | None:
-    """Returns the action to start now, or ``None`` to wait."""
+    """Returns the action to start now, or ``None`` to wait for the next message."""
     ready = [action for action in state.ready() if state.fits(action)]
     # Weight gradients do not delay other ranks, so they run when no other action is ready.
     urgent = [action for action in ready if action.kind is not ActionKind.W]

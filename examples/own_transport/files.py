@@ -68,7 +68,8 @@ class FileTransport:
         self._sent[peer] += 1
         path = self._folder / f"{self._rank}-{peer}-{number}"
         torch.save({"header": header, "payload": payload}, f"{path}.part")
-        os.replace(f"{path}.part", path)  # the file is visible only when complete
+        # Rename the file, so that it is visible only when it is complete.
+        os.replace(f"{path}.part", path)
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -77,12 +78,12 @@ class FileTransport:
         return {peer: {"kind": self.name} for peer in self._sent}
 
     def flush(self, timeout_s: float) -> None:
-        pass  # a message has left this process when send() returns
+        pass  # When send() returns, the message has already left this process.
 
     def close(self) -> None:
         self._is_closed.set()
         self._thread.join()
-        with contextlib.suppress(OSError):  # only the last rank finds the folder empty
+        with contextlib.suppress(OSError):  # Only the last rank finds the folder empty.
             self._folder.rmdir()
 
     def _receive(self) -> None:
@@ -90,7 +91,7 @@ class FileTransport:
             while not self._is_closed.wait(POLL_S):
                 for peer in self._received:
                     self._take_next(peer)
-        except Exception as error:  # the executor raises the error
+        except Exception as error:  # The executor raises this error.
             self.completions.put(error)
 
     def _take_next(self, peer: int) -> None:
@@ -101,7 +102,7 @@ class FileTransport:
         message = torch.load(path, weights_only=True)
         path.unlink()
         label = Header.decode(message["header"], peer=peer).label
-        assert label is not None  # only a transport that announces its end sends no label
+        assert label is not None  # Only a transport that announces its end sends no label.
         payload = message["payload"].to(self._device)
         now_ns = time.monotonic_ns()
         self.completions.put(HeldArrival(label, peer, payload.nbytes, lambda: payload, now_ns))

@@ -17,7 +17,7 @@ def unmarked(template: str) -> str:
 
 
 def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> str:
-    """Returns a template of [INST] turns, with the system's text inside the first user turn."""
+    """Returns a template with [INST] turns that puts the system's text in the first user turn."""
     check = (
         "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('user and assistant take turns') }}{% endif %}"
@@ -35,7 +35,7 @@ def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> s
 
 
 def _headed(begin: str, head: str, end: str, *, said: str = "{{ m.content }}") -> str:
-    """Returns a template of turns that begin with a header of the role and end with a mark."""
+    """Returns a template whose turns begin with a header of the role and end with a mark."""
     asked = head.replace("m.role", "'assistant'")
     return (
         f"{begin}{{% for m in messages %}}{head}"
@@ -72,7 +72,7 @@ _TOOL_RESULTS = (
 
 
 def _tagged(answer: str, prompt: str, before: str = "") -> str:
-    """Returns a template with tools and their results in tags, like Qwen and Hermes."""
+    """Returns a template that writes tools and their results in tags, like Qwen and Hermes."""
     return (
         f"{_TOOLS_IN_TAGS}{before}{{% for m in messages %}}"
         "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}"

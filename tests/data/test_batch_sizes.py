@@ -1,4 +1,4 @@
-"""Compares the batch sizes during a run with those of megatron-core's calculator."""
+"""Compares batch sizes during a run with the results of megatron-core's calculator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares tokens and masks of conversations with those of ``transformers``."""
+"""Compares tokens and masks of conversations with the results of ``transformers``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Masked = tuple[list[int], list[bool]]
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a tokenizer with special tokens of many models and no template. Returns its folder."""
+    """Returns a folder of a tokenizer with the special tokens of many models but no template."""
     made = tmp_path_factory.mktemp("chat")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,7 +50,7 @@ def _ours(folder: Path, template: str, name: str = "chat_template.jinja") -> Hug
 
 
 def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
-    """Returns tokens and mask, or ``None`` if the template rejects the conversation."""
+    """Returns tokens and mask of ``conversation``, or ``None`` if the template rejects it."""
     try:
         return tokenizer.conversation(Conversation(**conversation))
     except DataError as error:
@@ -74,28 +74,28 @@ class Reference:
         """Returns the rendered first messages, or ``None`` if the template rejects them."""
         whole = joined(copy.deepcopy(conversation))
         if not (messages := whole.pop("messages")[:count]):
-            return None  # transformers rejects a conversation without messages
+            return None  # transformers rejects a conversation without messages.
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=asks, **whole
             )
-        except Exception:  # a template may raise any exception
+        except Exception:  # A template may raise any exception.
             return None
         return str(text)
 
     def marked(self, conversation: Given) -> Masked | None:
-        """Returns the tokens, and whether the template marks each token."""
+        """Returns the tokens of ``conversation``, and whether the template marks each token."""
         whole = joined(copy.deepcopy(conversation))
         try:
             encoded = self.tokenizer.apply_chat_template(
                 whole.pop("messages"), return_dict=True, return_assistant_tokens_mask=True, **whole
             )
-        except Exception:  # a template may raise any exception
+        except Exception:  # A template may raise any exception.
             return None
         return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
 
     def by_position(self, conversation: Given) -> list[bool] | None:
-        """Returns whether each token is between a prompt and the next turn.
+        """Returns whether each token lies between a generation prompt and the next turn.
 
         Returns ``None`` if a template renders an answer differently when messages follow it, or if
         the prompt is not a prefix of the answer. In these cases, positions in the texts differ.
@@ -119,7 +119,7 @@ class Reference:
 
 
 def joined(value: Any) -> Any:
-    """Returns the data with surrogate pairs joined and lone surrogates replaced.
+    """Returns ``value`` with surrogate pairs joined and lone surrogates replaced.
 
     ``transformers`` cannot tokenize surrogates.
     """
@@ -139,7 +139,7 @@ def test_marks_of_a_template_are_the_mask(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_answers_are_found_by_position(family: str, folder: Path) -> None:
-    """Compares with positions in the text of ``transformers``, and with the marked template."""
+    """Checks that answers are found by their positions, or else where the template marks them."""
     template = unmarked(TEMPLATES[family])
     tokenizer, reference = _ours(folder, template), Reference(folder, template)
     twin = Reference(folder, TEMPLATES[family])
@@ -154,7 +154,7 @@ def test_answers_are_found_by_position(family: str, folder: Path) -> None:
 
 
 def test_most_conversations_are_taken(folder: Path) -> None:
-    """Checks that templates reject few conversations, and that most positions are known."""
+    """Checks that templates reject few conversations, and that most answers have positions."""
     counts: Counter[str] = Counter()
     for template in map(unmarked, TEMPLATES.values()):
         reference = Reference(folder, template)
@@ -192,7 +192,7 @@ _OPEN = (
     ],
 )
 def test_an_answer_need_not_go_on_from_the_prompt(folder: Path, says: str, taught: str) -> None:
-    """Checks a prompt that begins reasoning. Text that the answer also begins with is learned."""
+    """Checks that answers are learned without the text that the prompt already contains."""
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": says}]
     tokenizer = _ours(folder, _OPEN)
     assert _taught(tokenizer, {"messages": talk}) == taught

@@ -1,4 +1,4 @@
-"""Tests the default corpus: selection and order of files, complete output, and reuse."""
+"""Tests which files the default corpus contains, and when it is complete and reused."""
 
 from __future__ import annotations
 

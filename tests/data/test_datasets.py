@@ -1,4 +1,4 @@
-"""Tests samples: blends, splits, masks, and data that must be rejected."""
+"""Tests the samples of blends, splits and masks, and data that must be rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _build(
     samples: tuple[int, int, int],
     **changes: Any,
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
-    """Builds the samples of one or several prefixes, with the changed settings."""
+    """Returns the datasets of one or several prefixes, built with the settings ``changes``."""
     seed = changes.pop("seed", 7)
     settings: dict[str, Any] = {
         "data_path": (str(prefix),) if not isinstance(prefix, tuple) else prefix,
@@ -50,7 +50,7 @@ def _build(
 
 
 def _train(prefix: object, tmp_path: Path, samples: int, **changes: Any) -> Samples:
-    """Builds training samples of all documents, without validation and test samples."""
+    """Returns training samples of all documents, built without validation and test samples."""
     settings: dict[str, Any] = {"split": "1", **changes}
     train, _, _ = _build(prefix, tmp_path, NullTokenizer(200), (samples, 0, 0), **settings)
     assert train is not None
@@ -62,7 +62,7 @@ def _tokens(dataset: Samples) -> list[list[int]]:
 
 
 def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
-    """Returns documents filled with their own index, so that a token identifies its document."""
+    """Returns documents that are filled with their index, so that a token shows its document."""
     return [[first + number] * length for number in range(count)]
 
 
@@ -193,7 +193,7 @@ def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Pat
 
 
 def test_a_split_without_documents_is_refused(write_tokens: Write, tmp_path: Path) -> None:
-    """Checks the error message. megatron-core would loop over an empty split forever."""
+    """Checks that an empty split raises an error, because megatron-core would loop forever."""
     prefix = write_tokens(_numbered(10, 40))
     with pytest.raises(DataError, match=r"969,30,1 leaves no document for valid \(10 in all\)"):
         _build(prefix, tmp_path, NullTokenizer(99), (9, 1, 0))
@@ -249,7 +249,7 @@ def _cached(folder: Path) -> dict[str, int]:
 
 
 def test_the_second_build_reads_the_first_ones_cache(write_tokens: Write, tmp_path: Path) -> None:
-    """Checks the default location of the cache, next to the data."""
+    """Checks that the cache is next to the data by default."""
     prefix = write_tokens(_numbered(40, 30))
     first = _tokens(_train(prefix, tmp_path, 40, data_cache_path=None))
     before = _cached(tmp_path / "index_cache")
@@ -327,7 +327,7 @@ def test_an_index_of_other_data_is_made_anew(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks arrays whose bytes are undamaged but whose values do not match the data."""
+    """Checks that undamaged arrays are rebuilt if their values do not match the data."""
     prefix = write_tokens(_numbered(40, 30))
     expected = _tokens(_train(prefix, tmp_path, 40))
     (path,) = (tmp_path / "cache").glob(f"*-{part}.npy")
@@ -404,7 +404,7 @@ dist.destroy_process_group()
 def test_ranks_that_share_no_disk_build_the_same_samples(
     write_tokens: Write, tmp_path: Path
 ) -> None:
-    """Checks a second node, which cannot read the indices that global rank 0 writes.
+    """Checks that a node which cannot read the indices of global rank 0 builds equal samples.
 
     Rank 1 needs no samples, like a middle stage, and has no files.
     """

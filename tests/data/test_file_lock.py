@@ -1,4 +1,4 @@
-"""Tests waiting until another process unlocks a file."""
+"""Tests that a process waits until another process unlocks a file."""
 
 from __future__ import annotations
 

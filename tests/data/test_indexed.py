@@ -1,4 +1,4 @@
-"""Tests the checks of token files, with files from megatron-core and with damaged files."""
+"""Tests the checks of token files on files from megatron-core and on damaged files."""
 
 from __future__ import annotations
 

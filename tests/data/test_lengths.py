@@ -1,4 +1,4 @@
-"""Tests documents as samples: packing, padding, masks, and equal documents in all layouts."""
+"""Tests samples that are documents: packing, padding, masks, and use of every document."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_row_has_as_many_slices_as_its_longest_document_needs(replicas: int) -
 def test_microbatches_tell_their_positions() -> None:
     batching = Batching(micro_batch_size=2, varies=True, replicas=1, multiple=4, shortest=8)
     step = LengthMicrobatches([3, 9, 1, 2], batching, 0, None)
-    assert step.sizes == (24, 16)  # rows are padded to 12 tokens and to the minimum of 8
+    assert step.sizes == (24, 16)  # Rows are padded to 12 tokens and to the minimum of 8.
 
 
 def test_too_few_samples_for_every_replica_are_refused() -> None:
@@ -111,7 +111,7 @@ def test_too_few_samples_for_every_replica_are_refused() -> None:
 def test_every_shape_takes_the_same_documents(
     write_tokens: Callable[..., str], tmp_path: Path, pack_to: int | None
 ) -> None:
-    """Checks that any number of replicas, even after a resume, uses the same documents."""
+    """Checks that all numbers of replicas use the same documents, even after a resume."""
     prefix = write_tokens([[n] * (1 + n % 16) for n in range(1, 50)])
     dataset = build(prefix, tmp_path, 96)
     assert left_out([dataset]) == (
@@ -166,7 +166,8 @@ def test_only_what_the_assistant_says_is_taught(tmp_path: Path) -> None:
         ("assistant", "6"),
     ]
     lines = [{"messages": [{"role": role, "content": text} for role, text in talk]}]
-    lines += [{"messages": [{"role": "user", "content": "7"}]}]  # contains nothing to learn
+    # This conversation contains nothing to learn.
+    lines += [{"messages": [{"role": "user", "content": "7"}]}]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     sample = build(path, tmp_path, 1, sft=True)[0]
     end = 200
@@ -198,7 +199,7 @@ WELL = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "co
     ],
 )
 def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
-    """Checks a byte order mark, Windows line ends, and numbers of any size in unused fields."""
+    """Checks that a byte order mark, Windows line ends and unused fields are ignored."""
     path = tmp_path / "talks.jsonl"
     path.write_bytes(line + b"\n" + json.dumps(WELL).encode() + b"\n")
     dataset = build(path, tmp_path, 2, sft=True)

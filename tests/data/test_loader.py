@@ -1,4 +1,4 @@
-"""Checks that every sample is read once and in order, even if the shape of the job changes."""
+"""Checks that each sample is read once and in order, even if the layout of the job changes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron.adaptive.schedule.document_rows import Batching
 
 from ..multiprocess.launch import has_ended, wait_until
 
-# Reading by workers takes milliseconds.
+# The limit is generous, because reading by workers takes only milliseconds.
 pytestmark = pytest.mark.timeout(60)
 
 LENGTH = 5
 
 
 class Numbered:
-    """Dataset whose samples contain only their index."""
+    """Dataset in which each sample contains only its index."""
 
     def __init__(self, size: int, with_mask: bool = False) -> None:
         self._size = size
@@ -96,8 +96,9 @@ def test_a_resumed_run_continues_where_it_stopped(workers: int) -> None:
 def test_a_changing_shape_neither_loses_nor_repeats_a_sample() -> None:
     dataset = Numbered(200)
     consumed, seen = 0, []
-    # Each tuple has data-parallel size, micro-batch size, and microbatches of each step. The first
-    # tuple is a batch size ramp-up, and the others change the shape of the job.
+    # Each tuple contains the data-parallel size, the micro-batch size, and the number of
+    # microbatches of each step. The first tuple ramps up the batch size, and the others change the
+    # layout of the job.
     for dp_size, micro_batch_size, steps in ((2, 1, (2, 4, 8)), (4, 2, (3, 3)), (3, 5, (1, 2))):
         loaders = [
             _loader(
@@ -221,7 +222,7 @@ class NeverRead(Numbered):
 
 
 def test_workers_end_when_their_rank_is_killed(tmp_path: Path) -> None:
-    """Checks that workers do not keep the rank's connections open, for which other ranks wait."""
+    """Checks that workers exit with their rank, so that its connections do not stay open."""
     rank = os.fork()
     if rank == 0:
         loader = _loader(NeverRead(400, tmp_path), num_workers=2)

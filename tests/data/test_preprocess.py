@@ -1,4 +1,4 @@
-"""Tests converting JSON lines to token files: content, order, and no files after an error."""
+"""Tests that JSON lines become token files in order, and that errors leave no files."""
 
 from __future__ import annotations
 

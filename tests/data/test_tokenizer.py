@@ -1,4 +1,4 @@
-"""Tests the tokenizers: round trips, GPT-2's file format, padding, and errors."""
+"""Tests tokenizers: round trips, GPT-2's file format, padding, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """Writes a tiny vocabulary (bytes, two merges, end of document) and returns its files."""
+    """Writes a tiny vocabulary (bytes, two merges, end of document) and returns its paths."""
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", END_OF_DOCUMENT]
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     vocab.write_text(json.dumps({symbol: i for i, symbol in enumerate(symbols)}))
@@ -222,13 +222,13 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a folder as ``transformers`` does, with special tokens and a chat template."""
+    """Returns a folder written like ``transformers`` does, with special tokens and a template."""
     made = tmp_path_factory.mktemp("hugging_face")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = decoders.ByteLevel()
     encoder.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    encoder.enable_truncation(10)  # some folders contain this setting, which is ignored
+    encoder.enable_truncation(10)  # Some folders contain this setting, which must be ignored.
     encoder.save(str(made / "tokenizer.json"))
     end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
     settings = {"eos_token": end, "chat_template": CHAT, "model_max_length": int(1e30)}

@@ -1,4 +1,4 @@
-"""Tests the fine-tuning example, whose result transformers must be able to load."""
+"""Tests that transformers can load the result of the fine-tuning example."""
 
 from __future__ import annotations
 

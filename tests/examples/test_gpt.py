@@ -1,4 +1,4 @@
-"""Tests that the scripts of ``examples/gpt`` train."""
+"""Tests that the scripts in ``examples/gpt`` can train a model."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def mistakes(value: Any, fields: Any, path: str = "$") -> Iterator[str]:
-    """Yields the errors of a manifest with their paths (see ``jobset.fields.yaml``)."""
+    """Yields the mistakes in a manifest and their paths (see ``jobset.fields.yaml``)."""
     if isinstance(fields, str):
         if not _is(value, fields):
             yield f"{path}: {value!r} is not {fields}"

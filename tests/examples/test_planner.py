@@ -1,4 +1,4 @@
-"""Tests that the planner reads the example of a cluster."""
+"""Tests that the planner can read the example of a cluster."""
 
 from pathlib import Path
 

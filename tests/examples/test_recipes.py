@@ -1,4 +1,4 @@
-"""Checks that recipes fit into their GPUs, and trains each recipe at a tenth of its width."""
+"""Checks that recipes fit into their GPUs, and trains smaller versions of the recipes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _plan(config: TrainerConfig, flags: list[str], gpus: str, gpu: str, folder: 
 
 
 def _tenth(content: dict[str, Any], stages: int) -> dict[str, Any]:
-    """Returns a configuration with about a tenth of the width and two layers per stage."""
+    """Returns ``content`` with about a tenth of the width and two layers per stage."""
     heads = max(2, content["num_attention_heads"] // 8)
     small = {
         "num_layers": 2 * stages,
@@ -152,7 +152,7 @@ def _texts(folder: Path, texts: list[str]) -> Path:
 
 
 def train(path: Path, gpus: str, tasks: tuple[str, ...], data: Path, folder: Path) -> None:
-    """Trains a recipe at a tenth of its width. Each task continues from the previous task."""
+    """Trains a recipe at a tenth of its width; each task continues from the previous task."""
     variant = load_recipe(path)["variants"]["gpus"][int(gpus) if gpus.isdigit() else gpus]
     stages = variant.get("pipeline_model_parallel_size", 1)
     ranks = variant.get("processes_per_node", 1) * variant.get("nodes", 1)
@@ -204,6 +204,6 @@ IN_TURN = ("pretrain", "continue", "finetune")
 def test_trains_at_a_tenth(
     name: str, gpus: str, tasks: tuple[str, ...], data: Path, tmp_path: Path
 ) -> None:
-    """Checks every recipe, and every task on one, two and eight emulated GPUs."""
+    """Checks that all recipes, and all tasks on one, two and eight emulated GPUs, can train."""
     (path,) = (recipe for recipe in RECIPES if recipe.stem == name)
     train(path, gpus, tasks, data, tmp_path)

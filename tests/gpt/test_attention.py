@@ -1,4 +1,4 @@
-"""Compares attention by torch's kernels with attention that computes all scores."""
+"""Compares the attention of torch's kernels with attention that computes all scores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_attention(backend: str, **settings: Any) -> LocalAttention:
 def make_inputs(
     dtype: torch.dtype, *, length: int = 12, samples: int = 2, groups: int = HEADS, values: int = 16
 ) -> list[torch.Tensor]:
-    """Returns queries, keys and values ``[s, b, heads, width]``."""
+    """Returns random queries, keys and values ``[s, b, heads, width]``."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(HEADS, WIDTH), (groups, WIDTH), (groups, values)]
     return [
@@ -56,7 +56,7 @@ def make_inputs(
 def outcome(
     module: LocalAttention, inputs: list[torch.Tensor], mask: Any = None, **options: Any
 ) -> list[torch.Tensor]:
-    """Returns the output and the gradients of the inputs."""
+    """Returns the output of ``module`` and the gradients of ``inputs``."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     output = module(*leaves, mask, **options)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
@@ -71,7 +71,7 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, *, shares: bool = False) -> None:
-    """Makes all attention layers use a kernel, as on a GPU."""
+    """Makes all attention layers use ``kernel``, as on a GPU."""
 
     def choose(case: AttentionCase) -> Kernel:
         # The documents of a packed row are computed separately with the masked kernel.
@@ -280,7 +280,7 @@ def test_dropout_of_a_kernel_draws_from_the_generator_for_split_tensors(
 
 
 def test_models_of_one_process_take_different_kernels(build: Callable[..., list[Any]]) -> None:
-    """Checks models that require different values of megatron-core's environment variables."""
+    """Checks that one process can build models that need different environment variables."""
     kinds = {}
     for name in ("fused", "unfused", "auto"):
         (chunk,) = build(f"--attention-backend {name} --transformer-impl local")

@@ -1,4 +1,4 @@
-"""Tests for the model that settings describe: configuration, layers and initial weights."""
+"""Tests the model that settings describe: configuration, layers and initial weights."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_parts_of_the_model(
     ],
 )
 def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: str) -> None:
-    """Checks the layout, which is written chunk by chunk from the first rank to the last rank."""
+    """Checks that the layout text lists each chunk's layers, from the first rank to the last."""
     core = core_config(flags, world_size)
     ranks = core.pipeline_model_parallel_size
     built = core.pipeline_model_parallel_layout.layout
@@ -114,7 +114,7 @@ def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: s
 
 
 class Identity(torch.nn.Module):
-    """Replaces a chunk at a position in the pipeline, and returns its input."""
+    """Replaces a chunk of the pipeline, and returns its input."""
 
     def __init__(self, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Identity(torch.nn.Module):
 
 @pytest.mark.parametrize("flag", ["--fp16", "--bf16"])
 def test_only_the_ends_of_the_pipeline_convert(flag: str) -> None:
-    """Checks a V-shaped placement, for whose last rank megatron-core's wrapper sends 32 bits."""
+    """Checks that only the first and last stages convert dtypes in a V-shaped placement."""
     core = core_config(
         f"{flag} --pipeline-model-parallel-size 2 --model-chunks 2 --pipeline-placement v", 2
     )
@@ -161,7 +161,7 @@ def test_settings_reach_megatron_core() -> None:
 
 @pytest.fixture
 def fusions(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that returns the configuration for a GPU with Transformer Engine."""
+    """Returns a function that makes the configuration for a GPU with Transformer Engine."""
 
     def run(flags: str = "", *, apex: bool, engine_rotates: bool = True) -> Any:
         monkeypatch.setattr(parallel_layers, "_grad_accum_fusion_available", apex)
@@ -181,7 +181,7 @@ def fusions(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 def test_gradient_accumulation_is_fused_only_where_its_kernels_are(
     apex: bool, fusions: Callable[..., Any]
 ) -> None:
-    """Checks the output layer, which megatron-core cannot build with this fusion without apex."""
+    """Checks that the fusion is disabled without apex, because the output layer rejects it."""
     core = fusions(apex=apex)
     assert core.gradient_accumulation_fusion == apex
     layer = ColumnParallelLinear(
@@ -202,7 +202,7 @@ def test_rotation_is_fused_only_where_its_kernel_is(fusions: Callable[..., Any])
 def test_apex_norms_no_model_that_it_refuses(
     flags: str, build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a model with RMSNorm, with apex and without Transformer Engine."""
+    """Checks that a model with RMSNorm can be built with apex and without Transformer Engine."""
     monkeypatch.setattr(local_layers, "LayerNormImpl", FusedLayerNorm)
     (chunk,) = build(f"--normalization RMSNorm {flags}")
     norms = [module for name, module in chunk.named_modules() if name.endswith("layernorm")]

@@ -1,4 +1,4 @@
-"""Tests for functions whose arguments or results differ between releases of megatron-core."""
+"""Tests functions whose arguments or results differ between releases of megatron-core."""
 
 from __future__ import annotations
 

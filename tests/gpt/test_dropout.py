@@ -21,7 +21,7 @@ TRACKED = "model-parallel-rng"
 
 
 def draw() -> tuple[float, float]:
-    """Returns a random number for replicated tensors and another number for split tensors."""
+    """Returns a random number for replicated tensors and a random number for split tensors."""
     replicated = float(torch.rand((), device=accelerator.current_device()))
     with tensor_parallel.get_cuda_rng_tracker().fork():
         return replicated, float(torch.rand((), device=accelerator.current_device()))
@@ -48,7 +48,7 @@ Draws = Callable[..., Numbers]
 
 @pytest.fixture
 def draws(one_rank: None) -> Draws:
-    """Returns a function that draws random numbers outside of layers (0) or in a layer."""
+    """Returns a function that draws random numbers in a layer, or outside of layers for 0."""
 
     def run(layer: int = 2, seed: int = 5, step: int = 3, microbatch: int = 2) -> Numbers:
         keys = DropoutKeys(seed, enabled=True)
@@ -153,7 +153,7 @@ def test_in_evaluation_layers_leave_the_generators_alone() -> None:
 def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks that ranks with different parts of a sequence do not drop the same elements."""
+    """Checks that ranks with different parts of a sequence drop different elements."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     keys, plain, layer = DropoutKeys(5, enabled=True), Drawing(3), Drawing(3, forks=False)
     keys.attach([plain, layer])

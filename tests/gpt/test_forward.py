@@ -1,4 +1,4 @@
-"""Tests for the loss of a microbatch."""
+"""Tests the loss of a microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the layers of each rank and chunk in all placements of stages."""
+"""Tests which layers each rank and chunk has in all placements of stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: tuple[PlacementKind, ...] = ("loop", "v")
 
 
 def shapes() -> Iterator[tuple[Placement, tuple[int, ...]]]:
-    """Yields placements with even and uneven partitions, some of them with empty stages."""
+    """Yields placements with equal and unequal partitions, including empty stages."""
     draw = random.Random(1)
     for kind in KINDS:
         for ranks in (1, 2, 3, 4):
@@ -59,7 +59,8 @@ def test_every_layer_is_once_in_its_stage(
             assert layout.get_num_layers_to_build(kind, chunk, rank) == (stage == holder)
     assert seen == list(range(sum(layers_per_stage)))
     assert not layout.validate_layer_layout(len(seen), None)
-    if placement.kind == "loop":  # compare with megatron-core's own layout
+    # Compare the layout with the layout that megatron-core makes itself.
+    if placement.kind == "loop":
         stages = [["decoder"] * layers for layers in layers_per_stage]
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")

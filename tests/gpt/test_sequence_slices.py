@@ -1,4 +1,4 @@
-"""Compares training with sliced sequences to training with whole microbatches."""
+"""Compares training on slices of sequences with training on whole microbatches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FUSED = "--attention-backend fused"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 SPLIT = "--split-backward True"
-REL = 1e-6  # tolerance for 32-bit numbers
+REL = 1e-6  # Relative tolerance for 32-bit numbers.
 
 
 class Numbers(NamedTuple):
@@ -72,7 +72,7 @@ Train = Callable[[str], tuple[Run, Numbers]]
 
 @pytest.fixture
 def train() -> Iterator[Train]:
-    """Yields a function that builds a run of one process, evaluates it and trains it for a step."""
+    """Yields a function that builds a run of one process, evaluates it and trains one step."""
     runs: list[Run] = []
 
     def end() -> None:
@@ -151,7 +151,7 @@ def test_blocks_store_no_scores_with_tokens_after_them(
     monkeypatch.setattr(attention, "SCORE_BLOCK", 32)
     blocks = kept_bytes(cut)
     # Two slices store 3/4 of the scores, and eight blocks of 32 tokens store 9/16.
-    scores = 4 * 256**2 * 4  # four heads, 32 bits
+    scores = 4 * 256**2 * 4  # The scores have four heads and 32 bits per element.
     assert slices - blocks == pytest.approx((3 / 4 - 9 / 16) * scores, rel=0.1)
 
 
@@ -203,7 +203,7 @@ def test_16_bits_are_as_close_as_their_rounding(train: Train) -> None:
 def test_the_same_order_twice_gives_the_same_bits(train: Train) -> None:
     flags = "--attention-dropout 0.1 --hidden-dropout 0.1 --sequence-slices 4"
     _, first = train(flags)
-    _, second = train(f"{flags} {FULL}")  # recomputed dropout drops the same elements
+    _, second = train(f"{flags} {FULL}")  # Recomputed dropout must drop the same elements.
     assert first[:3] == second[:3]
     assert all(map(torch.equal, first.gradients, second.gradients))
 
@@ -228,7 +228,7 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     assert sum(slices.kept_bytes(0, item) for item in range(8)) == 2 * 3 * 2 * 256 * 32 * 4
     forward_backward = run.forward_backward
     (cut,) = forward_backward.activation_bytes()
-    assert cut < whole  # slices store fewer scores than a whole sequence
+    assert cut < whole  # Slices store fewer scores than a whole sequence does.
     # Each slice is measured: at equal length, a later slice stores the scores of more keys.
     run, _ = train("--sequence-slices 8 --slice-cut equal-length")
     forward_backward = run.forward_backward
@@ -266,7 +266,8 @@ def test_documents_in_one_slice_keep_nothing(train: Train) -> None:
     assert slices is not None
     assert slices.sizes is not None
     assert set(slices.sizes) == {64}
-    assert isinstance(slices.count, tuple)  # numbers of slices differ
+    # The count is a tuple if microbatches have different numbers of slices.
+    assert isinstance(slices.count, tuple)
     positions = [place_of(item, slices.count) for item in range(len(slices.sizes))]
     tokens = [slices._cut(position.microbatch).kept_tokens(position.part) for position in positions]
     assert 0 < sum(tokens) < 64 * len(tokens)

@@ -1,4 +1,4 @@
-"""Tests for training and evaluation steps of a whole run in one process."""
+"""Tests training and evaluation steps of a whole run in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Start = Callable[[str], Run]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Yields a function that builds a run of one process, after closing the previous run."""
+    """Yields a function that builds a run of one process after it has closed the previous run."""
     runs: list[Run] = []
 
     def end() -> None:
@@ -68,7 +68,7 @@ def first_weight(run: Run) -> torch.Tensor:
 def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
     run = start("--log-num-zeros-in-grad")
     before = first_weight(run).clone()
-    # Values of an earlier model are left.
+    # Leave values as an earlier model would.
     MTPLossLoggingHelper.tracker["values"] = torch.ones(2)
     first, second = train(run)
     assert not torch.equal(first_weight(run), before)
@@ -162,7 +162,8 @@ REMEDIES = (
     ("fail", "kind", "said"),
     [
         (full, DeviceMemoryError, rf"{OUT_OF_MEMORY}.* Tried to allocate 2.00 GiB; {REMEDIES}"),
-        (too_much, DeviceMemoryError, f"{OUT_OF_MEMORY}.*{REMEDIES}"),  # a CPU has its own message
+        # torch reports this error with a different message on a CPU.
+        (too_much, DeviceMemoryError, f"{OUT_OF_MEMORY}.*{REMEDIES}"),
         (broken, RuntimeError, "^a bug$"),
     ],
 )

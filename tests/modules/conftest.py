@@ -10,7 +10,7 @@ import pytest
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # must run before megatron.core is imported
+accelerator.install()  # Call this before megatron.core is imported.
 
 from tests.checkpoint.keepers import keepers  # noqa: E402
 
@@ -21,7 +21,7 @@ __all__ = ["keepers"]
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Training]]:
-    """Returns a function that begins a training run, after closing the previous run."""
+    """Returns a function that starts a training run, after it has closed the previous run."""
     made: list[Training] = []
     monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
 
@@ -33,7 +33,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Training]
     def end() -> None:
         while made:
             made.pop().pipeline.close()
-        gc.collect()  # reference cycles keep process groups and their sockets alive
+        # Collect reference cycles, because they keep process groups and their sockets alive.
+        gc.collect()
 
     yield make
     end()

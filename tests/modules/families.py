@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 WIDTH, HEADS, WORDS, LENGTH = 32, 4, 64, 12
-IMAGE, START = 60, 58  # special tokens; ordinary tokens are below 56
+IMAGE, START = 60, 58  # Both are special tokens; ordinary tokens are below 56.
 Batch = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
@@ -39,7 +39,7 @@ class Family:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, blocks: int) -> torch.nn.Module:
-        """Returns the model, always with the same weights."""
+        """Returns a model with ``blocks`` blocks and always the same weights."""
         import transformers
 
         transformers.logging.set_verbosity_error()
@@ -50,18 +50,18 @@ class Family:
 
 
 def random_ids(length: int, seed: int, most: int = 56) -> torch.Tensor:
-    """Returns ordinary tokens of four samples."""
+    """Returns random ordinary tokens ``[4, length]``, one row per sample."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, most, (4, length), generator=generator)
 
 
 def random_values(*shape: int) -> torch.Tensor:
-    """Returns the pixels or audio frames of four samples."""
+    """Returns random pixels or audio frames ``[4, *shape]``, one row per sample."""
     return torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
 
 
 def text() -> Batch:
-    """Returns sentences. Only the second microbatch is padded, one of its sentences on the left."""
+    """Returns four sentences. The last two are padded, and one of them on the left."""
     ids = random_ids(LENGTH, 3)
     mask = torch.ones_like(ids)
     mask[2, 9:] = 0
@@ -77,22 +77,22 @@ def gaps() -> Batch:
 
 
 def translations() -> Batch:
-    """Returns sentences, and different sentences as labels."""
+    """Returns four sentences, and four different sentences as labels."""
     return {**text(), "labels": random_ids(8, 4)}
 
 
 def speech() -> Batch:
-    """Returns audio features and their transcripts."""
+    """Returns audio features of four samples and their transcripts."""
     return {"input_features": random_values(16, 40), "labels": random_ids(8, 4)}
 
 
 def images() -> Batch:
-    """Returns images with classes."""
+    """Returns four images and their classes."""
     return {"pixel_values": random_values(3, 8, 8), "labels": torch.tensor([0, 1, 1, 0])}
 
 
 def captions() -> Batch:
-    """Returns images with sentences that end with the end token."""
+    """Returns four images and sentences that end with the end token."""
     ids = random_ids(LENGTH, 3)
     ids[:, -1] = 2
     return {"input_ids": ids, "pixel_values": random_values(3, 8, 8)}
@@ -153,12 +153,12 @@ PIXELS: Config = {"image_size": 8, "patch_size": 4, "num_channels": 3}
 
 
 def decoder(blocks: int, **options: Any) -> Config:
-    """Returns the configuration of a decoder with grouped-query attention."""
+    """Returns the configuration of a decoder with ``blocks`` layers and grouped-query attention."""
     return {**SIZES, "num_hidden_layers": blocks, "num_key_value_heads": 2, **options}
 
 
 def vision(blocks: int, **options: Any) -> Config:
-    """Returns the configuration of an image encoder."""
+    """Returns the configuration of an image encoder with ``blocks`` layers."""
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 48}
     return {**sizes, **PIXELS, "num_hidden_layers": blocks, **options}
 

@@ -29,7 +29,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train_whole(model: torch.nn.Module, family: Family, batch: Batch, steps: int) -> list[float]:
-    """Trains the whole model on microbatches of two samples."""
+    """Trains the whole model on microbatches of two samples, and returns the loss of each step."""
     optimizer = sgd(model.parameters())
     losses = []
     for _ in range(steps):
@@ -46,7 +46,7 @@ def train_whole(model: torch.nn.Module, family: Family, batch: Batch, steps: int
 
 
 def check(family: Family) -> None:
-    """Compares a pipeline of two processes with the whole model."""
+    """Checks that a pipeline of two processes trains ``family`` like the whole model."""
     batch = family.make_batch()
     model = family.build(4)
     whole = copy.deepcopy(model)

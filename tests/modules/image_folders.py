@@ -160,7 +160,7 @@ IMAGE_FOLDERS: dict[str, ImageFolder] = {
 
 
 def make_tokenizer(described: ImageFolder) -> transformers.PreTrainedTokenizerFast:
-    """Returns a tokenizer with a token for each letter."""
+    """Returns a tokenizer with one token per letter and the special tokens in ``described``."""
     letters = [chr(code) for code in range(32, 127)]
     special = [*SPECIAL, *described.tokens]
     vocabulary = {token: index for index, token in enumerate([*special, *letters, "\n"])}
@@ -182,7 +182,7 @@ def make_tokenizer(described: ImageFolder) -> transformers.PreTrainedTokenizerFa
 
 
 def write_folder(name: str, folder: Path) -> Path:
-    """Writes a model's folder, and returns its path."""
+    """Writes the folder of the model ``name`` to ``folder``, and returns its path."""
     described = IMAGE_FOLDERS[name]
     tokenizer = make_tokenizer(described)
     tokenizer.save_pretrained(folder)
@@ -208,7 +208,7 @@ def write_folder(name: str, folder: Path) -> Path:
 
 
 def write_data(folder: Path, name: str, count: int = 12) -> Path:
-    """Writes conversations and texts with up to two images of different sizes."""
+    """Writes ``count`` conversations and texts with up to two images of different sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"wide": (20, 10), "tall": (9, 17), "small": (8, 8)}
     for number, (image, size) in enumerate(sizes.items()):

@@ -33,7 +33,7 @@ class Knotty(nn.Module):
         self.dropout = dropout
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch."""
         first = self.mixer(self.words(ids))
         weight = mask.float().unsqueeze(-1) / mask.sum(dim=1, keepdim=True).unsqueeze(-1)
         gate = torch.sigmoid(first.mean(dim=1, keepdim=True))
@@ -57,7 +57,7 @@ class Tower(nn.Module):
         self.cuts = nn.ModuleList(CutPoint() for _ in range(layers - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         for layer, cut in zip(self.layers, [*self.cuts, nn.Identity()], strict=True):
             x = cut(torch.sigmoid(layer(x)))
         return x.mean()
@@ -67,13 +67,13 @@ SHARED = [["words.weight", "head.weight"], ["mixer.weight"], ["mixer.bias"]]
 
 
 def knotty(**options: float) -> Knotty:
-    """Returns the model, always with the same weights."""
+    """Returns a :class:`Knotty` that always has the same weights."""
     torch.manual_seed(3)
     return Knotty(**options)  # type: ignore[arg-type]
 
 
 def make_batch(samples: int, seed: int = 0, length: int = 5) -> dict[str, torch.Tensor]:
-    """Returns a batch for :func:`knotty`."""
+    """Returns a batch of ``samples`` random samples for :func:`knotty`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, WORDS, (samples, length), generator=generator)
     return {
@@ -92,13 +92,13 @@ class Net(nn.Module):
         self.cut, self.last = CutPoint(), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         x = F.dropout(self.norm(self.first(x)), 0.1, self.training)
         return self.last(self.cut(x)).square().mean()
 
 
 def batch_of(step: int, samples: int = 4) -> dict[str, torch.Tensor]:
-    """Returns the batch of a step for :class:`Net`."""
+    """Returns the batch of training step ``step`` for :class:`Net`."""
     return {"x": torch.randn(samples, 4, generator=torch.Generator().manual_seed(step))}
 
 
@@ -128,7 +128,7 @@ class Training:
         before: Callable[[int], object] = lambda step: None,
         **options: Any,
     ) -> None:
-        """Trains, and stops before step ``last`` without saving, like a killed process."""
+        """Trains until step ``total``, or stops before step ``last`` like a killed process."""
         for step in self.pipeline.loop(total, folder=folder, state=self.state, **options):
             if step == last:
                 break
@@ -167,7 +167,7 @@ class Viewer(nn.Module):
         patches: torch.Tensor | None = None,
         sizes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of a batch with the entries ``ids``, ``patches`` and ``sizes``."""
         x = self.words(ids)
         if patches is not None:
             assert sizes is not None
@@ -185,13 +185,13 @@ class Viewer(nn.Module):
 
 
 def viewer(**options: float) -> Viewer:
-    """Returns the model, always with the same weights."""
+    """Returns a :class:`Viewer` that always has the same weights."""
     torch.manual_seed(6)
     return Viewer(**options)
 
 
 def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Returns a microbatch for :func:`viewer` with this number of images in one text."""
+    """Returns a microbatch for :func:`viewer`: ``length`` words and ``images`` images."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, IMAGE, (1, length + images), generator=generator)
     if not images:
@@ -203,7 +203,7 @@ def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Plain(nn.Module):
-    """Has blocks without cut points, one of which is never called. The input is ``x [n, 8]``."""
+    """Has blocks without cut points, and never calls one of them. The input is ``x [n, 8]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Plain(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         x = self.first(x)
         for block in self.blocks[:4]:
             x = x + block(x)
@@ -224,12 +224,12 @@ class Plain(nn.Module):
 
 
 class Single(nn.Module):
-    """Has no repeated blocks."""
+    """Has no repeated blocks between which cut points could be added."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of a batch with the entries ``ids``, ``mask`` and ``label``."""
         return self.words(ids).square().mean() * mask.float().mean() + label.float().mean()

@@ -55,7 +55,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def settings_that_differ_are_named(folder: Path) -> None:
-    """Checks that different settings of the ranks raise an error instead of a timeout."""
+    """Checks that ranks with different settings raise an error before the timeout."""
     is_second = dist.get_rank() == 1
     groups = process_groups()
 
@@ -118,7 +118,8 @@ def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
             if dist.get_rank() == 0:
                 if step == 1:
                     checkpoints.rename(aside)
-                    checkpoints.touch()  # creating a folder here fails
+                    # Replace the folder by a file, so that creating a checkpoint fails.
+                    checkpoints.touch()
                 elif step == 3:
                     checkpoints.unlink()
                     aside.rename(checkpoints)
@@ -136,7 +137,7 @@ def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
 
 
 def a_slow_search_ends_before_other_ranks_stop_to_wait(folder: Path) -> None:
-    """Checks that a search stops before the other ranks' timeout for its result."""
+    """Checks that a search for a partition ends before the other ranks' wait times out."""
     vars(judgement)["propose"] = lambda *_: time.sleep(600)
     with make(
         partition="2-2", repartition="auto", repartition_interval=4, timeout_s=SEARCH_WAIT_S

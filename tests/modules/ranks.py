@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def load_example(name: str) -> ModuleType:
-    """Imports an example as a module."""
+    """Imports ``examples/cutpoint/NAME.py`` as a module and returns the module."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     spec = importlib.util.spec_from_file_location(f"cutpoint_{name}", EXAMPLES / f"{name}.py")
@@ -82,7 +82,7 @@ class Case:
         return self.shape.microbatch(self.batch, number, CPU)
 
     def expected(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Returns losses and gradients of the whole model in one process, without the pipeline."""
+        """Returns losses and gradients of the whole model, computed without a pipeline."""
         model = copy.deepcopy(self.model)
         forward = dataclasses.replace(self.forward, model=model)
         losses = []
@@ -102,7 +102,7 @@ class Case:
         split_backward: bool | None = None,
         forward_only: bool = False,
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Runs the pipeline, and returns its losses and summed gradients."""
+        """Runs the batch as a pipeline on ``size`` ranks; returns losses and summed gradients."""
         request = PipelineSettings(
             self.model, self.batch, schedule=schedule, chunks=chunks, split_backward=split_backward
         )

@@ -54,7 +54,7 @@ class SlowLinear(torch.nn.Linear):
 
 
 def sleeping_model() -> torch.nn.Module:
-    """Returns a model with shared weights, a running mean, and a frozen layer."""
+    """Returns a model with slow layers, shared weights, a running mean and a frozen layer."""
     torch.manual_seed(3)
     model = Knotty()
     model.blocks = torch.nn.ModuleList(SlowLinear(WIDTH, WIDTH) for _ in model.blocks)
@@ -82,7 +82,7 @@ class Shrinking(torch.optim.AdamW):
 
 
 def adam(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    """Returns an optimizer with two groups of named parameters."""
+    """Returns an optimizer of two groups that contain the parameters ``named`` and their names."""
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     groups = [
         [(name, parameter) for name, parameter in trained if (parameter.dim() > 1) is is_matrix]
@@ -107,7 +107,7 @@ def require_names(pipeline: Pipeline) -> None:
 
 
 class Reference:
-    """Trains the whole model in this process alone."""
+    """Trains the whole model in this process, for comparison with the pipeline."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -115,7 +115,7 @@ class Reference:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
 
     def loss_of(self, batch: dict[str, torch.Tensor], *, trains: bool) -> float:
-        """Returns the mean loss over microbatches, and makes a step if ``trains`` is true."""
+        """Returns the mean loss over microbatches, and trains a step if ``trains`` is true."""
         total = 0.0
         self.optimizer.zero_grad()
         self.model.train(trains)

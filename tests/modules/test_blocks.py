@@ -1,4 +1,4 @@
-"""Tests for cut points that are added to models without cut points."""
+"""Tests that cut points are added to models that have no cut points."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class Stage(nn.Module):
-    """Implements a stage of a model with several resolutions."""
+    """Represents a stage of a model that works at several resolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_cut_points_are_between_the_blocks(model: nn.Module, text: str) -> None:
 
 
 class Odd(nn.Module):
-    """Calls one block twice, one block only in training, and one block never."""
+    """Calls one block twice, one block only in training, and does not call a third block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests for microbatches of different shapes: text lengths, numbers and sizes of images."""
+"""Tests microbatches with different shapes, such as text lengths and numbers of images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def opened() -> Iterator[list[Pipeline]]:
 def expected(
     model: torch.nn.Module, microbatches: list[dict[str, torch.Tensor]], weights: list[float]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Returns loss and gradients of the whole model, without a pipeline."""
+    """Returns loss and gradients of the whole model for microbatches weighted by ``weights``."""
     loss = sum(
         weight / sum(weights) * model(**part)
         for part, weight in zip(microbatches, weights, strict=True)
@@ -75,7 +75,7 @@ def test_microbatches_of_any_content_give_what_the_model_gives(
 
 
 def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
-    """Checks that the order does not change losses at all, and gradients only by rounding."""
+    """Checks that the order does not change losses, and changes gradients only by rounding."""
     kinds = [*SAMPLE, viewed(0, 40, 4)]
     step = [kinds[kind] for kind in (2, 0, 1, 2, 1)]
     _, gradients = expected(viewer(), step, [1.0] * 5)
@@ -109,7 +109,7 @@ class Scorer(torch.nn.Module):
         self.cut = CutPoint()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss for the inputs ``x`` and the labels ``y``."""
         return torch.nn.functional.cross_entropy(self.last(self.cut(self.first(x))), y)
 
 
@@ -122,7 +122,7 @@ class Mean(Scorer):
         self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss for the inputs ``x`` and the labels ``y``."""
         if self.training and len(x) >= self.least:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
         return super().forward(x - self.mean, y)
@@ -206,7 +206,7 @@ def test_recordings_are_bounded_and_reported_once(
 
 
 def test_a_late_recording_is_of_the_mode_that_runs(opened: list[Pipeline]) -> None:
-    """Checks that the model runs once per batch content and mode (training or evaluation)."""
+    """Checks that the model is recorded only in the mode (training or evaluation) that runs."""
     modes = []
     model = viewer()
     model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
@@ -296,7 +296,7 @@ class Looking(torch.nn.Module):
 
 
 def test_later_recordings_are_made_as_that_of_the_sample() -> None:
-    """Checks that later recordings first try the method with which the sample was recorded."""
+    """Checks that later recordings first try the method that recorded the sample batch."""
     forward = Forward(Looking())
     x = torch.ones(2, 4)
     way = Forwards.of(forward, {"x": x, "mask": x}, "auto").way
@@ -318,7 +318,7 @@ def test_an_entry_that_no_stage_uses_is_told(
 
 
 def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None:
-    """Checks a model without cut points that reads the values of a mask."""
+    """Checks that a model without cut points that reads the values of a mask can be trained."""
     transformers = pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -352,7 +352,7 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None
 
 
 def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
-    """Checks that the error names the line of the model that reads values."""
+    """Checks that the error names the line of the model that reads values of a tensor."""
     pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
     family = next(family for family in FAMILIES if family.name == "smolvlm")
 
@@ -380,7 +380,7 @@ def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
 
 
 def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
-    """Checks a first checkpoint without optimizer state for the image encoder."""
+    """Checks that training resumes even if the image encoder has no optimizer state yet."""
     steps = [[viewed(0, 5), viewed(0, 6)], [viewed(2, 5)], [viewed(0, 5), viewed(1, 4)]]
 
     def run(total: int, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -400,7 +400,7 @@ def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_microbatch_without_items_adds_nothing(opened: list[Pipeline], split: bool) -> None:
-    """Checks a microbatch whose mean loss is NaN because it has no items."""
+    """Checks that a microbatch without items does not add its mean loss, which is NaN."""
     labeled = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
     unlabeled = {"x": torch.randn(2, 4), "y": torch.tensor([-100, -100])}
     loss, gradients = expected(Scorer(), [labeled], [1.0])
@@ -420,7 +420,7 @@ class Doubling(torch.nn.Module):
         self.layer = torch.nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the inputs ``x``, doubled in place, and the targets ``y``."""
         return (self.layer(x.mul_(2)) - y).square().mean()
 
 
@@ -436,7 +436,7 @@ def test_a_recording_leaves_the_microbatch_as_it_is(opened: list[Pipeline]) -> N
 
 
 def test_a_tensor_under_two_names_counts_as_two_entries(opened: list[Pipeline]) -> None:
-    """Checks entries that are the same tensor in the sample but not in later batches."""
+    """Checks that two entries stay separate if they are the same tensor only in the sample."""
     x = torch.ones(2, 4)
     opened.append(Pipeline(Doubling(), [{"x": x, "y": x}]))
     loss = float(Doubling()(x.clone(), torch.zeros(2, 4)).detach())
@@ -459,7 +459,7 @@ class Drawing(Scorer):
     """Draws random numbers with Python's generator."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss for the inputs ``x`` and the labels ``y``."""
         return super().forward(x * random.random(), y)
 
 
@@ -472,7 +472,7 @@ def test_random_numbers_without_torch_are_refused(opened: list[Pipeline]) -> Non
 
 @pytest.mark.parametrize("split", [False, True])
 def test_hooks_on_parameters_run(opened: list[Pipeline], split: bool) -> None:
-    """Checks that hooks run even where a deferred weight gradient would bypass them."""
+    """Checks that hooks on parameters run with and without deferred weight gradients."""
     part = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
     whole, model = Scorer(), Scorer()
     opened.append(Pipeline(model, [part], split_backward=split))

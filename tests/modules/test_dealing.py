@@ -1,4 +1,4 @@
-"""Tests for the distribution of microbatches over replicas, computed on each replica."""
+"""Tests how each replica computes the distribution of microbatches over replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACEMENT = Placement(num_ranks=RANKS, num_chunks=1, kind="loop")
 
 
 def part(tokens: int, images: int = 0) -> dict[str, torch.Tensor]:
-    """Returns a microbatch with this content."""
+    """Returns a microbatch with ``tokens`` tokens and ``images`` images."""
     entries = {"ids": torch.zeros(1, tokens, dtype=torch.int64)}
     return entries | ({"images": torch.zeros(images, 3, 4, 4)} if images else {})
 
@@ -52,7 +52,7 @@ def balance_of(
 def dealt(
     batch: Sequence[Any], sample_work: Mapping[Signature, Sequence[float]], **options: Any
 ) -> list[DealtList]:
-    """Returns each replica's share of a batch."""
+    """Returns the part of ``batch`` that each replica gets."""
     shares = []
     for replica in range(REPLICAS):
         balance = balance_of(replica, sample_work, **options)
@@ -77,7 +77,7 @@ def test_costly_microbatches_are_spread_and_cheap_ones_fill_up() -> None:
 
 
 def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
-    """Checks that text has a cost even if the sample consists of images only."""
+    """Checks that text gets a cost even if the sample batch consists of images only."""
     images = {Signature.of({"images": torch.zeros(2, 3, 4, 4)}): (5.0, 5.0)}
     shares = dealt([part(10) for _ in range(9)], images)
     assert [len(share) for share in shares] == [3, 3, 3]
@@ -86,7 +86,7 @@ def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
 
 
 def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
-    """Checks that a training step rejects such lists, although ``share`` accepts them."""
+    """Checks that training rejects a number of microbatches that ``share`` accepts."""
     limits = {"group": 2, "least": 2}
     message = "microbatches .* at least 6, and a multiple of 2"
     for count in (4, 9):
@@ -126,7 +126,7 @@ def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None
 
 
 def test_a_list_that_was_changed_in_place_is_refused() -> None:
-    """Checks that the changed list is rejected, because random numbers depend on its order."""
+    """Checks that a modified list is rejected, because random numbers depend on its order."""
     batch = [part(10) for _ in range(6)]
     balance = balance_of(0, WORK)
     share = balance.share(batch)
@@ -207,7 +207,7 @@ def test_another_order_on_a_rank_is_named() -> None:
 def test_a_better_partition_for_what_is_trained_is_told_once(
     images: int, better: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks a model with four segments for images and two segments for text."""
+    """Checks that a better partition, if there is one, is reported exactly once."""
     work = {Signature.of(part(10, count)): (*(5.0 * count,) * 4, 20.0, 20.0) for count in (0, 1, 2)}
     seconds = [sum(column) for column in ((10.0 * images,) * 4, (20.0, 20.0))]
     balance = balance_of(0, work, dealing="time", partition=(4, 2))

@@ -12,7 +12,7 @@ from megatron.adaptive.schedule.catalog import policy_names
 
 from .ranks import Case, assert_same, load_example
 
-# Schedules, each with its number of chunks in these tests.
+# The entries are names of schedules and their numbers of chunks in these tests.
 SCHEDULES: list[tuple[str, int | None]] = [
     ("1f1b", None),
     ("adaptive", None),
@@ -30,7 +30,7 @@ SCHEDULES: list[tuple[str, int | None]] = [
     ("zb-v", None),
     ("combined-1f1b", 2),
     ("dualpipe-v", None),
-    # user-defined schedules
+    # These schedules are defined in the examples.
     ("examples.own_schedule.eager_1f1b:eager_1f1b", None),
     ("examples.own_schedule.oldest_first:oldest_first", 2),
 ]

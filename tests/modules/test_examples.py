@@ -1,4 +1,4 @@
-"""Tests that run the examples as programs."""
+"""Tests the examples by running them as programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
     command += ["--save", str(tmp_path), "--write-profile", str(tmp_path / "profile.json")]
     done = subprocess.run(
         [sys.executable, *command],
-        env=forking(),  # forks the launcher, not its ranks
+        env=forking(),  # The launcher is forked, but its ranks are not.
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

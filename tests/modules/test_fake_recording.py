@@ -35,20 +35,20 @@ from .test_recorder import (
 
 
 def on_meta(model: torch.nn.Module, *, buffers_too: bool = False) -> torch.nn.Module:
-    """Moves parameters to the meta device in place. Tied parameters remain tied."""
+    """Moves parameters of ``model`` to the meta device in place, and keeps tied parameters tied."""
     names = [] if buffers_too else [name for name, _ in model.named_buffers()]
     keep_only(model, names, CPU)
     return model
 
 
 def ids_in(model: torch.nn.Module) -> dict[str, int]:
-    """Returns the id of each tensor of a model."""
+    """Returns the ``id()`` of each tensor of ``model``, by name."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: id(tensor) for name, tensor in named}
 
 
 def facts(tape: Tape) -> list[Any]:
-    """Returns the content of a tape without the addresses of tensors."""
+    """Returns the content of ``tape`` without the addresses of its tensors."""
     values = [
         (value.shape, value.dtype, value.requires_grad, value.source, value.name, value.varies)
         for value in tape.values
@@ -168,7 +168,7 @@ def test_a_part_of_a_model_is_recorded_again_with_other_shapes() -> None:
 
 
 def test_ranks_keep_the_buffers_that_code_of_the_model_reads() -> None:
-    """Checks that later recordings can read such buffers on ranks whose stages do not use them."""
+    """Checks that all ranks keep buffers that the model's Python code reads."""
 
     def sized(model: Model, x: torch.Tensor) -> torch.Tensor:
         return plain(model, x) * int(model.table.max()) * int(model.size)

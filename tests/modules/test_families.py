@@ -1,4 +1,4 @@
-"""Checks losses and gradients of ``transformers`` models without cut points.
+"""Checks losses and gradients of ``transformers`` models whose cut points are added.
 
 The default run tests each family on two ranks with one placement. ``FAMILIES=all`` tests each
 family on one, two and four ranks with all placements, which takes minutes.
@@ -30,7 +30,7 @@ REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cutpoi
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """Describes the placement of stages, and whether backward passes are split."""
+    """Describes how stages are placed, and whether backward passes are split."""
 
     schedule: str
     chunks: int | None
@@ -48,7 +48,7 @@ BLOCKS, SIZES = (7, (1, 2, 4)) if ALL else (4, (2,))
 
 
 def case_of(family: Family) -> Case:
-    """Cuts a model of the family between its blocks."""
+    """Returns a model of ``family``, cut between its blocks, and a batch for it."""
     model = family.build(BLOCKS)
     names = list(model.state_dict())
     CutPoint.between_blocks(model)
@@ -84,7 +84,7 @@ def require_same(
 
 
 def row_of(family: Family, case: Case) -> str:
-    """Returns the family's row of the table in the documentation."""
+    """Returns the family's row in the table of the documentation."""
     lists = describe(case.forwards.training.cuts)
     places = ", ".join(f"`{part.split(' in ')[1]}`" for part in lists.split(", "))
     way = case.forwards.way if family.slicing == "auto" else f'`slicing="{family.slicing}"`'
@@ -129,7 +129,7 @@ def test_a_family_is_recorded_without_weights(name: str) -> None:
 
 @pytest.mark.multiprocess
 def test_families_train_on_two_processes(tmp_path: Path) -> None:
-    """Checks families with tied embeddings, with two lists of blocks, and with images."""
+    """Checks that families with tied embeddings, two lists of blocks and images can be trained."""
     chosen = ["qwen2", "t5", "llava"]
     if ALL:
         chosen = [family.name for family in FAMILIES]

@@ -1,4 +1,4 @@
-"""Tests which samples each process encodes during fine-tuning."""
+"""Tests which samples each process encodes in fine-tuning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..support.tuned_models import make_tokenizer
 
 
 class SecondOfTwo:
-    """Replaces the pipeline of the second of two replicas, and records the numbers of items."""
+    """Replaces the pipeline on the second of two replicas, and records the numbers of items."""
 
     replicas = 2
     steps = 0
@@ -62,7 +62,7 @@ def test_a_layout_is_chosen_for_the_largest_sample(tmp_path: Path) -> None:
 def test_a_process_encodes_only_samples_of_its_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a process that does not cache samples, so it encodes them again at each use."""
+    """Checks that a process without a cache encodes only the samples of its replica."""
     path = tmp_path / "train.jsonl"
     lines = [json.dumps({"text": "a" * (number + 2)}) for number in range(11)]
     path.write_text("\n".join(lines))

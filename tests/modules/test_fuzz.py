@@ -1,4 +1,4 @@
-"""Checks gradients of random models with random cut points."""
+"""Checks that random models with random cut points give correct gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tangle(nn.Module):
             self.plan.append((kind, *inputs, choice.randrange(4) if number else 0, cut))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of two inputs ``[n, 4]``."""
+        """Returns the loss of the inputs ``x`` and ``y``, each ``[n, 4]``."""
         made = [x, y]
         for kind, first, second, layer, cut in self.plan:
             made.append(self._run(kind, made[first], made[second], layer))

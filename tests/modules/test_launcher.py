@@ -1,4 +1,4 @@
-"""Checks that processes of a Pipeline do not outlive their launcher."""
+"""Checks that the processes of a Pipeline exit when their launcher exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for jobs that start and close several times within the same processes."""
+"""Tests that jobs can start and close several times in the same processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests for batches, messages, partitions, shared weights and the loss scale."""
+"""Tests batches, messages, partitions, shared weights and the loss scale separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of ``Pipeline`` on four processes, which run the programs of ``worker.py``."""
+"""Tests ``Pipeline`` on four processes, which run the programs of ``worker.py``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAMS = re.findall(r"^def (\w+)\(\) -> None:", WORKER.read_text(), re.MULTILI
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Returns the results of each rank, from one job for all tests."""
+    """Returns the results of each rank. One job runs the programs of all tests."""
     folder = tmp_path_factory.mktemp("pipeline")
     log = folder / "output.txt"
     run_ranks([str(WORKER), str(folder), *PROGRAMS], world_size=RANKS, log=log, limit_s=LIMIT_S)

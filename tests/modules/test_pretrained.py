@@ -1,4 +1,4 @@
-"""Tests for ``Pipeline.from_pretrained`` and ``save_pretrained``, some with two ranks."""
+"""Tests ``Pipeline.from_pretrained`` and ``save_pretrained``, partly on two ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BATCH["labels"] = BATCH["input_ids"]
 
 
 def save_models(folder: Path) -> None:
-    """Saves a model with tied weights in several files, and a model with experts."""
+    """Saves a model with tied weights as several files, and a model with experts."""
     torch.manual_seed(0)
     tied = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(tied).save_pretrained(folder / "tied", max_shard_size="40KB")
@@ -81,7 +81,7 @@ def test_on_two_processes(folders: Path) -> None:
 
 
 def change_config(**changes: Any) -> Callable[[Path], None]:
-    """Returns a function that changes keys of ``config.json``."""
+    """Returns a function that sets the keys ``changes`` in a folder's ``config.json``."""
 
     def change(folder: Path) -> None:
         path = folder / "config.json"
@@ -91,7 +91,7 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
 
 
 def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Returns a function that changes the tensors of the folder's single file."""
+    """Returns a function that applies ``change`` to the tensors in a folder's single file."""
 
     def rewrite(folder: Path) -> None:
         path = folder / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Tests for processors of vision-language models, and for fine-tuning with their samples."""
+"""Tests processors of vision-language models, and fine-tuning with samples from them."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ WORKER = str(Path(__file__).with_name("image_worker.py"))
 
 
 def require_packages(name: str) -> None:
-    """Skips a test if a package that the family's processor needs is missing."""
+    """Skips a test if a package that the processor of family ``name`` needs is missing."""
     for package in IMAGE_FOLDERS[name].needs:
         pytest.importorskip(package, reason="bash prerequisite.sh --examples")
 
 
 def read(folder: Path, data: Path) -> tuple[Any, SampleFile]:
-    """Returns the processor of a folder, and the samples of a file."""
+    """Returns the processor in ``folder``, and the samples in the file ``data``."""
     processor = load_processor(folder)
     return processor, SampleReader(processor=processor, length_multiple=16).read(data)
 
 
 @pytest.mark.parametrize("name", IMAGE_FOLDERS)
 def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
-    """Checks that the model accepts the samples, and that no image placeholder is learned."""
+    """Checks that the model accepts the samples, and that it learns no image placeholders."""
     require_packages(name)
     described = IMAGE_FOLDERS[name]
     folder = write_folder(name, tmp_path / "model")
@@ -67,7 +67,7 @@ def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(processors._has("torchvision"), reason="torchvision reads these settings")
 @pytest.mark.parametrize("layout", ["own file", "with images", "one file"])
 def test_settings_for_videos_are_kept(tmp_path: Path, layout: str) -> None:
-    """Checks that video settings remain in the saved folder even without torchvision."""
+    """Checks that a saved folder keeps the video settings even without torchvision."""
     folder = write_folder("qwen3_vl", tmp_path / "model")
     expected = dict(IMAGE_FOLDERS["qwen3_vl"].video or {})
     if layout == "with images":
@@ -86,7 +86,7 @@ def test_settings_for_videos_are_kept(tmp_path: Path, layout: str) -> None:
 
 
 def test_a_processor_is_found_if_only_the_models_type_tells_it(tmp_path: Path) -> None:
-    """Checks a folder in which only the model's type identifies the processor."""
+    """Checks that a processor is found if only the model's type identifies it."""
     folder = write_folder("qwen3_vl", tmp_path / "model")
     path = folder / "preprocessor_config.json"
     document = json.loads(path.read_text())
@@ -99,7 +99,7 @@ def test_a_processor_is_found_if_only_the_models_type_tells_it(tmp_path: Path) -
 def test_packages_that_prevent_a_processor_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a missing package, and a torchvision that does not match torch."""
+    """Checks that errors name a missing package, and a torchvision that does not match torch."""
     from transformers.models.smolvlm import processing_smolvlm
 
     folder = write_folder("smolvlm", tmp_path / "model")

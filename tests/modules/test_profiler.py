@@ -1,4 +1,4 @@
-"""Tests for profiles of a model, measured in one process."""
+"""Tests the profile of a model that is measured in one process."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_planner_reads_what_is_written(
 
 
 def test_backwards_are_given_as_they_run() -> None:
-    sample = {"x": torch.randn(1, WIDE)}  # microbatches may be larger than the sample
+    sample = {"x": torch.randn(1, WIDE)}  # Microbatches may be larger than the sample batch.
     profile = Profiler(Tower(), sample, split_backward=False, micro_batch_sizes=[3, 2]).run()
     assert profile.micro_batch_sizes == (2, 3)
     assert profile.samples[-1].kept_bytes == 2 * 4 * WIDE * 3

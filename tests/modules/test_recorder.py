@@ -1,4 +1,4 @@
-"""Tests for the content of a recorded forward pass, and for forward passes that are rejected."""
+"""Tests what a recorded forward pass contains, and which forward passes are rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Body = Callable[["Model", torch.Tensor], torch.Tensor]
 
 
 class Model(nn.Module):
-    """Has three layers and two cut points. The test supplies the forward pass."""
+    """Has three layers and two cut points, and runs the forward pass that a test supplies."""
 
     def __init__(self, body: Body, cuts: int = 2) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def plain(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def in_place(model: Model, x: torch.Tensor) -> torch.Tensor:
-    x = x.mul_(2)  # the user's batch must not change
+    x = x.mul_(2)  # This line must not change the user's batch.
     x = model.cuts[0](model.first(x))
     x += 1
     x[:, 0] = 3
@@ -65,7 +65,7 @@ def in_place(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def several(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Sends tensors of two dtypes across a cut, one of which skips a stage."""
+    """Sends tensors of two dtypes across a cut. Only a later stage uses one of them."""
     left, right = model.first(x).chunk(2, dim=-1)
     kept = (x > 0).to(torch.float64) * right.double().mean()
     left, right = model.cuts[0](left, right)
@@ -131,7 +131,7 @@ def test_changes_in_place_stay_within_their_stage() -> None:
 
 
 def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
-    """Returns the shapes of the tensors that cross a border between two of three stages."""
+    """Returns the shapes of the tensors that cross ``border``, a border of three stages."""
     tape = case_of(body).forwards.training
     plans = slice_tape(tape, (1, 1, 1))
     return [tape.values[number].shape for number in plans[border].sent]
@@ -139,7 +139,8 @@ def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
 
 def test_only_what_is_needed_crosses() -> None:
     assert positions_of(plain, 0) == [(2, 4)]
-    assert positions_of(buffers, 0) == [(2, 4)]  # each stage computes positions again
+    # Each stage computes positions again instead of receiving them.
+    assert positions_of(buffers, 0) == [(2, 4)]
     assert sorted(positions_of(several, 0)) == [(2, 2), (2, 2), (2, 4)]
     assert sorted(positions_of(several, 1)) == [(2, 4), (2, 4)]
 
@@ -243,7 +244,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
         (moving_table, ["buffer table", "stage 0", "stage 2"]),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export warns before it fails
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export prints a warning before it fails.
 def test_what_cannot_be_cut_is_named(body: Body, phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         slice_tape(case_of(body).forwards.training, (1, 1, 1))
@@ -308,7 +309,7 @@ def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
         (part_of_parameter, ["test_recorder.py", "changes parameter first.weight"]),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export warns before it fails
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export prints a warning before it fails.
 def test_what_a_recording_would_lose_is_named(body: Body, phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         case_of(body)
@@ -460,7 +461,7 @@ def using_first(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_buffer_that_changes_belongs_to_one_rank_in_all_recordings() -> None:
-    """Checks that this is an error, because each rank has its own copy of the buffer."""
+    """Checks that a changing buffer on two ranks is an error, because each has its own copy."""
     cut = CutForwards.of(case_of(measuring).forwards, (1, 1, 1))
     with pytest.raises(ConfigError, match="buffer table changes .* ranks 0 and 2 .* evaluation"):
         BufferUse(placement=Placement(num_ranks=3, num_chunks=1)).add(cut)

@@ -1,4 +1,4 @@
-"""Tests for segments that move between the ranks of a running pipeline, with optimizer state."""
+"""Tests that segments and their optimizer state move between ranks of a running pipeline."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMIT_S = 200.0
 def test_segments_move_and_go_back_and_numbers_stay(
     tmp_path: Path, schedule: str, partition: str, ranks: int
 ) -> None:
-    """Checks losses, parameters, running means and checkpoints against the whole model."""
+    """Checks that losses, parameters, running means and checkpoints equal the whole model's."""
     log = tmp_path / "log"
     command = [str(WORKER), str(tmp_path), schedule, partition]
     status = run_ranks(command, world_size=ranks, log=log, limit_s=LIMIT_S)
@@ -145,7 +145,7 @@ def test_names_of_parameters_and_devices_of_options_are_not_compared(pipeline: P
 
 
 def balancer_of(pipeline: Pipeline) -> SegmentBalancer:
-    """Returns the object that moves the segments of a pipeline."""
+    """Returns the object that moves the segments of ``pipeline``."""
     request = PipelineSettings(
         model=pipeline.model, sample_batch=make_batch(4), repartition="auto", repartition_interval=4
     )
@@ -185,7 +185,7 @@ def test_a_move_is_judged_by_the_time_per_counted_work(
     returns: bool,
     line: str,
 ) -> None:
-    """Checks moves with a predicted gain of 6%, after steps of 1 s with 40 samples."""
+    """Checks that a move with a predicted gain of 6% is judged by the time per operation."""
     balancer = balancer_of(pipeline)
 
     def run(samples: int, span_s: float) -> Move | None:

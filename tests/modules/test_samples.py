@@ -1,4 +1,4 @@
-"""Tests for SampleFile: learned tokens, sources of images, and errors that name a line."""
+"""Tests SampleFile: learned tokens, sources of images, and errors that name a line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = {"role": "assistant", "content": "two"}
 
 
 def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> SampleFile:
-    """Writes lines to a file and reads them. A line is a string or an object."""
+    """Writes ``lines`` (strings or objects) to a file, and returns the samples in it."""
     path = folder / "train.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts), encoding="utf-8")
@@ -34,14 +34,14 @@ def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> Sa
 
 
 def conversation(*parts: Any, **others: Any) -> dict[str, Any]:
-    """Returns a line of a data file: a question that begins with these parts, and its answer."""
+    """Returns a line of a data file: a question that begins with ``parts``, and an answer."""
     question = {"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}
     return {"messages": [question, ANSWER], **others}
 
 
 @pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
 def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
-    """Checks all spellings of the generation tag in a template."""
+    """Checks that only answers are learned, for all spellings of a template's generation tag."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("{% generation %}", mark)
     line = {"messages": [QUESTION, ANSWER]}
@@ -54,7 +54,7 @@ def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
 
 
 def test_a_tokenizer_without_masks_is_read(tmp_path: Path) -> None:
-    """Checks a tokenizer whose only model input is ``input_ids``."""
+    """Checks that a tokenizer whose only model input is ``input_ids`` is supported."""
     tokenizer = make_tokenizer()
     lines = ({"text": "one two"}, {"messages": [QUESTION, ANSWER]})
     expected = list(read(tmp_path, *lines, processor=tokenizer))
@@ -67,7 +67,7 @@ def test_a_tokenizer_without_masks_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_id", [True, False])
 def test_tokens_that_stand_for_images_are_not_learned(tmp_path: Path, has_id: bool) -> None:
-    """Checks plain texts, templates without marked answers, and images in a marked answer."""
+    """Checks that image tokens in texts, templates and marked answers are not learned."""
     Image.new("RGB", (9, 9), (250, 0, 0)).save(tmp_path / "a.png")
     processor = make_processor()
     token = processor.image_token_id
@@ -93,7 +93,7 @@ def test_tokens_that_stand_for_images_are_not_learned(tmp_path: Path, has_id: bo
 
 
 def test_a_configuration_names_further_tokens(tmp_path: Path) -> None:
-    """Checks tokens that only the configuration contains, under both names in use."""
+    """Checks that tokens which only the configuration names are not learned either."""
     config = SimpleNamespace(image_token_index=7, audio_token_id=make_tokenizer().encode("b")[0])
     sample = read(tmp_path, {"text": "abba"}, processor=make_tokenizer(), config=config)[0]
     assert num_learned([sample]) == [1.0]
@@ -115,7 +115,7 @@ def test_samples_without_memory_are_encoded_again(tmp_path: Path) -> None:
 
 
 def test_all_forms_of_images_are_the_same_sample(tmp_path: Path) -> None:
-    """Checks all formats of image references, and text parts for a text-only model."""
+    """Checks that all forms of image references give the same sample."""
     (tmp_path / "images").mkdir()
     Image.new("RGBA", (9, 9), (250, 0, 0, 9)).save(tmp_path / "images" / "a.png")
     path = str(tmp_path / "images" / "a.png")

@@ -1,4 +1,4 @@
-"""Tests for segment times, with a clock that only the blocks of the model advance."""
+"""Tests the times of segments with a clock that only the model's blocks advance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORWARD_NS, BACKWARD_NS = 100, 1000
 
 
 class Clock:
-    """Measures a time that only blocks advance."""
+    """Measures time that only blocks advance."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -63,7 +63,7 @@ class Costly(torch.autograd.Function):
 
 
 class Skipping(torch.nn.Module):
-    """Has blocks of rising cost. All later blocks use the first block's result and a mask."""
+    """Has blocks of rising cost. Each later block uses the first block's result and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Skipping(torch.nn.Module):
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(BLOCKS - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         mask = x > 0
         first = x
         for number, block in enumerate(self.blocks):
@@ -86,7 +86,7 @@ class Skipping(torch.nn.Module):
 
 
 def stages(case: Case, stage: int, meter: SegmentMeter | None, **options: Any) -> ProgramStages:
-    """Returns one of two stages. They have the first two and the last three segments."""
+    """Returns one of two stages, which have the first two and the last three segments."""
     tape = case.forwards.training
     plan = slice_tape(tape, (2, BLOCKS - 2))[stage]
     held = tensors_of(case.model)
@@ -171,7 +171,7 @@ def test_segments_of_a_rank_and_their_kinds() -> None:
 
 
 class Counting(torch.nn.Module):
-    """Has blocks that all change one buffer, so that they must be in one stage."""
+    """Has blocks that all change the same buffer, so they must be in one stage."""
 
     steps: torch.Tensor
 
@@ -182,7 +182,7 @@ class Counting(torch.nn.Module):
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         for block, cut in zip(self.blocks, [*self.cuts, torch.nn.Identity()], strict=True):
             self.steps.add_(1.0)
             x = cut(torch.tanh(block(x)))
@@ -191,7 +191,7 @@ class Counting(torch.nn.Module):
 
 @pytest.mark.parametrize("detail", ["layers", "collectives"])
 def test_segments_of_one_stage_may_change_the_same_buffer(detail: Any, tmp_path: Path) -> None:
-    """Checks that tracing does not treat each segment as a stage."""
+    """Checks that tracing does not treat each segment as a stage and raise an error."""
     batch = {"x": torch.randn(4, WIDTH)}
     with Pipeline(
         Counting(), batch, micro_batch_size=2, trace_dir=str(tmp_path), trace_detail=detail
@@ -208,7 +208,7 @@ class CountingFirst(Counting):
     """Has blocks of which the first two change a buffer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         cuts = [*self.cuts, torch.nn.Identity()]
         for number, (block, cut) in enumerate(zip(self.blocks, cuts, strict=True)):
             if number < 2:
@@ -219,7 +219,7 @@ class CountingFirst(Counting):
 
 @pytest.mark.parametrize("weights", [None, [9.0, *[1.0] * (BLOCKS - 1)]])
 def test_segments_that_change_one_buffer_stay_together(weights: list[float] | None) -> None:
-    """Checks the partition with costs that would separate them, and with measured costs."""
+    """Checks that segments stay together even if given or measured costs would separate them."""
     batch = {"x": torch.randn(4, WIDTH)}
     torch.manual_seed(1)
     model = CountingFirst()
@@ -244,7 +244,7 @@ class Shared(Counting):
         self.register_buffer("alias", self.steps.view(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         cuts = [*self.cuts, torch.nn.Identity()]
         for number, (block, cut) in enumerate(zip(self.blocks, cuts, strict=True)):
             if number == 0 and self.training:
@@ -257,7 +257,7 @@ class Shared(Counting):
 
 @pytest.mark.parametrize("only_evaluation", [False, True])
 def test_segments_that_read_a_changed_buffer_are_with_it(only_evaluation: bool) -> None:
-    """Checks a buffer that is read under a different name, or only in evaluation."""
+    """Checks that a changed buffer stays in one stage with all segments that read it."""
     batch = {"x": torch.randn(4, WIDTH)}
     weights = [9.0, *[1.0] * (BLOCKS - 1)]
     model = Shared(only_evaluation=only_evaluation)

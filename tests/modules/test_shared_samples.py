@@ -1,4 +1,4 @@
-"""Tests samples that several processes encode together. Threads replace the processes."""
+"""Tests samples that several processes encode together. In these tests, threads are used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT_S = 60.0
 
 
 class Meeting:
-    """Gathers values of several threads, each of which is a rank of a job."""
+    """Gathers the values of several threads, each of which acts as a rank of a job."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -33,7 +33,7 @@ class Meeting:
         self._values: list[Any] = [None] * ranks
 
     def job(self, rank: int) -> Any:
-        """Returns the job of a rank."""
+        """Returns the job that the thread ``rank`` uses."""
 
         def gather(value: Any) -> list[Any]:
             self._values[rank] = value
@@ -48,7 +48,7 @@ class Meeting:
 
 
 def read_together(paths: list[Path], reader: Any = None, **options: Any) -> list[Any]:
-    """Reads a file on each rank, and returns the samples or the error from each rank."""
+    """Reads ``paths`` on one rank each, and returns the samples or the error of each rank."""
     meeting = Meeting(len(paths))
 
     def read(rank: int) -> Any:
@@ -101,7 +101,7 @@ def test_samples_are_those_of_one_process(
 
 
 def test_all_ranks_name_the_first_wrong_line(tmp_path: Path) -> None:
-    """Checks that all ranks raise the same error, even if several ranks find invalid lines."""
+    """Checks that all ranks raise the same error if several ranks find invalid lines."""
     lines: list[Any] = [*TEXTS[1:6], {"wrong": 1}, {"wrong": 2}, *TEXTS[1:6], {"wrong": 3}]
     path = write(tmp_path / "train.jsonl", lines)
     errors = read_together([path] * 3)
@@ -110,7 +110,7 @@ def test_all_ranks_name_the_first_wrong_line(tmp_path: Path) -> None:
 
 
 def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
-    """Checks that this is an error, because ranks would wait or train on different samples."""
+    """Checks that different files on ranks raise an error before training."""
     path = write(tmp_path / "train.jsonl", TEXTS)
     other = write(tmp_path / "other.jsonl", TEXTS[:-1])
     errors = read_together([path, path, other])
@@ -127,7 +127,7 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
 def test_long_samples_behind_short_ones_are_not_sent_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """Checks that the memory for an exchange is limited if long samples follow short samples."""
+    """Checks that an exchange uses limited memory if long samples follow short samples."""
     texts = [{"text": "ab"}] * 500 + [{"text": "a" * 2000}] * 500
     path = write(tmp_path / "train.jsonl", texts)
     expected = SampleReader(processor=make_tokenizer()).read(path)
@@ -161,7 +161,7 @@ def test_long_samples_behind_short_ones_are_not_sent_all_at_once(
 
 
 def test_images_are_sent_too(tmp_path: Path) -> None:
-    """Checks that the hash is the same as with one process, so that checkpoints stay valid."""
+    """Checks that samples with images have the same hash as with one process."""
     from ..support.tuned_models import make_processor
 
     write_image_data(tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Checks that training resumes from snapshots of a pipeline's state in real keepers."""
+"""Checks that training resumes from snapshots that real snapshot keepers hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOTAL = 7
 
 
 class Diary:
-    """Has a state that grows, as an object of the user."""
+    """Represents an object of the user whose state grows."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -38,7 +38,7 @@ Make = Callable[..., Training]
 def run(
     training: Training, folder: Path, last: int, before: Callable[[int], object] = lambda step: None
 ) -> None:
-    """Trains, and stops before a step like a killed process."""
+    """Trains, and stops before step ``last`` like a killed process."""
 
     def write(step: int) -> None:
         before(step)
@@ -87,9 +87,9 @@ def test_training_goes_on_bit_for_bit_from_copies(
     said = capsys.readouterr().out
     assert "copies of the state are kept in memory: every step 0.0 MiB are copied" in said
     assert "warning" not in said
-    keepers[0].close()  # the node fails and its copies are lost
+    keepers[0].close()  # The node fails, so its copies are lost.
     source = left_with(keepers[1])
-    assert source.step in (3, 4)  # the copy of the fourth step was in transit
+    assert source.step in (3, 4)  # The copy of the fourth step may have been in transit.
     write_out(source, folder, is_pipeline=True)
     later = make(**kind)
     run(later, folder, TOTAL)
@@ -105,13 +105,13 @@ def test_training_goes_on_bit_for_bit_from_copies(
 def test_weights_that_change_while_they_are_copied_are_told_of(
     make: Make, keepers: list[SnapshotKeeper], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Checks that a copy is discarded if weights change while it is made."""
+    """Checks that a copy is discarded if the weights change while they are copied."""
     training, gate = make(), threading.Event()
 
     def change(step: int) -> None:
         copies: Any = training.pipeline._loop._snapshots  # type: ignore[union-attr]
         if step == 3:
-            copies._pool.submit(gate.wait, 60.0)  # the next copy is delayed
+            copies._pool.submit(gate.wait, 60.0)  # Delay the next copy.
         elif step == 4:
             with torch.no_grad():
                 training.pipeline.model.last.weight.mul_(2.0)

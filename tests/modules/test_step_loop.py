@@ -1,4 +1,4 @@
-"""Tests for ``Pipeline.loop`` in one process: first step, checkpoints, end and errors."""
+"""Tests ``Pipeline.loop`` in one process: first step, checkpoints, end and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .models import Training, batch_of
 
 
 def train(pipeline: Pipeline, chosen: int, do: Callable[[], object], **options: Any) -> None:
-    """Trains nine steps, and calls a function after one step."""
+    """Trains nine steps, and calls ``do`` after step ``chosen``."""
     for step in pipeline.loop(9, **options):
         pipeline.step(batch_of(step))
         if step == chosen:
@@ -38,7 +38,7 @@ def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Pa
     whole.run(6, None)
     assert list(whole.losses) == [0, 1, 2, 3, 4, 5]
     first = trained()
-    with pytest.raises(KeyError):  # the step that raised is not saved
+    with pytest.raises(KeyError):  # The loop does not save the step that raised the error.
         train(first.pipeline, 2, fail, folder=tmp_path, save_interval=1, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lease") == [
         "step_00000001",
@@ -62,7 +62,7 @@ def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Pa
 def test_training_goes_on_while_a_checkpoint_is_written(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the checkpoint has its own step's state, and appears only when complete."""
+    """Checks that a checkpoint contains the state of its step, and appears only when complete."""
     whole, gate, commit = trained(), threading.Event(), PipelineFolder.commit
     whole.run(7, None)
 
@@ -75,12 +75,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     begun, seen = trained(), []
 
     def look(step: int) -> None:
-        if step == 3:  # step 2 is being saved, and the weights have changed in the meantime
+        if step == 3:  # Step 2 is still being saved, and the weights have changed in the meantime.
             seen.extend(path.name for path in folder.glob("step_*"))
             gate.set()
 
     begun.run(9, folder, save_interval=2, keep=2, async_save=True, before=look, last=7)
-    begun.pipeline.close()  # waits for the last checkpoint
+    begun.pipeline.close()  # close() waits until the last checkpoint is written.
     assert seen == []
     assert sorted(path.name for path in folder.iterdir() if path.name != ".lease") == [
         "step_00000004",
@@ -113,7 +113,7 @@ def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
             begun.pipeline._checkpointer.saver.wait()
             begun.pipeline.load(tmp_path, state=begun.state)
             restored.append(begun.pipeline.steps)
-            fail()  # the loop does not continue from another step
+            fail()  # The loop does not continue from another step.
 
     with pytest.raises(KeyError):
         begun.run(9, tmp_path, save_interval=2, async_save=True, before=restore)
@@ -123,15 +123,15 @@ def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
 def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that the next start copies a checkpoint that could not be copied before."""
+    """Checks that the next start copies a checkpoint which could not be copied before."""
     whole, outer = trained(), tmp_path / "outer"
     whole.run(6, None)
     training = trained()
-    outer.touch()  # creating a folder in it fails
+    outer.touch()  # Create a file, so that creating a folder in it fails.
     folders: dict[str, Any] = {"folder": outer / "saved", "local_folder": tmp_path / "disk"}
     with pytest.raises(CheckpointError, match="iteration 3 was not copied to .*Not a directory"):
         training.run(3, save_interval=2, **folders)
-    training.pipeline.close()  # retries once
+    training.pipeline.close()  # close() tries to copy the checkpoint once more.
     (local,) = (tmp_path / "disk").glob("saved-*/*")
     assert sorted(path.name for path in local.iterdir()) == ["iter_0000002", "iter_0000003"]
     outer.unlink()
@@ -143,7 +143,7 @@ def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     assert training.losses | later.losses == whole.losses
     assert list(later.losses) == [3, 4, 5]
     assert max(PipelineFolder(outer / "saved").steps()) == 6
-    other = tmp_path / "other"  # different from the loop's folder
+    other = tmp_path / "other"  # This folder is different from the folder of the loop.
     assert later.pipeline.save(other) == other / "step_00000006"
 
 

@@ -1,4 +1,4 @@
-"""Tests traces of pipelines whose segments move between ranks."""
+"""Tests the traces of pipelines whose segments move between ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT_S = 200.0
 
 
 def run(folder: Path, name: str, ranks: int) -> str:
-    """Runs a program of the worker, and returns its output."""
+    """Runs the program ``name`` of the worker on ``ranks`` ranks, and returns its output."""
     log = folder / "log"
     status = run_ranks([str(WORKER), str(folder), name], world_size=ranks, log=log, limit_s=LIMIT_S)
     assert status == 0, tail(log)
@@ -28,7 +28,7 @@ def run(folder: Path, name: str, ranks: int) -> str:
 
 
 def timed_segments(trace: RunTrace, rank: int) -> set[int]:
-    """Returns the segments whose times a rank has recorded."""
+    """Returns the segments for which ``rank`` has recorded times."""
     of_rank = trace.ranks[rank]
     return {row[0] for iteration in of_rank.iterations for row in of_rank.layers(iteration)}
 
@@ -37,7 +37,7 @@ def timed_segments(trace: RunTrace, rank: int) -> set[int]:
 def test_each_partition_has_a_trace_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that each partition has its own folder with a correct trace."""
+    """Checks that each partition has a separate folder with a correct trace."""
     output = run(tmp_path, "moves", 2)
     used, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert used == other

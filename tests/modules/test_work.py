@@ -1,4 +1,4 @@
-"""Tests for operation counts of recorded calls, computed from shapes."""
+"""Tests the operation counts of recorded calls, which are computed from shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.adaptive.modules.recordings import segment_work  # noqa: E402
 
 
 class Mixed(nn.Module):
-    """Model with a convolution, an attention layer and a matmul, each in its own segment."""
+    """Has a convolution, an attention layer and a matmul, each in a separate segment."""
 
     def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Mixed(nn.Module):
 
 
 def work_of(model: nn.Module, length: int, slicing: str) -> list[float]:
-    """Returns the operation counts of the three segments for one sequence."""
+    """Returns the operation counts of the segments of ``model`` for one sequence."""
     forward = Forward(model=model, loss=None, arguments=None, decisive_entries=())
     forwards = Forwards.of(forward, {"x": torch.randn(1, 4, length)}, slicing)
     return list(segment_work(forwards.training))

@@ -23,12 +23,12 @@ from megatron.adaptive import Pipeline
 WIDTH = 8
 BLOCKS = 6
 SECONDS = [0.0]
-"""Time of a block's forward pass per element of the sequence, and of its backward pass."""
+"""Time in seconds that each pass of a block takes per element of the sequence."""
 MOVES_S = 0.001
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps in both passes, longer for longer sequences."""
+    """Sleeps in both passes, in proportion to the length of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Sleeper(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of the batch ``x``."""
         x = self.start(x)
         for block in self.blocks:
             x = block(x)
@@ -75,7 +75,7 @@ def batch_of(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
 
 
 def moves(folder: Path) -> None:
-    """Trains until segments have moved, and five more steps; writes each step's partition."""
+    """Trains until segments have moved, then five more steps; writes the partition of each step."""
     torch.manual_seed(1)
     batch = batch_of([4] * 6)
     partitions = []

@@ -54,8 +54,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def decaying(parameters: Any) -> torch.optim.Optimizer:
-    """Returns an optimizer that updates a parameter with a zero gradient, but not without a
-    gradient.
+    """Returns an optimizer that changes parameters by weight decay even if gradients are zero.
+
+    The optimizer skips a parameter that has no gradient.
     """
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=0.1)
 
@@ -98,7 +99,7 @@ def reference(
 
 
 def require_same(named: Iterable[tuple[str, torch.Tensor]], whole: torch.nn.Module) -> None:
-    """Checks that tensors equal the whole model's parameters and buffers."""
+    """Checks that the tensors ``named`` equal the whole model's parameters and buffers."""
     expected = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, tensor in named:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
@@ -111,7 +112,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def require_refused(action: Callable[[], object], *phrases: str) -> None:
-    """Checks that each rank raises a one-line error with these phrases."""
+    """Checks that ``action`` raises a one-line error with all ``phrases`` on each rank."""
     try:
         action()
     except AdaptiveError as error:
@@ -149,7 +150,7 @@ def a_model_on_meta_gets_memory_for_its_part_only() -> None:
 def clipped_steps_on_four_ranks() -> None:
     batches, whole = [make_batch(12, seed) for seed in range(3)], knotty()
     losses, norms = reference(whole, batches, clip=0.05)
-    assert min(norms) > 0.05  # gradients are clipped
+    assert min(norms) > 0.05  # Check that the gradients are really clipped.
     whole.eval()
     test = make_batch(4, 9)
     halves = [{n: tensor[s : s + 2] for n, tensor in test.items()} for s in (0, 2)]
@@ -169,7 +170,8 @@ def clipped_steps_on_four_ranks() -> None:
             parameter.numel() for parameter in pipeline.model.parameters() if not parameter.is_meta
         ]
     block = WIDTH * WIDTH + WIDTH
-    shared = WORDS * WIDTH + block  # the embedding and the mixer, on the first and the last rank
+    # The embedding and the mixer are on both the first and the last rank.
+    shared = WORDS * WIDTH + block
     assert sum(gathered(sum(kept))) == 8 * block + 2 * WIDTH + 2 * shared
     assert sum(gathered(len(buffers))) == 3
     assert "words.weight" in names[0] & names[3]
@@ -261,7 +263,7 @@ def bf16_trains() -> None:
 def reference_of(
     model: torch.nn.Module, steps: Sequence[Sequence[Any]], items: Sequence[Sequence[float]]
 ) -> list[float]:
-    """Trains the whole model on listed microbatches, weighted by items, and returns the losses."""
+    """Trains the whole model on lists of microbatches, weighted by items; returns the losses."""
     optimizer = decaying(model.parameters())
     losses = []
     for step, numbers in zip(steps, items, strict=True):
@@ -276,10 +278,11 @@ def reference_of(
 
 
 def microbatches_have_shapes_of_their_own() -> None:
-    """Checks images of different numbers and sizes, with loop and V schedules."""
+    """Checks that images of different numbers and sizes train as without a pipeline."""
     images = ([3, 0, 8, 1, 2, 0, 0, 1], [0, 0, 0, 0], [0, 5, 0, 1])
     steps = [[viewed(n, 3 + n, n) for n in counts] for counts in images]
-    steps[1][2] = viewed(0, 300)  # its messages are larger than the buffers of the channels
+    # The messages of this microbatch are larger than the buffers of the channels.
+    steps[1][2] = viewed(0, 300)
     items = [[float(part["ids"].shape[1] - 1) for part in step] for step in steps]
     whole = viewer()
     losses = reference_of(whole, steps, items)
@@ -312,7 +315,7 @@ def microbatches_have_shapes_of_their_own() -> None:
 
 
 def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str, torch.Tensor]]]]:
-    """Returns a sample, and steps of microbatches of unequal cost, each kind several times."""
+    """Returns a sample batch, and steps of microbatches with unequal costs."""
     kinds = [viewed(2, 5, 1), viewed(0, 4, 2), viewed(5, 4, 5)]
     return kinds, [
         [kinds[kind] for kind in step]
@@ -321,7 +324,7 @@ def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str,
 
 
 def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Trains with dropout, and returns losses, parameters, and each step's shares and orders."""
+    """Trains with dropout; returns losses, parameters, and each step's shares and orders."""
     sample, steps = _unequal_steps()
     losses, places = [], []
     options |= {"decisive_entries": ["sizes"], "slicing": "record"}
@@ -387,7 +390,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
         )
         refused(lambda: pipeline.step(shared), *phrases)
         parameter.requires_grad_(True)
-        if rank == 1:  # a different rule determines the order
+        if rank == 1:  # Let this rank determine the order by a different rule.
             pipeline._maker.balance.order_of = lambda parts, work: [*range(len(parts))][::-1]
         refused(lambda: pipeline.step(shared), "ranks 1 and 3", "different orders")
         vars(pipeline._maker.balance).pop("order_of", None)
@@ -399,7 +402,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
 
 
 def what_differs_between_ranks_is_named() -> None:
-    """Checks that differences raise errors, because ranks would otherwise wait forever."""
+    """Checks that differences between ranks raise errors before the ranks wait forever."""
     rank = dist.get_rank()
 
     def frozen() -> Pipeline:
@@ -444,7 +447,7 @@ def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
 
 
 def replicas_with_batches_of_another_kind_are_named() -> None:
-    """Checks that such batches raise errors instead of a timeout."""
+    """Checks that replicas with a list and a dictionary raise errors before the timeout."""
     batch = make_batch(4)
     with make(pipeline_size=2) as pipeline:
         second = pipeline.replica == 1
@@ -475,7 +478,8 @@ def steps_are_traced() -> None:
             assert table.where(kind).sum() == 1, kind
         assert table.where("F").sum() == table.where("B").sum() == 4
     messages = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    assert len(messages) == 2 * 3 * 4 * 2  # for each step, border, microbatch and direction
+    # Each step sends one message per border, microbatch and direction.
+    assert len(messages) == 2 * 3 * 4 * 2
 
 
 def segments_and_collectives_are_traced() -> None:
@@ -547,7 +551,7 @@ def blocks_and_shared_weights_are_found() -> None:
 
 
 def wrong_settings_are_named_on_every_rank() -> None:
-    """Checks the errors, and that a pipeline can be created after them."""
+    """Checks that each rank names wrong settings, and can create a pipeline afterwards."""
     for options, phrases in (
         (
             {"schedule": "interleaved", "chunks": 3},
@@ -617,7 +621,7 @@ def without_sizes_the_planners_best_is_taken() -> None:
 
 
 def memory_keeps_the_model_from_one_process() -> None:
-    """Checks that the plan has several stages if only half of the model fits in memory."""
+    """Checks that the planner chooses several stages if only half of the model fits in memory."""
     torch.manual_seed(4)
     wide, sample = Tower(width=64, layers=6), {"x": torch.randn(8, 64)}
     limit = 0.6 * 16 * sum(entry.numel() for entry in wide.parameters())
@@ -676,14 +680,14 @@ def training_goes_on_in_any_other_shape() -> None:
         pipeline.save(folder)
     for options in ({"pipeline_size": 2, "partition": "2-7"}, {"pipeline_size": 1}):
         torch.manual_seed(9)
-        other = type(knotty())(dropout=0.3)  # different weights
+        other = type(knotty())(dropout=0.3)  # This model starts with different weights.
         with make(model=other, **options) as pipeline:
             pipeline.set_optimizer(adamw)
             assert pipeline.load(folder, step=3) == {"epoch": 3}
             assert pipeline.eval(batches[0]) == pytest.approx(evaluated, rel=1e-5)
             assert train(pipeline, batches[3:]) == pytest.approx(expected, rel=1e-5)
             assert pipeline.steps == 5
-            pipeline.save(folder)  # replaces the previous checkpoint
+            pipeline.save(folder)  # This call replaces the previous checkpoint.
     require_broken_checkpoints_refused(folder)
     with make(model=knotty(dropout=0.3), schedule="zb-v", pipeline_size=2) as pipeline:
         pipeline.set_optimizer(adamw)
@@ -720,7 +724,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
                 whole.write_bytes(content)
             dist.barrier()
             require_refused(lambda: load(folder, optimizer=False, step=5), *phrases)
-        load(folder, optimizer=False)  # the newest complete checkpoint
+        load(folder, optimizer=False)  # Without a step, this loads the newest complete checkpoint.
     with make(model=knotty(blocks=9)) as larger:
         require_refused(
             lambda: larger.load(folder, optimizer=False), "the checkpoint lacks it", "blocks.8"
@@ -728,7 +732,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
 
 
 def checkpoints_go_over_the_nodes_own_disks() -> None:
-    """Checks four nodes with one rank each, whose disks are copied to the shared folder."""
+    """Checks that four nodes with one rank each save to local disks and copy to a shared folder."""
     folder, rank = Path(sys.argv[1]), dist.get_rank()
     shared, disk = folder / "shared", folder / "disk"
     os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{rank}"
@@ -745,7 +749,7 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
                 assert step == len(losses)
                 losses[step], _ = pipeline.step(pipeline.share(batches[step]))
 
-    alike = {"partition": "2-2-2-3"}  # both runs have the same stages
+    alike = {"partition": "2-2-2-3"}  # Give both runs the same stages.
     go_on(5, **alike)
     (local,) = disk.glob(f"shared-*/node-{rank}")
     assert sorted(path.name for path in local.iterdir()) == ["iter_0000004", "iter_0000005"]
@@ -755,12 +759,14 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
         "step_00000005",
     ]
     dist.barrier()
-    if rank == 3:  # only rank 3 needs this file; a rank that reads it here would fail
+    # Damage a file that only rank 3 needs, so that any other rank that reads it fails.
+    if rank == 3:
         (last,) = shared.glob("step_00000005/__3_0.distcp")
         last.write_bytes(bytes(last.stat().st_size))
     dist.barrier()
-    go_on(6, **alike)  # each rank reads from its own disk
-    go_on(7, pipeline_size=2, partition="2-7")  # this shape needs files of other ranks
+    go_on(6, **alike)  # Each rank reads from the disk of its node.
+    # A rank needs files of other ranks with these stages.
+    go_on(7, pipeline_size=2, partition="2-7")
     del os.environ["MEGATRON_ADAPTIVE_NODE"]
     with make(model=knotty(dropout=0.3), batch_size=8, seed=77) as pipeline:
         pipeline.set_optimizer(adamw)
@@ -782,7 +788,8 @@ def main() -> None:
         report = json.dumps({"done": done, "error": error})
         (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(report)
         if error:
-            os._exit(1)  # other ranks wait for messages that are never sent
+            # Exit immediately, because other ranks wait for messages that are never sent.
+            os._exit(1)
     dist.destroy_process_group()
 
 

@@ -33,13 +33,14 @@ from megatron.adaptive.errors import DataError
 
 Arrays = list[npt.NDArray[Any]]
 Check = Callable[[Arrays], str]
-"""Function that returns a description of the arrays' fault, or an empty string if they are valid.
+"""Function that returns what is wrong with the arrays, or an empty string if they are valid.
 """
 
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-_PIECE_BYTES = 1 << 22  # small, so that a piece is hashed while it is still in the CPU's cache
+# The size is small, so that a piece is hashed while it is still in the CPU's cache.
+_PIECE_BYTES = 1 << 22
 
 
 class _DamageError(Exception):
@@ -52,10 +53,12 @@ def cached_arrays(
     make: Callable[[], Sequence[npt.NDArray[Any]]],
     check: Check = lambda arrays: "",
 ) -> Arrays:
-    """Returns cached arrays. Builds and caches all of them if any is missing or damaged.
+    """Returns the arrays ``names`` from the folder ``cache``, and builds them if necessary.
+
+    If any file is missing or damaged, all arrays are built and cached again.
 
     If several processes need the arrays at the same time, one process builds them under a file
-    lock, and the others wait for it.
+    lock, and the other processes wait for it.
 
     Args:
         cache: Path of the folder that contains the cached files.
@@ -87,7 +90,7 @@ def cached_arrays(
 
 
 def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays | None:
-    """Reads all arrays. Returns ``None`` if a file is missing or damaged.
+    """Returns all arrays, or ``None`` if a file is missing or damaged.
 
     Args:
         paths: Path of the ``.npy`` file of each array.
@@ -112,7 +115,7 @@ def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays 
 
 
 def _map(path: Path) -> npt.NDArray[Any]:
-    """Verifies a file's checksum and maps its array into memory.
+    """Verifies the checksum of the file ``path`` and maps its array into memory.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -161,7 +164,7 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes arrays to files whose final names appear only once their bytes are on the disk."""
+    """Writes each array to its file, which gets its final name only when it is on the disk."""
     for path, array in zip(paths, arrays, strict=True):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:

@@ -85,7 +85,7 @@ class ChatTemplate:
 
     Args:
         templates: Source text of each template, by name. Conversations with tools use the template
-            ``tool_use`` if it exists; all others use ``default``.
+            ``tool_use`` if it exists. All other conversations use ``default``.
         tokens: Text of each special token, by its name in templates, such as ``eos_token``.
         folder: Folder that contains the templates; error messages name it.
     """
@@ -98,7 +98,7 @@ class ChatTemplate:
         self._folder = folder
 
     def write(self, conversation: Conversation) -> Written:
-        """Renders a conversation and finds the ranges on which the loss is computed.
+        """Renders ``conversation`` and finds the ranges on which the loss is computed.
 
         Raises:
             DataError: The template raises an error, or omits a message of the assistant.
@@ -182,7 +182,7 @@ class _Renderer:
         }
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Renders messages, followed by the generation prompt if ``asks`` is true."""
+        """Returns the text of ``messages``, and the generation prompt if ``asks`` is true."""
         text = self._compiled.render(
             messages=[*messages], add_generation_prompt=asks, **self._options
         )
@@ -197,7 +197,7 @@ class _Renderer:
                 messages=[*self.messages], add_generation_prompt=False, **self._options
             )
             for block in generated:
-                blocks.append(block)  # a mark's offset is the total length of these blocks
+                blocks.append(block)  # The offset of a mark is the total length of these blocks.
         return "".join(blocks), spans
 
     def answer(self, number: int, text: str) -> Span | None:
@@ -246,7 +246,8 @@ class _Renderer:
         is_added = bool(prompt.added) and whole.before.endswith(prompt.added)
         start = len(whole.before) - (len(prompt.added) if is_added else 0)
         if prompt.opened and text.startswith(prompt.opened, start):
-            start += len(prompt.opened)  # not taught, because the prompt already contains it
+            # The model need not learn this text, because the prompt already contains it.
+            start += len(prompt.opened)
         stop = len(text) - len(whole.behind)
         stop += len(self._end_mark(whole.behind, ended, probes, before, prompt.asked))
         is_there = text.startswith(whole.before[:start]) and text.endswith(whole.behind)
@@ -307,7 +308,8 @@ class _Renderer:
             return _Prompt(asked="", added=rendered[agreed:], opened=prompt[agreed:])
         asked = prompt[len(so_far) :]
         tail = rendered[len(_common_start([rendered, so_far])) :]
-        searched = asked.lstrip()  # without the whitespace that separates messages
+        # Ignore the whitespace that separates the prompt from earlier messages.
+        searched = asked.lstrip()
         if not searched:
             return _Prompt(asked=asked, added=tail, opened="")
         for length in range(len(searched), 0, -1):
@@ -340,7 +342,7 @@ class _Renderer:
 
 
 def _normalized(message: Message) -> dict[str, Any]:
-    """Returns a message in the form that ``transformers`` passes to a template.
+    """Returns ``message`` in the form that ``transformers`` passes to a template.
 
     Keys whose value is ``None`` are removed. Reasoning is stored under both keys that templates
     read, ``thinking`` and ``reasoning_content``.
@@ -355,7 +357,7 @@ def _normalized(message: Message) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """Replaces lone surrogates in all strings of nested data, because UTF-8 cannot encode them."""
+    """Returns nested data ``value`` without lone surrogates, which UTF-8 cannot encode."""
     if isinstance(value, str):
         return without_surrogates(value)
     if isinstance(value, Mapping):
@@ -366,7 +368,7 @@ def _clean(value: Any) -> Any:
 
 
 def without_surrogates(text: str) -> str:
-    """Joins surrogate pairs, and replaces lone surrogates, which UTF-8 cannot encode."""
+    """Returns ``text`` with surrogate pairs joined and lone surrogates replaced."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -375,7 +377,7 @@ def without_surrogates(text: str) -> str:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Returns the types of exceptions that a template may raise for an unsupported conversation."""
+    """Returns the types of exceptions with which a template may reject a conversation."""
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
@@ -415,7 +417,7 @@ class _Marks:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-    """Compiles a chat template in a sandbox with the names that ``transformers`` defines."""
+    """Returns ``template``, compiled in a sandbox with the names of ``transformers``."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -35,7 +35,8 @@ from megatron.adaptive.errors import ConfigError, DataError
 _FORMAT = 1
 _MANIFEST = "corpus.json"
 _LOCK = ".lock"
-_LEFT_BEHIND = ".corpus_text_document.*.tmp.*"  # temporary files of a killed process
+# A killed process leaves these temporary files behind.
+_LEFT_BEHIND = ".corpus_text_document.*.tmp.*"
 _FILES = (
     "corpus.jsonl",
     "vocab.json",
@@ -126,7 +127,8 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / _LOCK):
-                reused = _is_whole(folder, spec)  # another process may have made the corpus
+                # Another process may have made the corpus while this process waited.
+                reused = _is_whole(folder, spec)
                 if not reused:
                     _fill(folder, documents, spec, progress)
         except OSError as error:
@@ -188,7 +190,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
 def _fill(
     folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
 ) -> None:
-    """Writes all files. Writes the manifest last, because it marks the corpus as complete."""
+    """Writes all files. The manifest is written last, because it marks the corpus as complete."""
     for old in (folder / _MANIFEST, *folder.glob(_LEFT_BEHIND)):
         old.unlink(missing_ok=True)
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:
@@ -228,7 +230,7 @@ def _train_vocabulary(folder: Path, texts: list[str], vocab_size: int) -> None:
 
 
 def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
-    """Returns whether a folder contains a complete corpus that was made with these settings.
+    """Returns whether ``folder`` contains a complete corpus with the settings in ``spec``.
 
     Raises:
         DataError: The corpus has a newer format.
@@ -249,7 +251,7 @@ def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raises an error if a folder contains files that do not belong to a corpus."""
+    """Raises an error if ``folder`` contains files that do not belong to a corpus."""
     if not folder.exists():
         return
     if not folder.is_dir():

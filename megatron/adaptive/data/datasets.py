@@ -6,10 +6,10 @@ several datasets by weight. :mod:`megatron.adaptive.data.loader` groups samples 
 
 In megatron-core, only global rank 0 writes the shuffling indices of a corpus, and all other ranks
 read them. That fails on a node that does not share a disk with rank 0. Also, a killed process
-leaves a partial cache, and megatron-core does not notice if a corpus is replaced by another one of
-the same name. With this module, one process per node writes the cache under a file lock. Files get
-their final names only when they are complete. The cache key includes the size and the modification
-time of the corpus.
+leaves a partial cache, and megatron-core does not notice if a corpus is replaced by a different
+corpus with the same name. With this module, one process per node writes the cache under a file
+lock. Files get their final names only when they are complete. The cache key includes the size and
+the modification time of the corpus.
 
 This module imports megatron-core. On a machine without CUDA, import it only after
 :func:`megatron.adaptive.accelerator.install` was called.
@@ -43,7 +43,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
-_CHECK_WHOLE_BYTES = 64 << 20  # larger index arrays are only partly checked
+_CHECK_WHOLE_BYTES = 64 << 20  # Index arrays above this size are only partly checked.
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
@@ -71,7 +71,8 @@ def build_datasets(
     If ``torch.distributed`` is initialized, this function is collective: every rank must call it
     with the same arguments, even if the rank needs no samples. Global rank 0 builds first, then all
     other ranks build at the same time. Shuffling indices are cached under a file lock. On a node
-    that does not share a disk with rank 0, one process builds the indices and the others read them.
+    that does not share a disk with rank 0, one process builds the indices and the other processes
+    read them.
 
     The order of samples depends on the seed, the sequence length and the split. As in Megatron-LM,
     it also depends on the number of epochs that ``train_samples`` needs, so it changes if a run is
@@ -109,7 +110,8 @@ def build_datasets(
     blends, source = _blends(data, counts)
     needs_samples = is_built_on_rank()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hides a warning about tokenizers without a padding token
+        # Ignore the warning about tokenizers without a padding token.
+        warnings.simplefilter("ignore")
         config = CachedGPTDatasetConfig(
             random_seed=seed,
             sequence_length=seq_length,
@@ -185,7 +187,7 @@ def _quiet_megatron_core() -> Iterator[None]:
 
 
 def _is_too_much(error: BaseException | None) -> bool:
-    """Returns whether an error, or one of its causes, is about an array that is too large."""
+    """Returns whether ``error``, or one of its causes, is about an array that is too large."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, MemoryError | OverflowError) or "array is too big" in text:
@@ -197,7 +199,7 @@ def _is_too_much(error: BaseException | None) -> bool:
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
-    """Returns the files and weights of each split, also in the form of megatron-core's settings."""
+    """Returns the files and weights of each split, also as settings of megatron-core."""
     if data.mock_data:
         return [], {}
     if data.data_path is not None:
@@ -237,7 +239,7 @@ def _check(
             f"--split {data.split} leaves no data for training; give training a share above 0"
         )
     if data.sft:
-        return  # files of conversations are checked when they are read
+        return  # Files of conversations are checked when they are read.
     infos = {}
     for prefix in dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0]):
         infos[prefix] = check_indexed(prefix)
@@ -310,7 +312,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
         self.path_to_cache = ""
 
     def prepare(self, path: str) -> Conversations:
-        """Returns the tokens of a file of conversations, from the cache if possible."""
+        """Returns the tokenized conversations in the file ``path``, from the cache if possible."""
         try:
             status = os.stat(path)
         except OSError as error:
@@ -342,7 +344,7 @@ class CachedGPTDataset(GPTDataset):
     def _broken_rule(
         self, documents: npt.NDArray[Any], samples: npt.NDArray[Any], shuffle: npt.NDArray[Any]
     ) -> str:
-        """Returns a description of the index arrays' fault, or an empty string if they are valid.
+        """Returns what is wrong with the index arrays, or an empty string if they are valid.
 
         Args:
             documents: Indices of the documents in shuffled order, ``[epochs * documents]``.
@@ -387,7 +389,7 @@ class CachedGPTDataset(GPTDataset):
 
 
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields parts of an array: all of a small array, or evenly spaced parts of a large array.
+    """Yields parts of ``array``: a small array as a whole, evenly spaced parts of a large array.
 
     The checksum has already excluded damaged bytes. But an index may still have been built from
     other data, and a few parts are enough to detect this.

@@ -22,7 +22,9 @@ _FIRST_LINE_S = 60.0
 
 @contextmanager
 def locked(path: Path, *, wait_s: float = _WAIT_S) -> Iterator[None]:
-    """Locks a file exclusively during the block. The kernel unlocks the file if the process dies.
+    """Locks the file ``path`` exclusively during the block.
+
+    The kernel unlocks the file if the process exits.
 
     While another process holds the lock, this process waits. If the wait is long, it logs a
     warning.

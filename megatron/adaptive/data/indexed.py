@@ -101,7 +101,7 @@ def sequence_lengths(prefix: str | Path) -> npt.NDArray[np.int32]:
 
 
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
-    """Checks that all parts of the index are consistent and match the ``.bin`` file."""
+    """Returns the properties of a token index, after checking that the ``.bin`` file matches."""
     with open_file(idx_path) as stream:
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):

@@ -1,6 +1,6 @@
 """Provides samples of different lengths. Each sample is one document or conversation.
 
-A sample is truncated after ``--seq-length`` tokens, and never contains parts of several documents.
+A sample is truncated after ``--seq-length`` tokens, and contains tokens of only one document.
 
 This module imports megatron-core. On a machine without CUDA, import it only after
 :func:`megatron.adaptive.accelerator.install` was called.
@@ -65,7 +65,7 @@ class DocumentDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: Any, config: Any) -> Any:
-        """Opens a token file (JSON lines with ``--sft``). Without a path, generates mock data."""
+        """Opens a token file, or JSON lines with ``--sft``; without a path, generates mock data."""
         if dataset_path is None:
             return _MockDocuments(config.tokenizer, config.sequence_length)
         if config.sft:
@@ -76,7 +76,7 @@ class DocumentDataset(MegatronDataset):
         return self._documents.size if self.num_samples is None else int(self.num_samples)
 
     def length_of(self, index: int) -> int:
-        """Returns the number of tokens of a sample, without reading the tokens."""
+        """Returns the number of tokens of the sample ``index``, without reading the tokens."""
         return int(self._lengths[self._row(index)])
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
@@ -100,7 +100,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns a text with the numbers of truncated and skipped documents, empty if both are 0."""
+    """Returns a text that states how many documents were truncated or skipped, if any."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]
@@ -111,7 +111,7 @@ def left_out(datasets: Sequence[Any]) -> str:
 
 
 class _MockDocuments:
-    """Generates mock documents with log-normal lengths. They are the same in every run."""
+    """Generates mock documents with log-normal lengths, which are equal in every run."""
 
     def __init__(self, tokenizer: Tokenizer, seq_length: int) -> None:
         self._tokenizer = tokenizer
@@ -158,7 +158,7 @@ class Conversations:
 
     @staticmethod
     def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
-        """Returns a description of the arrays' fault, or an empty string if they are valid."""
+        """Returns what is wrong with the arrays, or an empty string if they are valid."""
         ids, taught, ends = arrays
         is_ids = ids.dtype == np.int32 and ids.ndim == 1
         if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:

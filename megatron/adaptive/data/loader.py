@@ -159,7 +159,7 @@ class Load:
 
 
 def length_of(dataset: Any, index: int) -> int:
-    """Returns the number of tokens of a sample. The dataset may be a blend of several datasets."""
+    """Returns the number of tokens of the sample ``index``. ``dataset`` may be a blend."""
     while hasattr(dataset, "dataset_index"):
         part = dataset.dataset_index[index]
         index = dataset.dataset_sample_index[index]
@@ -176,7 +176,7 @@ class MicrobatchLoader:
     Args:
         dataset: Samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
         consumed_samples: Number of samples that all ranks together have consumed so far in the run.
-        batching: Object that decides which samples share a microbatch.
+        batching: Object that determines which samples share a microbatch.
         dp_rank: Index of this rank among the data-parallel ranks.
         reads: Whether this rank needs the tokens. A rank without tokens uses only the lengths of
             samples.
@@ -276,7 +276,7 @@ class MicrobatchLoader:
         return StepMicrobatches(fetch, len(numbers), **options)
 
     def close(self) -> None:
-        """Stops the data workers, if there are any. Later reads are done in this process."""
+        """Stops the data workers, if there are any. Later reads run in this process."""
         self._read_ahead = None
 
     def _samples(self, number: int) -> range:
@@ -305,7 +305,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Returns this rank's part of a block from the workers. Skips parts of earlier blocks."""
+        """Returns this rank's part of ``block`` from the workers, and skips earlier blocks."""
         try:
             while self._read_block < block:
                 next(read_ahead)

@@ -70,7 +70,7 @@ class PreprocessSpec(TokenizerConfig):
     workers: int = 1
 
     def prefix_of(self, key: str) -> str:
-        """Returns the path of a key's token files without suffix, for ``--data-path``."""
+        """Returns the path of the token files of ``key`` without suffix, for ``--data-path``."""
         return f"{self.output_prefix}_{key}_document"
 
 
@@ -236,7 +236,7 @@ class _Encoder:
     """Parses and tokenizes batches of lines, in a worker process or in the parent process."""
 
     def __init__(self, spec: PreprocessSpec) -> None:
-        # Turn off the library's threads. It would start one thread per core in each worker process.
+        # Disable the library's threads, because it would start one per core in each worker process.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = build_tokenizer(spec)
         self._keys = spec.json_keys
@@ -265,7 +265,7 @@ class _Encoder:
         return _Encoded(ids, lengths, len(rows), sum(map(len, lines)))
 
     def _parse(self, line: bytes) -> list[str]:
-        """Returns the text of each key in a JSON line. Raises an error if a key is missing."""
+        """Returns the text of each key in ``line``, and raises an error if a key is missing."""
         try:
             document = parse_json(line, strict=False)
         except ValueError as error:
@@ -299,7 +299,7 @@ def _start_worker(spec: PreprocessSpec) -> None:
 
 
 def _end_with_parent() -> None:
-    """Makes this worker exit if the parent dies. Otherwise it would wait for work forever."""
+    """Makes this worker exit if the parent exits, because it would otherwise wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
@@ -311,7 +311,7 @@ def _encode_in_worker(batch: _Batch) -> _Encoded:
 
 
 def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
-    """Yields tokenized batches in input order. Stops the workers when the generator is closed."""
+    """Yields tokenized batches in input order, and stops the workers when it is closed."""
     if spec.workers == 1:
         yield from map(_Encoder(spec), _batches(spec.inputs))
         return
@@ -340,7 +340,7 @@ def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
 
 
 class _Output:
-    """Writes a ``.bin/.idx`` pair under temporary names, which :meth:`publish` replaces."""
+    """Writes a ``.bin/.idx`` pair under temporary names until :meth:`publish` renames them."""
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
         self.prefix = prefix
@@ -357,7 +357,7 @@ class _Output:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes the files, and removes files that still have a temporary name."""
+        """Closes the files, and removes files that still have temporary names."""
         if self._builder is not None:
             with suppress(OSError):
                 self._builder.data_file.close()
@@ -381,11 +381,11 @@ class _Output:
         self.num_tokens += len(ids)
 
     def finish(self) -> None:
-        """Writes the index and flushes the tokens. Both files keep their temporary names."""
+        """Writes the index and flushes the tokens. The files keep their temporary names."""
         self._builder.finalize(f"{self._temporary}.idx")
 
     def publish(self) -> None:
-        """Renames both files. The index is renamed last, because it marks the data as complete."""
+        """Renames both files, the index last, because it marks the data as complete."""
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(f"{self._temporary}{suffix}", f"{self.prefix}{suffix}")

@@ -34,7 +34,7 @@ from megatron.adaptive.data.chat import TAUGHT_ROLE, ChatTemplate, Conversation,
 from megatron.adaptive.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
-_ROLES = ("system", "user", "assistant")  # roles allowed if there is no chat template
+_ROLES = ("system", "user", "assistant")  # These roles are allowed if there is no chat template.
 _TEMPLATE_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
@@ -49,7 +49,7 @@ _IDS_OF_TIKTOKEN = 1 << 17
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rounds the vocabulary size up, so that tensor-parallel ranks get parts of equal size.
+    """Returns the vocabulary size, rounded up so that tensor-parallel ranks get equal parts.
 
     Args:
         vocab_size: Number of token ids of the tokenizer.
@@ -71,8 +71,8 @@ class Tokenizer(ABC):
     Attributes:
         vocab_size: Number of token ids, including the end-of-document id. All ids are smaller.
         eod: End-of-document id.
-        unique_identifiers: Values that distinguish this tokenizer from others. They are part of the
-            keys of cached dataset indices.
+        unique_identifiers: Values that distinguish this tokenizer from other tokenizers. They are
+            part of the keys of cached dataset indices.
     """
 
     def __init__(self, vocab_size: int, eod: int, **identity: str) -> None:
@@ -83,10 +83,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Returns the token ids of a text, without an end-of-document id."""
+        """Returns the token ids of ``text``, without an end-of-document id."""
 
     def heading(self, role: str) -> list[int]:
-        """Returns the token ids that introduce a message of this role in a conversation."""
+        """Returns the token ids that introduce a message of ``role`` in a conversation."""
         return self.tokenize(f"{role}:\n")
 
     def conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
@@ -118,12 +118,12 @@ class Tokenizer(ABC):
         return ids, taught
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text, faster than :meth:`tokenize` for each text."""
+        """Returns the token ids of each text in ``texts``, faster than by :meth:`tokenize`."""
         return [self.tokenize(text) for text in texts]
 
     @abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Converts token ids to text."""
+        """Returns the text of the token ids ``ids``."""
 
 
 class _LibraryTokenizer(Tokenizer):
@@ -174,7 +174,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         try:
             vocab, merges = models.BPE.read_file(str(vocab_file), str(merge_file))
             encoder = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
-        except Exception as error:  # the library raises plain Exception
+        except Exception as error:  # The library raises plain Exception.
             raise DataError(
                 f"{vocab_file} and {merge_file} do not belong together ({error}); --vocab-file "
                 "must be a GPT-2 vocab.json, and --merge-file its merges.txt"
@@ -219,7 +219,7 @@ def _check_merges(
             f"{vocab_file}: no token has the id {lacking}, but other tokens have larger ids"
         )
     merged_ids = [vocab.get(left + right, -1) for left, right in merges]
-    # compares rules, because two rules may produce the same token
+    # Compare rules instead of tokens, because two rules may produce the same token.
     if len(set(merges)) != len(merges):
         raise DataError(f"{merge_file}: a rule is duplicated; the files are damaged")
     has_rule = set(merged_ids)
@@ -260,7 +260,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         text = read_text(self._folder / "tokenizer.json", _MODEL, DataError)
         try:
             encoder = FastTokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exception
+        except Exception as error:  # The library raises plain Exception.
             raise DataError(
                 f"{folder}/tokenizer.json is not a tokenizer of the tokenizers library ({error})"
             ) from None
@@ -417,7 +417,7 @@ class TikTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Reads token ids as decimal numbers separated by spaces. Used for mock data and measurements.
+    """Reads token ids as decimal numbers separated by spaces, for mock data and measurements.
 
     As in Megatron-LM, the ids ``0..vocab_size-1`` are ordinary tokens, and ``vocab_size`` is the
     end-of-document id.
@@ -438,7 +438,7 @@ class NullTokenizer(Tokenizer):
         return [self._number(digits) for digits in text.split()]
 
     def heading(self, role: str) -> list[int]:
-        return []  # role names have no token ids
+        return []  # Role names have no token ids.
 
     def _number(self, digits: str) -> int:
         try:
@@ -459,7 +459,7 @@ class NullTokenizer(Tokenizer):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Builds the tokenizer of ``--tokenizer-type``.
+    """Returns the tokenizer that ``--tokenizer-type`` selects.
 
     Raises:
         ConfigError: A required flag or package is missing, or ``--vocab-size`` is less than the
@@ -502,7 +502,7 @@ def prepare_megatron_core() -> None:
 
 
 def need_package(name: str, flag: str, extra: str) -> Any:
-    """Imports an optional package.
+    """Returns the optional package ``name``, or raises an error that says how to install it.
 
     Args:
         name: Name of the package to import.

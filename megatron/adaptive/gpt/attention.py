@@ -47,7 +47,7 @@ from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kern
 from megatron.adaptive.gpt.sequence_slices import Attention, SequenceSlices
 
 varlen_attn: Any = None
-with contextlib.suppress(ImportError):  # older releases of torch do not have it
+with contextlib.suppress(ImportError):  # Older releases of torch do not have this kernel.
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
 
@@ -117,7 +117,7 @@ class LocalAttention(DotProductAttention):
         **kwargs: Any,
     ) -> None:
         self._parts = config.context_parallel_size
-        config.context_parallel_size = 1  # the base class accepts only 1
+        config.context_parallel_size = 1  # The base class accepts only 1.
         try:
             super().__init__(config, *args, **kwargs)
         finally:
@@ -189,7 +189,7 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of a slice, in blocks of its queries if scores are stored.
+        """Computes attention of a slice, in blocks of queries if scores are stored.
 
         A block does not compute scores with the tokens after it. Without blocks, half of a slice's
         scores with its own tokens would be computed and stored, although they are masked.
@@ -221,7 +221,7 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of queries that belong to the last tokens of one document."""
+        """Computes attention of ``query``, the queries of the last tokens of one document."""
         pattern = None
         if self._parts > 1:
             group = parallel_state.get_context_parallel_group()
@@ -332,14 +332,14 @@ class LocalAttention(DotProductAttention):
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Gathers all parts of a sequence in order; the backward pass sums the gradients."""
+        """Returns all parts of a sequence in order; the backward pass sums the gradients."""
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 
     def _repeated(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Repeats keys and values for each query head (grouped-query attention)."""
+        """Returns ``key`` and ``value`` repeated for each query head (grouped-query attention)."""
         groups = query.shape[2] // key.shape[2]
         if groups == 1:
             return key, value
@@ -410,7 +410,7 @@ class LocalAttention(DotProductAttention):
         key, value = self._repeated(query, key, value)
         length, samples = query.shape[:2]
         num_keys = len(key)
-        if documents is None:  # treat samples as additional heads
+        if documents is None:  # Treat samples as additional heads.
             ends, ends_of_keys = (
                 torch.tensor([0, number], dtype=torch.int32, device=query.device)
                 for number in (length, num_keys)
@@ -483,7 +483,7 @@ class _AttendToEarlier(torch.autograd.Function):
 
 
 def _parts_of(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[slice, bool], ...]:
-    """Returns the range of earlier keys and of recent keys, and whether each is causal."""
+    """Returns the ranges of earlier and of recent keys, and whether each range is causal."""
     earlier = key.shape[2] - query.shape[2]
     return (slice(earlier), False), (slice(earlier, None), True)
 
@@ -502,7 +502,7 @@ def attend_to_earlier(
     Returns:
         Output in the layout of ``query``.
     """
-    function: Any = _AttendToEarlier  # torch does not declare types for apply()
+    function: Any = _AttendToEarlier  # torch does not declare types for apply().
     output: torch.Tensor = function.apply(query, key, value, scale)
     return output
 
@@ -543,7 +543,7 @@ class _Pattern:
 
 
 def _make_hidden(pattern: _Pattern) -> torch.Tensor:
-    """Returns the mask ``[queries, keys] bool``, true where a token must not attend."""
+    """Returns the mask ``[queries, keys] bool``, true where a query must not attend to a key."""
     if pattern.window is not None:
         hidden: torch.Tensor = get_sliding_window_causal_mask(
             pattern.queries, pattern.keys, pattern.window
@@ -558,7 +558,7 @@ def _make_hidden(pattern: _Pattern) -> torch.Tensor:
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts a boolean mask to an additive mask: minus infinity for true, 0 for false."""
+    """Returns ``hidden`` as an additive mask: minus infinity for true, 0 for false."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -torch.inf)
 

@@ -110,24 +110,24 @@ class KeyedInit:
         self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
-        return self  # copies of a configuration share one counter
+        return self  # All copies of a configuration share one counter.
 
     def enter_layer(self, layer: int) -> None:
-        """Seeds the weights initialized next as weights of transformer layer ``layer``."""
+        """Makes later calls seed weights as weights of the transformer layer ``layer``."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Seeds the weights initialized next as weights outside of transformer layers."""
+        """Makes later calls seed weights as weights outside of transformer layers."""
         self._layer = None
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
-        """Seeds weights initialized in the ``with`` block as weights of this rank's experts.
+        """Seeds the weights that are initialized in the block as weights of this rank's experts.
 
         Weights of experts on other ranks are also counted, so that each expert has its own seeds.
         """
-        each = 2  # matrices per expert: linear_fc1 and linear_fc2
+        each = 2  # An expert has two matrices, linear_fc1 and linear_fc2.
         before = self.count
         here = config.num_moe_experts // groups.ep.size()
         self.count += each * here * groups.ep.rank()
@@ -187,7 +187,7 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):
     """
 
     def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
-        """Returns the configuration of a layer. Layer numbers start at 1."""
+        """Returns the configuration of the layer ``layer_number``, counted from 1."""
         layer = super().get_config_for_layer(layer_number)
         layer.keyed_init = getattr(self, "keyed_init", None)
         for name in LAYER_SETTINGS:
@@ -250,12 +250,13 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "apply_rope_fusion": model.apply_rope_fusion
         and fused
         and rope_utils.fused_apply_rotary_pos_emb is not None,
-        # Unused, because local layers and Transformer Engine have their own attention kernels.
+        # Disable this fusion, because local layers and Transformer Engine use other attention
+        # kernels.
         "masked_softmax_fusion": False,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
     }
-    del settings["transformer_impl"]  # the layers' specs replace it
+    del settings["transformer_impl"]  # The layers' specs replace this setting.
     settings.update(_activation(config, accelerator), **_communication(config))
     if config.data.variable_seq_lengths:
         settings.update(variable_seq_lengths=True, calculate_per_token_loss=True)
@@ -321,7 +322,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def _by_name(target: type, *sections: Any) -> dict[str, Any]:
-    """Returns the settings from the given sections whose names match a field of ``target``."""
+    """Returns the settings in ``sections`` whose names match a field of ``target``."""
     names = {field.name for field in dataclasses.fields(target)}
     settings = (pair for section in sections for pair in vars(section).items())
     return {name: value for name, value in settings if name in names}
@@ -378,7 +379,7 @@ def build_chunks(
     Returns:
         The wrapped chunks of this rank, in the order of their indices.
     """
-    forget_balancing_losses()  # the losses may still have the layer count of an earlier model
+    forget_balancing_losses()  # The losses may still have the layer count of an earlier model.
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     for chunk in range(placement.num_chunks):
@@ -485,7 +486,7 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Returns megatron-core's spec of multi-token prediction layers, or ``None`` without any."""
+    """Returns the spec of multi-token prediction layers, or ``None`` if there are none."""
     if core.mtp_num_layers is None:
         return None
     last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
@@ -511,7 +512,7 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     model = config.model
     has_engine = model.transformer_impl == "transformer_engine"
     if isinstance(core, HeterogeneousTransformerConfig):
-        whole = copy.copy(core)  # copy that describes the model as a single stage
+        whole = copy.copy(core)  # This copy describes the model as a single stage.
         whole.pipeline_model_parallel_size = 1
         whole.pipeline_model_parallel_layout = None
         specs = get_gpt_heterogeneous_layer_spec(whole, has_engine).layer_specs
@@ -619,7 +620,7 @@ def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -
     )
 
 
-_PASSES = 3  # forward, input gradients and weight gradients, which have equal operation counts
+_PASSES = 3  # The forward pass, input gradients and weight gradients have equal operation counts.
 
 
 def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None) -> float:
@@ -698,7 +699,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
     ).layer(1)
     layers = [whole.layer(1 + number).forward_flops for number in range(shape.layers)]
     unlike = unlike_layers(cfg)
-    each = 2 * shape.sequence  # operations per weight: one multiplication and addition per token
+    each = 2 * shape.sequence  # Each weight needs one multiplication and one addition per token.
     if unlike is not None:
         inner = (3 if shape.gated else 2) * shape.hidden * each
         layers = [layer.linear * shape.hidden**2 * each + inner * layer.width for layer in unlike]
@@ -712,7 +713,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
-    """Returns the run's tokenizer, and the number of embedding rows, including padding rows.
+    """Returns the run's tokenizer, and the number of embedding rows including padding.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.

@@ -26,14 +26,15 @@ def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
     split = utils.get_batch_on_this_cp_rank
     # Pass the group explicitly, because since 0.18 the default is the group of all ranks.
     options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
-    if "is_hybrid_cp" in inspect.signature(split).parameters:  # megatron-core 0.18 has it
+    # Only megatron-core 0.18 has this argument.
+    if "is_hybrid_cp" in inspect.signature(split).parameters:
         options["is_hybrid_cp"] = False
     part: dict[str, Any] = split(batch, **options)
     return part
 
 
 def number_in_model(layer: Any) -> int:
-    """Returns the number of a transformer layer, from 1. Prediction layers come last.
+    """Returns the number of ``layer`` in the model, from 1. Prediction layers come last.
 
     Args:
         layer: Transformer layer of megatron-core. From 0.17 on, megatron-core numbers multi-token

@@ -53,7 +53,7 @@ TOKEN_NAME = "next token"
 def feed(
     microbatches: Sequence[Microbatch] | None, count: int, slices: SequenceSlices | None = None
 ) -> Iterator[Microbatch | None]:
-    """Iterates over a step's microbatches, or over all of their slices.
+    """Iterates over a step's ``count`` microbatches, or over all of their slices.
 
     On a rank without data, yields ``None`` for each microbatch or slice.
     """
@@ -76,7 +76,7 @@ class GptForward:
         self._accelerator = accelerator
 
     def __call__(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """Runs one microbatch through a chunk.
+        """Runs the next microbatch of ``batches`` through a chunk.
 
         Args:
             batches: Iterator over microbatches with ``tokens``, ``labels`` and ``position_ids``
@@ -127,7 +127,10 @@ class NextToken:
         self._position = position
 
     def __call__(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """Runs one microbatch of ``tokens`` and ``position_ids`` through a chunk."""
+        """Runs a microbatch of ``tokens`` and ``position_ids`` through a chunk.
+
+        Returns the chunk's output, and the function that finds the most likely token.
+        """
         batch = next(batches)
         to_device = self._accelerator.to_device
         output = model(to_device(batch["tokens"]), to_device(batch["position_ids"]), None)
@@ -157,7 +160,7 @@ def masked_loss(
     per_token: bool = False,
     whole_tokens: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Averages the losses of a microbatch over its unmasked tokens.
+    """Averages ``losses`` of a microbatch over its unmasked tokens.
 
     The loss of a slice is the slice's share of this mean, so the losses of all slices add up to the
     loss of the microbatch.
@@ -191,7 +194,7 @@ def masked_loss(
 
 
 def _add_up_parts(value: torch.Tensor) -> None:
-    """Sums a value over context-parallel ranks in place. All of these ranks must call this."""
+    """Sums ``value`` over context-parallel ranks in place. All of these ranks must call this."""
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(value, group=parallel_state.get_context_parallel_group())
 
@@ -201,7 +204,8 @@ _STEP_BITS = 24
 _MICROBATCH_BITS = 16
 _LAYER_BITS = 12
 _LANE_BITS = 12
-_FAR_STEP = 10_368_889  # odd, so that products with it do not repeat in the bits of the step
+# The factor is odd, so that products with it do not repeat in the bits of the step.
+_FAR_STEP = 10_368_889
 _HOOK = "dropout_key_hook"
 _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
 
@@ -321,7 +325,7 @@ class DropoutKeys:
         self._seed(time << _TIME_SHIFT, lane=0)
 
     def _number_of(self, microbatch: int) -> int:
-        """Returns the index over all replicas of a microbatch that was assigned round-robin."""
+        """Returns the index of ``microbatch`` over all replicas if it was assigned round-robin."""
         number: int = microbatch * self._replicas + self._replica
         return number
 
@@ -380,7 +384,7 @@ def _stir(key: int) -> int:
 
 
 def _settle(seed: int) -> int:
-    """Inverts :func:`_stir`: returns the key whose hash is ``seed``."""
+    """Returns the key whose hash is ``seed``, and so inverts :func:`_stir`."""
     seed = (seed ^ seed >> 31 ^ seed >> 62) * _INVERSE_2 & _WORD
     seed = (seed ^ seed >> 27 ^ seed >> 54) * _INVERSE_1 & _WORD
     return seed ^ seed >> 30 ^ seed >> 60

@@ -52,7 +52,7 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Returns whether this rank writes the log. Only the last rank with the loss writes it.
+        """Returns whether this rank writes the log, as only the last rank with the loss does.
 
         If stages are placed round-robin, this is the last rank of the job, as in Megatron-LM.
         """
@@ -120,7 +120,7 @@ def _joined(
     accelerator: Accelerator,
     timeout: datetime.timedelta,
 ) -> TrainingJob:
-    """Creates the groups of a job whose default process group exists. All ranks must call this."""
+    """Creates the groups of a job that has a default process group. All ranks must call this."""
     before = process_groups()
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
@@ -156,7 +156,7 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _groups_of_default_backend() -> Iterator[None]:
-    """Makes new process groups fake if the default group is fake, regardless of their backend.
+    """Makes new process groups use the fake backend if the default group uses it.
 
     megatron-core also creates gloo groups, which would wait for the other ranks.
     """

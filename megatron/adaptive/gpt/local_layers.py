@@ -46,12 +46,12 @@ if not transformer_engine.HAVE_TE:
 
 
 def bound_output(layer: torch.nn.Module, cap: float) -> None:
-    """Adds a soft cap to an output layer: ``cap * tanh(logits / cap)``."""
+    """Adds a hook that applies a soft cap to the output: ``cap * tanh(logits / cap)``."""
     layer.register_forward_hook(functools.partial(bound_first, cap))
 
 
 def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> None:
-    """Adds a hook that rounds ``factor`` to ``dtype`` and multiplies a layer's output by it."""
+    """Adds a hook that multiplies a layer's output by ``factor``, rounded to ``dtype``."""
     factor = float(torch.tensor(factor, dtype=dtype))
     layer.register_forward_hook(lambda _, inputs, output: output * factor)
 
@@ -98,7 +98,7 @@ class LocalLatentAttention(MLASelfAttention):
             self.linear_kv_down_proj.register_forward_hook(self._gathered)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
-        """Returns the classes of the projections and norms. Called by megatron-core 0.19.
+        """Returns the classes of projections and norms; megatron-core 0.19 calls this method.
 
         Without compressed queries, 0.19 normalizes the input of the queries' projection, in a class
         of Transformer Engine. This class then leaves queries unnormalized, as other releases do.
@@ -117,7 +117,8 @@ class LocalLatentAttention(MLASelfAttention):
 
     def _gathered(self, _module: Any, _inputs: Any, output: Any) -> Any:
         whole = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
-        if self.config.sequence_parallel:  # later, megatron-core gathers and sums the gradients
+        # If sequences are split over ranks, megatron-core gathers later and sums the gradients.
+        if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(whole, group=self.tp_group), output[1]
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, rotated = whole.split(widths, dim=-1)
@@ -262,7 +263,7 @@ class VariedLayer(TransformerLayer):
 
 
 def _normalize(norm: torch.nn.Module, block: Any, inputs: Any, output: Any) -> tuple[Any, None]:
-    """Adds a block's separate bias to its output, and normalizes the sum. Used as a hook."""
+    """Adds a block's separate bias to its output and normalizes the sum, as a module hook."""
     hidden, bias = output
     return norm(hidden if bias is None else hidden + bias), None
 
@@ -275,7 +276,7 @@ _REPLACEMENTS: Mapping[type, type] = {
 
 
 def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> Any:
-    """Returns a layer specification with some of megatron-core's classes replaced.
+    """Returns ``part`` with some of megatron-core's classes replaced.
 
     Args:
         part: Class, or specification that contains classes.
@@ -285,7 +286,8 @@ def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> A
         names = [field.name for field in dataclasses.fields(part)]
         parts = {name: completed(getattr(part, name), replacements) for name in names}
         return dataclasses.replace(part, **parts)
-    if isinstance(part, functools.partial):  # megatron-core's form of some blocks from 0.17 on
+    # megatron-core specifies some blocks as partial functions since 0.17.
+    if isinstance(part, functools.partial):
         keywords = {name: completed(value, replacements) for name, value in part.keywords.items()}
         arguments = [completed(value, replacements) for value in part.args]
         return functools.partial(completed(part.func, replacements), *arguments, **keywords)

@@ -132,7 +132,7 @@ class Adapter(Deferring, torch.nn.Module):
         like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         self.a = torch.nn.Parameter(torch.cat(first).to(**like))
         self.b = torch.nn.Parameter(torch.zeros(out, rank, **like))
-        weight: Any  # megatron-core's attributes are not declared
+        weight: Any  # megatron-core does not declare these attributes.
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
@@ -183,7 +183,7 @@ class Adapter(Deferring, torch.nn.Module):
 def _parts_of_rows(
     config: TrainerConfig, rows: int, ranks: int, tp_rank: int, is_gated: bool
 ) -> torch.Tensor:
-    """Returns the index of the part of each row of a layer's weight on this rank.
+    """Returns the index of the part to which each row of a layer's weight on this rank belongs.
 
     Parts 0, 1 and 2 are query, key and value. In a gated layer, parts 0 and 1 are gate and up.
     """
@@ -232,7 +232,7 @@ def _adapted(layer: type) -> type:
 
 
 def freeze(model: Any, config: TrainerConfig) -> Any:
-    """Freezes the weights of a stage and adds adapters, if the run trains adapters."""
+    """Freezes the weights of ``model`` and adds adapters, if the run trains adapters."""
     if not config.lora.is_on:
         return model
     model.requires_grad_(False)

@@ -205,7 +205,7 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
 
 
 def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copies the first stage's embedding to the last stage, if this rank has both."""
+    """Copies the first stage's embedding to the last stage if this rank has both stages."""
     copies = local_copies(chunks)
     if copies is not None:
         embedding, output = copies
@@ -213,11 +213,11 @@ def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def add_up_copies(chunks: Sequence[torch.nn.Module]) -> None:
-    """Sets the gradients of both copies of an embedding to their sum, if this rank has both.
+    """Sets the gradients of both copies of an embedding to their sum if this rank has both.
 
-    Must be called after the data-parallel reduction. With the distributed optimizer, only a part of
-    the gradients is valid on a rank after the reduction. This part is the same for both copies,
-    because megatron-core puts each copy in a separate bucket.
+    Call this after the data-parallel reduction. With the distributed optimizer, only a part of the
+    gradients is valid on a rank after the reduction. This part is the same for both copies, because
+    megatron-core puts each copy in a separate bucket.
 
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
@@ -260,7 +260,7 @@ def finalize_gradients(
             dist.all_reduce(num_tokens, group=parallel_state.get_pipeline_model_parallel_group())
             everybody = parallel_state.get_data_parallel_group(with_context_parallel=True)
             dist.all_reduce(num_tokens, group=everybody)
-            chunk: Any  # megatron-core does not declare types for its wrapper
+            chunk: Any  # megatron-core does not declare types for its wrapper.
             for chunk in chunks:
                 chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
         return
@@ -343,7 +343,7 @@ def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
     if weight is not None:
         dist.broadcast(weight.data, src=_end_ranks(widths)[0], group=_ends_group)
     if widths.place_of(dist.get_rank())[1] > 0:
-        parameter: Any  # megatron-core's attributes are not declared
+        parameter: Any  # megatron-core does not declare this attribute.
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.shared = True

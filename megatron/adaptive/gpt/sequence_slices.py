@@ -129,7 +129,7 @@ class KeysAndValues:
                 for part, gathered in zip(complete, later, strict=True)
             ]
         self._gathered = None
-        if not start:  # the document has no further backward pass
+        if not start:  # No further backward pass of the document follows.
             self._buffers = []
         if not earlier:
             return complete
@@ -278,7 +278,7 @@ class SequenceSlices:
         return self._cut(microbatch).work(index)
 
     def tokens(self, item: int) -> int:
-        """Returns the number of tokens of an item's slice."""
+        """Returns the number of tokens of the slice ``item``."""
         microbatch, index, _ = place_of(item, self.count)
         start, end = self._cut(microbatch).bounds(index)
         return end - start
@@ -339,7 +339,7 @@ class SequenceSlices:
 
     def _attach_to(self, layer: Any) -> None:
         attention = getattr(layer.self_attention, "core_attention", None)
-        if attention is None:  # the layer has no attention, and each token is computed alone
+        if attention is None:  # The layer has no attention, so each token is computed alone.
             return
         if not hasattr(attention, "slices"):
             raise ConfigError(
@@ -369,7 +369,7 @@ class SequenceSlices:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
             self._positions = torch.cat(ranges).to(rotation.device)
         picked = rotation[self._positions]
-        return (picked, *more) if more else picked  # YaRN also returns a factor
+        return (picked, *more) if more else picked  # YaRN also returns a factor.
 
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
@@ -446,7 +446,7 @@ class SequenceSlices:
         first = 0 if window is None else max(0, start - window)
         arguments = (query, key, value, call.attend, kept, (first, start))
         if makes_graph and any(part.requires_grad for part in (query, key, value)):
-            function: Any = _AttendSlice  # torch does not declare types for apply()
+            function: Any = _AttendSlice  # torch does not declare types for apply().
             output: torch.Tensor = function.apply(*arguments)
             return output
         if piece.end == piece.close and not call.layer.training:

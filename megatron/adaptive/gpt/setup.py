@@ -106,7 +106,7 @@ def _record_index(config: TrainerConfig) -> int:
     """Returns the index of this rank's action order in the record of a step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
-        return pp_rank  # only one replica's orders are recorded
+        return pp_rank  # Only the orders of one replica are recorded.
     ranks = config.parallel.pipeline_model_parallel_size
     return int(parallel_state.get_data_parallel_rank()) * ranks + pp_rank
 
@@ -125,7 +125,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    assert isinstance(run.forward_backward, ForwardBackward)  # the flag checks ensure this
+    assert isinstance(run.forward_backward, ForwardBackward)  # The flag checks ensure this.
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -270,7 +270,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
 def _start_trace(
     job: TrainingJob, placement: Placement, chunks: Sequence[torch.nn.Module], rows: int
 ) -> Tracing:
-    """Opens the trace of a run; ``rows`` is the number of rows of the embedding."""
+    """Opens the trace of a run. The embedding has ``rows`` rows."""
     config = job.config
     schedule = job.config.schedule
     tracing = open_trace(
@@ -294,7 +294,7 @@ def _start_trace(
 def _add_details(
     tracing: Tracing, folder: str, job: TrainingJob, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Adds the measurements that ``--trace-detail`` requests to a trace."""
+    """Adds the measurements that ``--trace-detail`` requests to ``tracing``."""
     details = job.config.schedule.trace_details
     if "layers" in details:
         tracing.layers = LayerMeter(chunks, job.accelerator.clock())
@@ -414,7 +414,7 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
 
 
 def passes_predictions(config: TrainerConfig) -> bool:
-    """Returns whether a stage before the last has the multi-token prediction layers.
+    """Returns whether a stage before the last stage has the multi-token prediction layers.
 
     If so, their hidden states are sent on to the last stage.
     """
@@ -438,7 +438,7 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
         iterations = run.train_iters
         train_samples = iterations * config.batch.global_batch_size
     else:
-        assert run.train_samples is not None  # the flag checks ensure this
+        assert run.train_samples is not None  # The flag checks ensure this.
         train_samples = run.train_samples
         iterations = sizes.iterations_for(train_samples)
     per_validation = run.eval_iters * config.batch.global_batch_size

@@ -51,7 +51,7 @@ class StepResult:
 
 
 class Step:
-    """Runs training steps, evaluation and text generation with a built model."""
+    """Runs training steps, evaluation and text generation with the model of a run."""
 
     def __init__(self, run: Run) -> None:
         config = run.job.config
@@ -93,7 +93,7 @@ class Step:
         """
         run = self._run
         try:
-            chunk: Any  # megatron-core does not declare types for its wrapper
+            chunk: Any  # megatron-core does not declare types for its wrapper.
             for chunk in run.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
@@ -136,7 +136,7 @@ class Step:
         *,
         until: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Computes the mean losses over batches of ``loader``, without gradients.
+        """Returns the mean losses over batches of ``loader``, computed without gradients.
 
         Args:
             loader: Loader of the batches; ``None`` on a rank that does not need data.
@@ -157,7 +157,7 @@ class Step:
         return self._mean_losses(steps)
 
     def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
-        """Continues a text by greedy decoding. All ranks must call this.
+        """Returns the continuation of a text by greedy decoding. All ranks must call this.
 
         This is slow and only meant for inspecting the model: for each new token, all replicas
         process the whole text again.
@@ -219,9 +219,9 @@ class Step:
         run = self._run
         model = self._config.model
         if microbatches is not None:
-            num_microbatches = len(microbatches)  # packing may result in fewer microbatches
+            num_microbatches = len(microbatches)  # Packing may result in fewer microbatches.
         more: dict[str, Any] = {}
-        if run.wiring is not None:  # megatron-core's loop does not accept sizes
+        if run.wiring is not None:  # megatron-core's loop does not accept sizes.
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
             more["loss_parts"] = dealt.total
@@ -271,7 +271,7 @@ class Step:
     def _mean_losses(
         self, steps: Sequence[list[Any]], dealt: Dealt | None = None
     ) -> dict[str, float]:
-        """Averages losses over microbatches, steps and data-parallel ranks.
+        """Returns the mean losses over microbatches, steps and data-parallel ranks.
 
         If losses are computed per token, the mean is over all tokens.
 
@@ -339,7 +339,7 @@ class Step:
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
         recorded = balancing_losses()
         for row, name in enumerate(names):
-            if name in recorded:  # stages without experts do not record losses
+            if name in recorded:  # Stages without experts do not record losses.
                 sums[row] = recorded[name]
         reset_balancing_losses()
         dist.all_reduce(sums, group=run.job.control_group)
@@ -387,7 +387,7 @@ def gather_parameters(run: Run) -> None:
     With ``--overlap-param-gather``, call this before reading parameters. All ranks must call this.
     """
     if run.job.config.parallel.overlap_param_gather:
-        chunk: Any  # megatron-core does not declare types for its wrapper
+        chunk: Any  # megatron-core does not declare types for its wrapper.
         for chunk in run.chunks:
             chunk.start_param_sync(force_sync=True)
 
@@ -395,7 +395,7 @@ def gather_parameters(run: Run) -> None:
 def counted_parameters(
     run: Run, chunk: torch.nn.Module
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
-    """Yields the parameters of a chunk, for a sum over all ranks that counts each parameter once.
+    """Yields the parameters of a chunk, for a sum over all ranks that counts each only once.
 
     Each rank must add ``value / copies`` for each yielded parameter.
 
@@ -408,11 +408,11 @@ def counted_parameters(
     """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
-        replicas = 1  # parameters on all replicas except the first are marked as shared
+        replicas = 1  # Parameters on all replicas except the first are marked as shared.
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "shared", False):
             continue
-        if not getattr(parameter, "allreduce", True):  # fewer ranks have a copy of an expert
+        if not getattr(parameter, "allreduce", True):  # Fewer ranks have a copy of an expert.
             yield name, parameter, parallel_state.get_expert_data_parallel_world_size()
         elif (
             getattr(parameter, "tensor_model_parallel", False)
@@ -440,7 +440,7 @@ _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
-    """Returns a one-line error that says that this rank's device ran out of memory."""
+    """Returns a one-line error which says that this rank's device ran out of memory."""
     accelerator = run.job.accelerator
     gib = 1024**3
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()

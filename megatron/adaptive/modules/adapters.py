@@ -39,12 +39,12 @@ def _peft() -> Any:
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Returns whether PEFT has put adapters into a model."""
+    """Returns whether ``model`` has adapters that PEFT added."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.Module:
-    """Adds adapters to a model, freezes the model's own weights and returns the adapted model.
+    """Adds adapters to ``model``, freezes its other weights and returns the adapted model.
 
     Args:
         model: Model of ``transformers``; PEFT changes its layers in place.

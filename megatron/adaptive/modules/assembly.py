@@ -95,10 +95,10 @@ class PipelineSettings(SampledModel):
         max_recordings: Maximum number of recordings of the model to keep. Each combination of a
             microbatch's shapes (and values of ``decisive_entries``) needs its own recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
-            order. ``work`` and ``time`` run cheap microbatches first and last; their cost is the
-            operation count of their recordings or the predicted time. Two runs with ``work`` have
-            the same order. A model whose forward pass changes buffers in training requires
-            ``given``.
+            order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
+            microbatch is its recording's operation count (``work``) or its predicted time
+            (``time``). Two runs with ``work`` have the same order. A model whose forward pass
+            changes buffers in training requires ``given``.
         dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
             microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
             or by predicted time.
@@ -133,9 +133,9 @@ class PipelineSettings(SampledModel):
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
             and backward of each segment, ``collectives`` to also add each collective.
         timeout_s: Maximum time in seconds to wait for another process.
-        hang_after_s: Time in seconds without progress after which the process that blocks the
-            others is reported. 0 disables the report, ``None`` means 10 times the median step time,
-            but at least 30 s. Time between two steps is not counted.
+        hang_after_s: Time in seconds without progress after which the process that blocks all other
+            processes is reported. 0 disables the report. ``None`` uses 10 times the median step
+            time, but at least 30 s. Time between two steps is not counted.
         on_hang: Reaction to a hang: ``report`` writes a report page and a line of output, ``end``
             also stops the job.
         initialize: Function that fills the parameters and buffers of this process in place if the
@@ -356,7 +356,7 @@ def assemble(
 def _check_replays(
     request: PipelineSettings, examples: Sequence[Example], microbatches: Sequence[Microbatch]
 ) -> None:
-    """Checks each recording with another microbatch of the same signature, if there is one."""
+    """Checks each recording with a second microbatch of the same signature, if there is one."""
     forwards_of = {example.signature: example for example in examples}
     checked: set[Signature] = set()
     for microbatch in microbatches:

@@ -1,7 +1,8 @@
 """Checks batches, divides them into microbatches, and describes the content of microbatches.
 
-A batch is a dictionary of tensors whose first dimension is the samples, or a list of microbatches.
-Each microbatch of a list is a dictionary of tensors of any shape, as a data collator returns it.
+A batch is a dictionary of tensors whose first dimension indexes the samples, or a list of
+microbatches. Each microbatch of a list is a dictionary of tensors of any shape, as a data collator
+returns it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from megatron.adaptive.errors import ConfigError
 
 Microbatch = Mapping[str, torch.Tensor]
-"""Tensors of a microbatch, by the name of their batch entry."""
+"""Dictionary that maps the name of each batch entry to a microbatch's tensor."""
 Batch = Mapping[str, torch.Tensor] | Sequence[Microbatch]
-"""Dictionary of tensors whose first dimension is the samples, or a list of microbatches."""
+"""Dictionary of tensors whose first dimension indexes the samples, or a list of microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
-    """Repeats the samples of a batch until it has at least ``least`` samples."""
+    """Returns ``batch``, with its samples repeated if it has fewer than ``least`` samples."""
     count = len(next(iter(batch.values())))
     times = -(-least // count)
     if times <= 1:

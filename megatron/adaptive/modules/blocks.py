@@ -40,7 +40,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
 def _search(
     name: str, module: nn.Module, lists: dict[str, list[nn.Module]], seen: set[int]
 ) -> None:
-    """Adds the outermost lists of repeated blocks in a module to ``lists``."""
+    """Adds the outermost lists of repeated blocks in ``module`` to ``lists``, by name."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -54,7 +54,7 @@ def _search(
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """Returns a module's members if it is a list of repeated blocks, or else an empty list."""
+    """Returns the members of ``module`` if it is a list of repeated blocks, or an empty list."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return []
     members = list(module)
@@ -66,10 +66,10 @@ def _members(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_divided(member: nn.Module, members: Iterable[nn.Module]) -> bool:
-    """Returns whether to search a block for lists of smaller blocks.
+    """Returns whether to search the block ``member`` for lists of smaller blocks.
 
-    A block is searched if the blocks of its list differ in size and a list within the block has
-    most of the block's parameters.
+    A block is searched if the blocks of its list (``members``) differ in size, and a list within
+    the block has most of the block's parameters.
     """
     if len({_num_parameters(other) for other in members}) == 1:
         return False

@@ -146,9 +146,9 @@ class Checkpointer:
         return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
 
     def is_buffer(self, name: str) -> bool:
-        """Returns whether the tensor with this checkpoint name is a buffer of the model.
+        """Returns whether ``name`` is the name of a buffer of the model in a checkpoint.
 
-        A forward pass may change buffers.
+        Forward passes may change buffers, so a snapshot must copy them immediately.
         """
         model_name = name.removeprefix(_MODEL)
         return model_name != name and model_name not in self._update.parameters
@@ -209,7 +209,7 @@ class Checkpointer:
         optimizer: bool,
         trust: bool,
     ) -> dict[str, Any]:
-        """Reads the checkpoint of one step and returns its manifest."""
+        """Reads the checkpoint of ``step`` and returns its manifest."""
         ranks = self._ranks
         path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust))
         ranks.together(lambda: require_seen(path, self._mesh))
@@ -284,7 +284,7 @@ class Checkpointer:
         return None if optimizer is None else type(optimizer).__name__
 
     def _states(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-        """Returns the optimizer's tensors by ``parameter.key``, and other values by parameter."""
+        """Returns the optimizer's tensors by ``parameter.key``, and plain values by parameter."""
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
         if self._update.optimizer is None:
@@ -473,7 +473,7 @@ def _state_bytes(state: Mapping[str, Any]) -> bytes:
 def _read_state(
     reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
-    """Reads the saved states of the user's objects with the given names."""
+    """Reads the saved states of the user's objects that are listed in ``names``."""
     states: dict[str, Any] = {}
     if names and {PIPELINE_STATE, _FORMER_STATE} & {*files}:
         states = reader.read_values(PIPELINE_STATE, _FORMER_STATE)
@@ -495,12 +495,12 @@ def _plain(value: Any) -> Any:
 
 def _without_lists(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a parameter group without its lists of parameters and names."""
-    # Older checkpoints also have names among the options.
+    # Options in older checkpoints also include the names of parameters, so names are removed too.
     return {key: value for key, value in group.items() if key not in PARAMETER_LISTS}
 
 
 def _like(saved: Any, present: Any) -> Any:
-    """Converts a saved option, such as a learning rate, to the type that the optimizer uses."""
+    """Converts ``saved``, an option such as a learning rate, to the type of ``present``."""
     if isinstance(present, torch.Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved

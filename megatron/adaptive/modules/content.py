@@ -67,7 +67,8 @@ class Digest:
     """Contains hash values that show whether two lists of microbatches have the same content.
 
     Attributes:
-        kinds: Digest of names, shapes and dtypes of tensors, and of other objects; never 0.
+        kinds: Digest of names, shapes and dtypes of tensors, and of other objects; 0 only if
+            nothing was hashed.
         read: Digest of the names of the tensors whose values were read.
         values: Digest of the values of these tensors.
     """
@@ -77,7 +78,7 @@ class Digest:
     values: int = 0
 
     def is_alike(self, other: Digest) -> bool:
-        """Returns whether the contents may be equal.
+        """Returns whether ``other`` may describe the same content.
 
         Values are compared only if both digests read the values of the same tensors.
         """
@@ -117,7 +118,7 @@ class DealtList(list[Microbatch]):
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """Contains the facts about a step that ranks compare before the step.
+    """Describes a step on one rank. Ranks compare these descriptions before the step.
 
     Attributes:
         step: Index of the training step; -1 in an evaluation.
@@ -146,7 +147,7 @@ class Declared:
         return [float(value) for value in values]
 
     def decoded(self, numbers: Iterable[float]) -> Declared:
-        """Returns another rank's facts from its encoded fields; surplus numbers are ignored."""
+        """Decodes another rank's description from ``numbers``, and ignores surplus numbers."""
         rest = map(int, numbers)
         size = len(vars(Digest()))
         facts: dict[str, Any] = {}
@@ -162,8 +163,9 @@ class Declared:
 class Content:
     """Describes microbatches by numbers, from which their costs are predicted.
 
-    The numbers are the element count of each entry, for each integer entry also this count times
-    the length of its last dimension (such as the number of token pairs), and the constant 1.
+    The numbers are the element count of each entry and the constant 1. Each integer entry also has
+    a number of pairs (such as token pairs): its element count times the length of its last
+    dimension.
 
     Args:
         signatures: Signatures of the sample batch's microbatches.
@@ -184,11 +186,11 @@ class Content:
         return [*self._names, *(f"{name} pairs" for name in self._paired), "microbatch"]
 
     def numbers(self, microbatch: Microbatch) -> Numbers:
-        """Returns the numbers that describe a microbatch; 0 for missing entries."""
+        """Returns the numbers that describe ``microbatch``; missing entries count as 0."""
         return self._of_shapes({name: tensor.shape for name, tensor in microbatch.items()})
 
     def numbers_of(self, signature: Signature) -> Numbers:
-        """Returns the numbers that describe microbatches with this signature."""
+        """Returns the numbers that describe microbatches with this ``signature``."""
         return self._of_shapes({name: shape for name, shape, _ in signature.entries})
 
     def _of_shapes(self, shapes: Mapping[str, torch.Size]) -> Numbers:
@@ -201,7 +203,7 @@ class Content:
 
 
 def digest_of(parts: Iterable[object]) -> Digest:
-    """Returns the digest of a list.
+    """Returns the digest of ``parts``.
 
     Args:
         parts: Microbatches or other objects. The digest depends on the shapes, dtypes and integer
@@ -293,7 +295,7 @@ class ContentBalance:
         self._begin_fits()
 
     def _fitted(self, work: Sequence[float], start: Collection[int] = ()) -> StageFit:
-        """Fits a prediction of operation counts from content to the sample's recordings.
+        """Fits a function that predicts operation counts from content numbers.
 
         Args:
             work: Operation count of each recording.
@@ -358,7 +360,7 @@ class ContentBalance:
         return order_by_cost(work, self._mesh.pipeline_size)
 
     def share(self, batch: Sequence[Microbatch]) -> DealtList | None:
-        """Returns this replica's microbatches of a whole batch.
+        """Returns the microbatches of ``batch`` that this replica trains.
 
         Returns ``None`` for a list of objects that are not microbatches, if ``dealing`` is
         ``turns`` or there is only one replica.
@@ -410,7 +412,7 @@ class ContentBalance:
             )
 
     def numbers_of(self, batch: Any, count: int, *, is_listed: bool) -> Sequence[int]:
-        """Returns each microbatch's index among the microbatches of all replicas.
+        """Returns the index of each microbatch in ``batch`` among the microbatches of all replicas.
 
         Args:
             batch: Batch of the replica, as the user passed it.
@@ -418,8 +420,8 @@ class ContentBalance:
             is_listed: Whether the batch is a list of microbatches.
 
         Raises:
-            ConfigError: If microbatches are distributed by cost, and the list is not an unchanged
-                result of :meth:`share`.
+            ConfigError: If microbatches are distributed by cost, but ``batch`` was not returned by
+                :meth:`share` or was modified.
         """
         mesh = self._mesh
         if not is_listed:
@@ -434,10 +436,12 @@ class ContentBalance:
         return batch.numbers
 
     def agree(self, declared: Declared, error: Exception | None = None) -> None:
-        """Compares all ranks' facts before a step, and exchanges times. All ranks must call this.
+        """Compares all ranks' descriptions of the next step, and exchanges measured times.
+
+        All ranks must call this.
 
         Args:
-            declared: Facts about the step on this rank.
+            declared: Description of the step on this rank.
             error: Error with which this rank rejects its batch; ``None`` if it accepts the batch.
 
         Raises:
@@ -469,10 +473,10 @@ class ContentBalance:
         raise ConfigError(f"rank {rank} rejected its batch: {text}")
 
     def _require_equal(self, answers: Sequence[Declared]) -> None:
-        """Checks that all ranks have the same facts about the step.
+        """Checks that the ranks' descriptions of the step, ``answers``, agree.
 
         Raises:
-            ConfigError: If a fact differs between two ranks.
+            ConfigError: If a field differs between two ranks.
         """
         texts = {
             "step": (
@@ -508,7 +512,7 @@ class ContentBalance:
             self._rows = [self._content.numbers(part) for part in rows]
 
     def end(self, times: RankTimes) -> None:
-        """Records this rank's times of the current training step."""
+        """Records ``times``, which this rank measured in the current training step."""
         self._steps += 1
         # The first step includes warm-up, so its times are too long.
         if not self._is_timed or self._steps == 1:
@@ -516,7 +520,7 @@ class ContentBalance:
         self._sums = self._times.measured(self._rows, times.actions)
 
     def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds all ranks' sums of times to the fits, and repeats the fits after certain steps."""
+        """Adds each rank's measured ``sums`` to the fits, and fits again after certain steps."""
         if not any(map(any, sums)):
             return
         self._times.add(dict(zip(self._positions, sums, strict=True)))
@@ -559,7 +563,7 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
 
 
 def _largest(seconds: Sequence[float], partition: Sequence[int]) -> float:
-    """Returns the time of a partition's longest stage, from the times of the segments."""
+    """Returns the time of the longest stage of ``partition``, in seconds."""
     costs = iter(seconds)
     return max(sum(itertools.islice(costs, size)) for size in partition)
 

@@ -1,4 +1,4 @@
-"""Marks the places where a model may be cut into stages."""
+"""Defines cut points, which mark where a model may be cut into stages."""
 
 from __future__ import annotations
 

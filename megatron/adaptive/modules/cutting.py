@@ -173,8 +173,8 @@ class StagePlan:
         inputs: Names of the batch entries that the stage uses.
         parameters: Names of the parameters that the stage uses.
         buffers: Names of the buffers that the stage uses.
-        copied: Tensors that the stage changes in place but does not own, so that it must copy them
-            first.
+        copied: Received tensors, inputs and constants that the stage changes in place, so it must
+            copy them first.
         result: Index of the loss on the tape in the last stage; ``None`` in other stages.
         segments: Indices of the stage's segments in the model.
     """
@@ -366,7 +366,7 @@ class _Slicer:
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Records that a stage uses a tensor. Returns the calls that the stage repeats for it."""
+        """Records that ``stage`` uses a tensor, and returns the calls that ``stage`` repeats."""
         value = self._tape.values[number]
         if value.made_by < 0 or self._home(value) == stage:
             return set()

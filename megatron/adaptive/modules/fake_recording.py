@@ -90,7 +90,7 @@ class Fakes:
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Puts fakes into the model and activates the mode for fakes; undoes both on exit."""
+        """Replaces the model's tensors with fakes and activates ``mode``; undoes both on exit."""
         fakes: dict[int, torch.Tensor] = {}
         tables = [
             (module, table, dict(table))
@@ -139,7 +139,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a random operation may draw numbers: false only for dropout with rate 0."""
+    """Returns whether a random operation draws numbers, which dropout with rate 0 does not do."""
     for index, parameter in enumerate(func._schema.arguments):
         if parameter.name in _PROBABILITIES:
             by_place: float = args[index] if index < len(args) else parameter.default_value
@@ -202,13 +202,13 @@ class FakeRecorder(CallRecorder):
             with self._operations:
                 return run(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            # The shape of the result of indexing depends only on the values of the index.
+            # When a tensor is indexed, the shape of the result depends only on the index's values.
             indexed = args[0] if function is torch.Tensor.__getitem__ else None
             result = self._run_with_values(args, kwargs, run, indexed)
             return map_aggregate(result, self._fakes.fake_of)
 
     def _number_of(self, tensor: torch.Tensor) -> int:
-        """Returns a tensor's index on the tape, or -1 if the tape and the model lack it."""
+        """Returns a tensor's index on the tape, or -1 if neither tape nor model contains it."""
         if id(tensor) not in self._numbers and id(tensor) in self._names:
             return self._source(tensor)
         return self._numbers.get(id(tensor), -1)

@@ -49,7 +49,7 @@ class FineTuning:
         batch_size: Number of samples per step, over all replicas.
         lr: Initial learning rate of AdamW, which decays to 0 along a cosine.
         max_length: Maximum number of tokens per sample; longer samples are truncated.
-        length_multiple: Number of tokens to whose next multiple each sample is padded.
+        length_multiple: Each sample is padded to a multiple of this number of tokens.
         eval_share: Fraction of the samples held out for evaluation; at least 0 and below 1.
         pipeline_size: Number of processes per pipeline; ``None`` uses all processes.
         schedule: Name of the schedule.
@@ -91,7 +91,7 @@ class FineTuning:
     trust_remote_code: bool = False
 
     def read(self) -> tuple[Any, SampleFile]:
-        """Loads the processor of the model, and encodes the samples.
+        """Returns the processor of the model and the encoded samples.
 
         All processes must call this, because they share the work of encoding the samples.
 
@@ -131,7 +131,7 @@ class FineTuning:
         return bool(record == self.record(digest or record.get("samples")))
 
     def record(self, digest: str) -> dict[str, Any]:
-        """Returns the settings that determine the tuned model, for a file in its folder.
+        """Returns the settings that determine the tuned model, which are saved in its folder.
 
         Args:
             digest: Hash of the samples.
@@ -185,7 +185,7 @@ class FineTuning:
 
 @naming_lost_peers()
 def _read_together(reader: SampleReader, path: Path) -> SampleFile:
-    """Reads a sample file with all processes, all of which must call this."""
+    """Reads the sample file ``path``. All processes must call this, because they share the work."""
     if Environment.read().world_size == 1:
         return reader.read(path)
     # Import after Pipeline, because Pipeline lets megatron-core run without CUDA.
@@ -237,8 +237,8 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
 def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
     """Saves the model and its processor, unless an earlier start of this job has saved them.
 
-    The folder is renamed to its final name when it is complete. A job that loses a process before
-    this saves the model again after a restart.
+    The folder is renamed to its final name when it is complete. If a process is lost before then,
+    the restarted job saves the model again.
     """
     mesh, output = pipeline._mesh, settings.output
     unnamed = output.parent / f".{output.name}.tuned"
@@ -259,7 +259,9 @@ def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: Sam
 
 
 def _alike(samples: SampleFile, count: int) -> Microbatch:
-    """Returns a batch of the largest sample, for which an elastic job's launcher chooses a layout.
+    """Returns a batch that repeats the largest sample ``count`` times.
+
+    An elastic job's launcher chooses a layout that has enough memory for this batch.
 
     Args:
         samples: Samples for training.
@@ -379,7 +381,6 @@ class _Run:
         total = total_items = 0.0
         for start in range(0, len(indices), size):
             chosen = indices[start : start + size]
-            # Each replica needs a sample, so repeat one if needed. Repeated samples count as 0
             # Each replica needs a sample, so repeat a sample if needed. Repeated samples count as 0
             # items.
             items = [(index, float(self._samples.num_learned[index])) for index in chosen]
@@ -394,11 +395,14 @@ class _Run:
         return total / total_items
 
     def _encoded(self, indices: Sequence[int]) -> list[Microbatch]:
-        """Encodes the samples at these indices; other replicas' processes need not do so."""
+        """Returns the encoded samples at ``indices``. Other replicas do not need them."""
         return [self._samples[index] for index in indices]
 
     def _indices(self, epoch: int, position: int) -> list[int]:
-        """Returns the indices of a step's samples, in an order that differs between epochs."""
+        """Returns the indices of the samples of the step at ``position`` in an epoch.
+
+        The samples have a different order in each epoch.
+        """
         order = list(self._trained)
         random.Random(self._settings.seed + 1 + epoch).shuffle(order)
         size = self._settings.batch_size

@@ -67,10 +67,10 @@ class Mesh(Job):
         return groups
 
     def over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gathers numbers from all replicas. All ranks of ``dp_group`` must call this.
+        """Returns the ``numbers`` of each replica. All ranks of ``dp_group`` must call this.
 
         Args:
-            numbers: Numbers of this replica; all replicas must pass equally many numbers.
+            numbers: Numbers of this replica; all replicas must pass lists of the same length.
         """
         if self.dp_size == 1:
             return [list(numbers)]

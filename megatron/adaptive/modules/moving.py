@@ -33,10 +33,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, kw_only=True)
 class _Holdings:
-    """Contains the tensor names that a rank has and needs, and any reason why it cannot move.
+    """Lists the tensors that a rank has and needs, and states why the rank cannot move segments.
 
     Attributes:
-        position: Replica and position in the pipeline.
+        position: Index of the rank's replica, and position of the rank in its pipeline.
         held: Names of the parameters and buffers that the rank keeps now.
         needed: Names of the parameters and buffers that the rank keeps after the move.
         groups: Options of each of the optimizer's parameter groups as text, by key; ``None`` if

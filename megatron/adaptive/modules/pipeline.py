@@ -99,8 +99,8 @@ class Pipeline:
             repeated blocks. The model gets the batch's entries as keyword arguments. With a
             ``loss`` function, it gets only the entries that its ``forward`` takes.
         sample_batch: Batch with the same entries as later batches: either a dictionary of tensors
-            whose first dimension is the samples, or a list of microbatches. The forward pass of a
-            dictionary is recorded with the first microbatch and checked with the second. Each
+            whose first dimension indexes the samples, or a list of microbatches. The forward pass
+            of a dictionary is recorded with the first microbatch and checked with the second. Each
             microbatch of a list is a dictionary of tensors of any shape; together, the microbatches
             must use all parameters.
         loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
@@ -122,10 +122,10 @@ class Pipeline:
         max_recordings: Maximum number of recordings of the model to keep. Each combination of a
             microbatch's shapes (and values of ``decisive_entries``) needs its own recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
-            order. ``work`` and ``time`` run cheap microbatches first and last; their cost is the
-            operation count of their recordings or the predicted time. Two runs with ``work`` have
-            the same order. A model whose forward pass changes buffers in training requires
-            ``given``.
+            order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
+            microbatch is its recording's operation count (``work``) or its predicted time
+            (``time``). Two runs with ``work`` have the same order. A model whose forward pass
+            changes buffers in training requires ``given``.
         dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
             microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
             or by predicted time.
@@ -160,9 +160,9 @@ class Pipeline:
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
             and backward of each segment, ``collectives`` to also add each collective.
         timeout_s: Maximum time in seconds to wait for another process.
-        hang_after_s: Time in seconds without progress after which the process that blocks the
-            others is reported. 0 disables the report, ``None`` means 10 times the median step time,
-            but at least 30 s. Time between two steps is not counted.
+        hang_after_s: Time in seconds without progress after which the process that blocks all other
+            processes is reported. 0 disables the report. ``None`` uses 10 times the median step
+            time, but at least 30 s. Time between two steps is not counted.
         on_hang: Reaction to a hang: ``report`` writes a report page and a line of output, ``end``
             also stops the job.
         initialize: Function that fills the parameters and buffers of this process in place if the
@@ -383,7 +383,7 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Creates the hang detector, which has access to the trace and executor."""
+        """Creates the hang detector and gives it access to the trace and the executor."""
         guard = HangGuard(
             self._mesh,
             after_s=request.hang_after_s,
@@ -412,20 +412,20 @@ class Pipeline:
 
     @property
     def costs(self) -> list[dict[str, float]]:
-        """Returns the measured cost of content in seconds per unit, for each stage.
+        """Returns, for each stage, the measured time per unit of content, in seconds.
 
         Units are elements of batch entries, pairs of elements in a sequence, and microbatches. The
-        list is empty before the first fit of times. Times are fitted only if ``order`` or
-        ``dealing`` is ``time``.
+        list is empty until times have been fitted, which happens only if ``order`` or ``dealing``
+        is ``time``.
         """
         return self._maker.balance.seconds
 
     @property
     def segment_seconds(self) -> tuple[float, ...]:
-        """Returns the measured time of each segment, averaged over recent microbatches.
+        """Returns the time of each segment in seconds, averaged over recent microbatches.
 
         Pass the result as ``weights`` at the next start, so that the stages are balanced for these
-        microbatches. Like ``costs``, the result is empty before the first fit of times.
+        microbatches. Like ``costs``, the result is empty until times have been fitted.
         """
         return self._maker.balance.segment_seconds
 
@@ -559,7 +559,9 @@ class Pipeline:
         return loss
 
     def _run(self, work: StepWork, *, step: int, scale: float | None) -> list[torch.Tensor]:
-        """Runs a batch and returns the loss of each microbatch; empty without the last stage.
+        """Runs ``work`` and returns the loss of each microbatch.
+
+        The list is empty on a rank without the last stage.
 
         Args:
             work: Microbatches of this replica, and their programs, in the order in which they run.
@@ -611,7 +613,7 @@ class Pipeline:
         keep: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Saves parameters, buffers, optimizer, loss scale, step and seed.
+        """Saves a checkpoint with parameters, buffers, optimizer, loss scale, step and seed.
 
         All processes must call this. Any pipeline of the same model can load the checkpoint, even
         with a different pipeline size, partition or number of replicas. The checkpoint is renamed

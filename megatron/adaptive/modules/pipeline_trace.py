@@ -1,4 +1,4 @@
-"""Writes the trace of a ``Pipeline``, with new files after each move of segments.
+"""Writes the trace of a ``Pipeline``, and starts new files whenever segments move.
 
 The header of a trace file describes one partition. So the files of the former partition are moved
 to another folder before the first step of the new partition::
@@ -30,7 +30,8 @@ class PipelineTrace:
 
     Args:
         request: Settings of the pipeline.
-        samples: Number of samples in the sample batch, or of microbatches if it is a list.
+        samples: Number of samples in the sample batch, or number of microbatches if the batch is a
+            list.
         sizes: Layout of the job. Each layout of an elastic job gets its own folder.
         assembly: This rank's part of the model.
         placement: Assignment of stages to ranks.
@@ -62,11 +63,11 @@ class PipelineTrace:
 
     @property
     def meter(self) -> SegmentMeter | None:
-        """Returns the meter of segments, or ``None`` if the current step is not measured."""
+        """Returns the object that times segments, or ``None`` if this step is not traced."""
         return self._meter if self.tracing.is_traced else None
 
     def continue_with(self, partition: Sequence[int]) -> None:
-        """Continues in new files for another partition. All processes must call this.
+        """Continues the trace in new files for ``partition``. All processes must call this.
 
         Must be called between two steps. The former files are moved to ``<folder>-1``, or to the
         folder with the next free number.

@@ -91,7 +91,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch.nn.Module:
-    """Builds a configuration's model on the ``meta`` device, in training mode.
+    """Builds the model that ``config`` describes on the ``meta`` device, in training mode.
 
     Buffers that the files do not contain, such as frequencies of rotary embeddings, are computed in
     host memory instead.
@@ -163,7 +163,7 @@ def _set(model: torch.nn.Module, name: str, buffer: torch.Tensor) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Returns a tensor's name in the model without adapters, by removing PEFT's additions."""
+    """Returns ``name`` without the parts that PEFT adds to the names of tensors."""
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return re.sub(r"\.(original_module|modules_to_save\.\w+)\.", ".", name)
 
@@ -185,7 +185,7 @@ class Conversion:
     targets: Mapping[str, tuple[int, ...]]
 
     def convert(self, tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """Converts tensors of the folder, and returns the resulting model tensors by name."""
+        """Converts ``tensors`` of the folder, and returns the resulting model tensors."""
         if self.converter is None:
             return {self.target: tensors[self.sources[0][0]]}
         converter = copy.deepcopy(self.converter)
@@ -202,7 +202,7 @@ class PretrainedWeights:
 
     Args:
         folder: Folder of the model.
-        model: Model from :func:`build_on_meta`, not yet changed.
+        model: Unchanged model from :func:`build_on_meta`.
 
     Attributes:
         folder: Folder of the model.
@@ -252,7 +252,7 @@ class PretrainedWeights:
         conversion: Conversion,
         targets_by_name: Mapping[str, list[torch.Tensor]],
     ) -> None:
-        """Reads the sources of a conversion and writes its results into tensors."""
+        """Reads the tensors that ``conversion`` needs, and writes its results into the targets."""
         direct = None if conversion.converter is not None else targets_by_name[conversion.target][0]
         sources = {name: files.read_whole(name, direct) for name, _ in conversion.sources}
         for name, value in conversion.convert(sources, self._model).items():
@@ -337,7 +337,7 @@ class PretrainedWeights:
 
 
 def _first_of(names: set[str]) -> str:
-    """Returns the first name in alphabetical order, and the number of the other names, as text."""
+    """Returns a text with the alphabetically first of ``names`` and the number of the rest."""
     return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 

@@ -59,7 +59,7 @@ def save_pretrained(
 
     Args:
         folder: Folder to write, new or empty.
-        model: Model, a part of which is on each rank.
+        model: Model whose parts are distributed over the ranks.
         held: Parameters and buffers of this rank, by name in the model.
         mesh: Replica and pipeline position of this process, and its process groups.
         source: Folder from which tokenizer and generation settings are copied; ``None`` copies
@@ -191,13 +191,13 @@ def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tenso
         partial,
         about,
         lambda name: state[name].contiguous(),
-        shard_bytes=1 << 62,  # PEFT reads a single file
+        shard_bytes=1 << 62,  # Do not split the file, because PEFT reads only a single file.
         single="adapter_model.safetensors",
     )
 
 
 def finish(partial: Path, folder: Path) -> None:
-    """Flushes the files to disk and renames the folder to its final name."""
+    """Flushes the files in ``partial`` to disk and renames ``partial`` to ``folder``."""
     for path in partial.iterdir():
         sync(path)
     sync(partial)

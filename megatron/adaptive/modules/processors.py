@@ -78,12 +78,12 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _has(package: str) -> bool:
-    """Returns whether a package is installed, even if it cannot be imported."""
+    """Returns whether ``package`` is installed, even if it cannot be imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def _reason(folder: Path, error: Exception) -> str:
-    """Returns the reason why a folder's processor cannot be loaded."""
+    """Returns the reason why the processor in ``folder`` cannot be loaded."""
     # For a missing folder, the error of transformers refers to its server, although nothing is
     # downloaded. So state the reason here.
     if not folder.is_dir():
@@ -139,7 +139,7 @@ def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _class_of(folder: Path, options: dict[str, Any]) -> Any:
-    """Returns the class of a folder's processor; ``None`` if it is not in ``transformers``."""
+    """Returns the class of a folder's processor, or ``None`` if ``transformers`` lacks it."""
     transformers = transformers_module()
     for name in (_NESTED, _IMAGES, _TOKENIZER):
         named = _document(folder / name).get("processor_class")
@@ -151,7 +151,7 @@ def _class_of(folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _video_settings(folder: Path) -> dict[str, Any]:
-    """Returns a folder's video processor settings, from the file that contains them."""
+    """Returns the video processor settings in ``folder``, from the file that contains them."""
     nested = _document(folder / _NESTED).get(_VIDEO)
     if isinstance(nested, dict):
         return nested
@@ -160,7 +160,7 @@ def _video_settings(folder: Path) -> dict[str, Any]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or an empty object if the file does not exist."""
+    """Returns the JSON object in the file ``path``, or an empty object if there is no file."""
     # read_json() cannot be used, because it rejects 10**30, which is the length limit in the files
     # of tokenizers without a limit.
     try:

@@ -55,7 +55,9 @@ with _accelerator.quiet_imports():
 
 
 LONG_S = 0.02
-"""Time in seconds from which a forward and backward pass is not repeated in a quick profile."""
+"""A quick profile measures a segment only once if its forward and backward passes take at least
+this many seconds.
+"""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -215,7 +217,7 @@ class Profiler(SampledModel):
     ) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with the same type of device.
 
-        Errors are returned instead of raised, so that all ranks can raise the error.
+        Returns errors instead of raising them, so that all ranks can raise the same error.
         """
         device = job.accelerator.device
         model = self.model
@@ -278,7 +280,10 @@ class Profiler(SampledModel):
     def _smallest_and_largest(
         self, device: torch.device, limit_bytes: float, most: int
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-        """Yields like :meth:`_by_size`, but measures only one sample and the largest microbatch."""
+        """Yields the same as :meth:`_by_size`, but measures only the smallest and largest size.
+
+        The costs of the sizes in between are interpolated.
+        """
         smallest = self._measured(1, device, split=False, enough_s=LONG_S)
         if smallest is None:
             return
@@ -300,7 +305,7 @@ class Profiler(SampledModel):
     def _fits(
         self, size: int, tape: Tape, rows: Sequence[SegmentSample], limit_bytes: float
     ) -> bool:
-        """Predicts from a smaller microbatch whether a microbatch of ``size`` samples fits."""
+        """Returns whether ``size`` samples are likely to fit, judged by a smaller microbatch."""
         samples = rows[0].micro_batch
         needed = max(row.kept_bytes + row.workspace_bytes + row.output_bytes for row in rows)
         recorded = _recorded_bytes(tape)
@@ -308,7 +313,7 @@ class Profiler(SampledModel):
         return needed * size <= limit_bytes * samples and recorded * size <= room * samples
 
     def largest_that_fits(self, job: Job, most: int) -> int:
-        """Returns the largest power of two of samples whose microbatch fits in memory, at least 1.
+        """Returns the largest microbatch size (a power of two) that is expected to fit in memory.
 
         Nothing is measured. The memory of a microbatch is estimated as the size of all values that
         the recorded forward pass computes for one sample, times the number of samples.
@@ -319,13 +324,13 @@ class Profiler(SampledModel):
         """
         per_sample = _recorded_bytes(self._recorded(self._microbatch(1)))
         parameters = sum(each.numel() * each.element_size() for each in self.model.parameters())
-        # Parameters, gradients and the two states of AdamW.
+        # The parameters, their gradients and the two states of AdamW each take this much memory.
         room = self._about(job)["limit"] - 4 * parameters
         sizes = [2**power for power in range(most.bit_length())]
         return max((size for size in sizes if size * per_sample <= room), default=1)
 
     def _microbatch(self, size: int) -> dict[str, torch.Tensor]:
-        """Returns the first samples of the sample batch, as a microbatch."""
+        """Returns a microbatch of the first ``size`` samples of the sample batch."""
         # Copy the entries, because a view would keep the memory of the whole batch.
         return {
             name: tensor[:size].to(self.device, copy=True)
@@ -333,13 +338,16 @@ class Profiler(SampledModel):
         }
 
     def _recorded(self, batch: Mapping[str, torch.Tensor]) -> Tape:
-        """Records the forward pass in training mode."""
+        """Returns the forward pass on ``batch``, recorded in training mode."""
         return Forwards.of(self, batch, self.slicing, modes=("training",)).training
 
     def _measured(
         self, size: int, device: torch.device, *, split: bool, enough_s: float = math.inf
     ) -> tuple[Tape, list[SegmentSample]] | None:
-        """Records and measures microbatches of ``size`` samples; ``None`` if they do not fit."""
+        """Records and measures microbatches of ``size`` samples.
+
+        Returns ``None`` if they do not fit in memory.
+        """
         batch = self._microbatch(size)
         try:
             tape = self._recorded(batch)
@@ -492,7 +500,7 @@ class ModuleProfile:
 
 
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
-    """Returns the row of a profile file that describes a segment."""
+    """Returns the row of a profile file that describes the measured segment ``sample``."""
     backward_s = (sample.backward_s, 0.0)
     if split and sample.split_s is not None:
         backward_s = sample.split_s

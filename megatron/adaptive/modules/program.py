@@ -321,7 +321,7 @@ class StageProgram:
         return {segment: tuple(values) for segment, values in results.items()}
 
     def _has_gradient(self, steps: Sequence[_Step]) -> bool:
-        """Returns whether any of these calls makes a tensor that requires a gradient."""
+        """Returns whether any of the calls in ``steps`` makes a tensor that requires a gradient."""
         tape = self._tape
         return any(
             tape.values[made].requires_grad
@@ -330,7 +330,7 @@ class StageProgram:
         )
 
     def _recomputed(self, steps: Sequence[_Step]) -> RecomputedCalls:
-        """Describes the tensors that are needed to run these calls again."""
+        """Returns the tensors that are needed to run the calls in ``steps`` again."""
         tape = self._tape
         calls = [tape.calls[step.number] for step in steps]
         made = {value for call in calls for value, _ in call.outputs}
@@ -369,7 +369,7 @@ class StageProgram:
                 argument is the index of the call.
             store: Queue of deferred weight-gradient work; ``None`` if the backward pass is not
                 split.
-            meter: Meter of the segments' times; ``None`` if this pass is not measured.
+            meter: Object that times the segments; ``None`` if this pass is not measured.
 
         Returns:
             Tensors to send, in the order of the plan, and the loss (``None`` except in the last
@@ -405,7 +405,7 @@ class StageProgram:
         store: WeightGradientStore | None,
         env: dict[int, torch.Tensor],
     ) -> None:
-        """Runs calls on the tensors in ``env``. See :meth:`forward` for the other arguments."""
+        """Runs the calls in ``steps`` on the tensors in ``env``, as :meth:`forward` describes."""
         calls = self._tape.calls
         ambient = self._tape.autocast
         for step in steps:
@@ -425,7 +425,7 @@ class RankPrograms:
 
     Attributes:
         by_mode: Program of each chunk (stage) of this rank, for training, evaluation or both.
-        meter: Meter of the size of the activations that each chunk keeps.
+        meter: Object that measures the size of the activations that each chunk keeps.
         activation_bytes: Size in bytes of the tensors of the whole model through which gradients
             flow; 0 if training is not recorded.
         segment_work: Operation count of each of the model's segments for a microbatch, in training
@@ -447,7 +447,7 @@ class RankPrograms:
         return self.by_mode["evaluation" if forward_only else "training"]
 
     def with_modes_of(self, other: RankPrograms) -> RankPrograms:
-        """Combines these programs with programs of another recording of the signature."""
+        """Returns these programs combined with the programs of ``other``, another recording."""
         return RankPrograms(
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
@@ -469,8 +469,8 @@ class _Pending:
 class ProgramStages(SplitStages):
     """Runs the forward and backward passes of a rank's stages in one step, for the executor.
 
-    Gradients belong to the sum of the microbatches' losses, each multiplied by its weight and by
-    ``scale``. :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
+    Gradients are computed for the sum of the microbatches' losses, each multiplied by its weight
+    and by ``scale``. :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
 
     Attributes:
         programs: Program of each chunk (stage) of this rank, for each microbatch.
@@ -478,14 +478,14 @@ class ProgramStages(SplitStages):
         random: Object that seeds the random generator before each call that draws random numbers.
         held: Parameters and buffers that this rank keeps, by name in the model.
         device: Device on which the stages run.
-        meters: Meter of the activations that each chunk keeps, for each microbatch.
+        meters: Object that measures the activations that each chunk keeps, for each microbatch.
         stores: Queue of deferred weight-gradient work for each chunk; ``None`` if the backward pass
             is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
         loss_weights: Weight of each microbatch's loss; ``None`` for the mean. A microbatch with
             weight 0 adds no gradient.
         forward_only: Whether only forward passes run, as in evaluation.
-        meter: Meter of the segments' times; ``None`` if this step is not measured.
+        meter: Object that times the segments; ``None`` if this step is not measured.
         losses: Losses of the microbatches, detached and unscaled; empty on a rank without the last
             stage.
     """
@@ -613,7 +613,7 @@ class MessageLayout:
 
     @classmethod
     def of(cls, values: Iterable[Value]) -> MessageLayout:
-        """Returns the layout of a message that contains these tensors."""
+        """Returns the layout of a message that contains the tensors ``values``."""
         parts: list[MessagePart] = []
         offset = 0
         for value in values:
@@ -625,7 +625,7 @@ class MessageLayout:
         return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Returns the message with these tensors. ``None`` represents a tensor of zeros.
+        """Returns a message that contains ``tensors``, in which ``None`` stands for zeros.
 
         Raises:
             ConfigError: If a tensor's shape or dtype differs from the recording.
@@ -653,7 +653,7 @@ class MessageLayout:
         return block
 
     def unpack(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the tensors of a message as views of its memory."""
+        """Returns the tensors in ``message`` as views of its memory."""
         if len(self.parts) == 1:
             return [message]
         return [_view(message, part) for part in self.parts]

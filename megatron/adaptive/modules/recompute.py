@@ -23,7 +23,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.tape import Call, Tape
 
 Recompute = Literal["all", "selective"] | Sequence[int] | None
-"""``all`` segments, only attention (``selective``), segments with these indices, or ``None``."""
+"""Parts to recompute: ``all``, ``selective`` (only attention), segment indices, or ``None``."""
 
 _ATTENTION = frozenset(
     (
@@ -63,7 +63,7 @@ _NEAR = 12
 
 
 def check_recompute(recompute: Any) -> None:
-    """Checks the form of the setting ``recompute``.
+    """Checks that ``recompute`` has a valid type and value.
 
     Raises:
         ConfigError: If the setting is neither ``all``, ``selective``, ``None`` nor a sequence of
@@ -81,7 +81,7 @@ def check_recompute(recompute: Any) -> None:
 
 
 def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
-    """Returns the ranges of calls on a tape to recompute, ascending and disjoint.
+    """Returns the ranges of calls on ``tape`` that ``recompute`` selects, ascending and disjoint.
 
     Raises:
         ConfigError: If a segment does not exist or cannot be recomputed, or no attention is found.
@@ -152,7 +152,7 @@ def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
 
 
 def _outside_change(tape: Tape, calls: range) -> tuple[int, ...] | None:
-    """Returns the shape of a tensor that these calls change, but that existed before them.
+    """Returns the shape of a tensor that ``calls`` change, but that existed before them.
 
     Returns ``None`` if there is no such tensor. Buffers are ignored, because a copy of each buffer
     is kept for the second run.
@@ -213,8 +213,8 @@ class RecomputedCalls:
 
         Args:
             env: Tensors, by their index on the tape.
-            run_calls: Function that runs the calls on the tensors that it gets by index, and
-                stores the results there.
+            run_calls: Function that runs the calls on a dictionary of tensors by index, and adds
+                their results to the dictionary.
         """
         fixed = {number: env[number] for number in self.fixed}
         copies = {number: env[number].clone() for number in self.copied}

@@ -157,7 +157,7 @@ class MappedFunction:
     def captures(
         self, is_known: Callable[[torch.Tensor], bool], args: Any, kwargs: Any
     ) -> list[torch.Tensor]:
-        """Runs the function and returns the known tensors that it captured."""
+        """Runs the function and returns the captured tensors for which ``is_known`` is true."""
         mode = _Captured(is_known)
         self._call(mode, args, kwargs)
         return list(mode.tensors.values())
@@ -379,7 +379,7 @@ class CallRecorder(TorchFunctionMode):
         return run(*args, **kwargs)
 
     def _watch_random_numbers(self) -> None:
-        """Prepares :meth:`_drew_random_numbers` for the next call."""
+        """Saves the generators' states, with which :meth:`_drew_random_numbers` compares."""
         generators = [torch.default_generator]
         if self.tape.device.type == "cuda":
             generators.append(default_generator(self.tape.device))
@@ -483,7 +483,7 @@ class CallRecorder(TorchFunctionMode):
         return Ref(number)
 
     def _source(self, tensor: torch.Tensor) -> int:
-        """Adds a tensor that no recorded call made: an input, parameter, buffer or constant."""
+        """Adds a tensor that no recorded call made, such as an input, and returns its index."""
         source, name = self._names.get(id(tensor), ("constant", ""))
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(

@@ -97,13 +97,13 @@ class Forward:
         return None if self.mixed_precision is None else PRECISIONS[self.mixed_precision]
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> Any:
-        """Returns the loss of a microbatch."""
+        """Returns the loss of the microbatch ``batch``."""
         entries = {name: tensor for name, tensor in batch.items() if self._takes(name)}
         output = self.model(**entries, **(self.arguments or {}))
         return self.loss(output, batch) if self.loss is not None else _loss_in(output)
 
     def _takes(self, name: str) -> bool:
-        """Returns whether to pass this entry of the batch to the model."""
+        """Returns whether to pass the batch entry ``name`` to the model."""
         if self.loss is None:
             return True
         parameters = inspect.signature(self.model.forward).parameters
@@ -131,8 +131,8 @@ class SampledModel(Forward):
 
     Attributes:
         sample_batch: Batch with the same entries as later batches: either a dictionary of tensors
-            whose first dimension is the samples, or a list of microbatches. The forward pass of a
-            dictionary is recorded with the first microbatch and checked with the second. Each
+            whose first dimension indexes the samples, or a list of microbatches. The forward pass
+            of a dictionary is recorded with the first microbatch and checked with the second. Each
             microbatch of a list is a dictionary of tensors of any shape; together, the microbatches
             must use all parameters.
         shared_weights: Groups of parameter names. All names in a group must refer to the same
@@ -323,7 +323,7 @@ class Forwards:
         way: str,
         modes: Sequence[Mode],
     ) -> Forwards:
-        """Records the forward pass in each mode with the function ``take``."""
+        """Returns the forward passes that the function ``take`` records in ``modes``."""
         tapes: dict[Mode, Tape] = {}
         for mode in modes:
             is_training = mode == "training"
@@ -336,7 +336,10 @@ class Forwards:
         return forwards
 
     def _require_same_cuts(self, model: torch.nn.Module) -> None:
-        """Removes optional cut points that only one mode passes; the others must be equal."""
+        """Removes optional cut points that only one mode passes.
+
+        All other cut points must be equal in both modes.
+        """
         training, evaluation = self.training, self.evaluation
         for name, cut_point in cut_points_of(model).items():
             if cut_point.is_optional and (name in training.cuts) != (name in evaluation.cuts):

@@ -302,7 +302,7 @@ def activation_bytes(tape: Tape) -> int:
 
 
 def segment_work(tape: Tape) -> tuple[float, ...]:
-    """Returns the multiplications of each segment in forward and backward for one microbatch.
+    """Returns the number of multiplications per segment (forward and backward) of a microbatch.
 
     The result estimates the cost of the microbatch, and is equal in every run. For a matmul,
     convolution or attention, the multiplications are counted. For any other call, each element of
@@ -319,7 +319,7 @@ def segment_work(tape: Tape) -> tuple[float, ...]:
 
 
 def _work(tape: Tape, call: Call) -> float:
-    """Returns the multiplications of a call, and of its backward pass if it has one."""
+    """Returns the number of multiplications in a call, and in its backward pass if it has one."""
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return forward
@@ -334,7 +334,7 @@ def _forward_work(tape: Tape, call: Call) -> float:
     results = [tape.values[number] for number, _ in call.outputs]
     memory = {tape.values[number].storage for number in call.reads} - {0}
     if not call.changes and all(result.storage in memory for result in results):
-        return 0.0  # views take no time
+        return 0.0  # A call that only returns views takes no time.
     made = sum(math.prod(result.shape) for result in results)
     name = str(getattr(call.function, "__name__", "")).split(".")[0].strip("_")
     arguments = (*call.args, *call.kwargs.values())
@@ -426,7 +426,7 @@ class KeptPart:
                     )
 
     def programs(self, cut: CutForwards) -> RankPrograms:
-        """Returns the programs of this rank's stages for a recording."""
+        """Returns the programs of this rank's stages for the recording ``cut``."""
         chunks = range(self.placement.num_chunks)
         stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
         by_mode: dict[Mode, Sequence[StageProgram]] = {}

@@ -58,7 +58,7 @@ _SIMILAR_WORK = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class _Pace:
-    """Contains the speed of steps on the slowest rank, and their size.
+    """Contains the speed of steps on the slowest rank, and the size of these steps.
 
     Attributes:
         work_s: Median time of a step per counted operation, in seconds.
@@ -167,7 +167,7 @@ class SegmentBalancer:
         return self._mover.shared_weights(self.partition)
 
     def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
-        """Adds the times of a training step, and decides about a move at the end of an interval.
+        """Records a training step's times; at the end of an interval, decides whether to move.
 
         Args:
             work: Microbatches of the step.

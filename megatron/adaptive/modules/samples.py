@@ -39,8 +39,8 @@ IGNORED = -100
 # Entries whose values determine shapes: sizes of images, and which tokens are image placeholders.
 _DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
 
-# Names of placeholder tokens in processors and configurations. A processor without the token's ID
-# has its text.
+# Names of placeholder tokens in processors and configurations. A processor that does not store the
+# ID of the token stores the token's text instead.
 _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 # Keys of a message part that may contain the path of an image, in common formats.
@@ -56,7 +56,7 @@ _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
-    """Returns the number of learned tokens in each microbatch, for ``num_items`` of a step."""
+    """Returns the number of learned tokens per microbatch, to be passed as ``num_items``."""
     return [float((entries["labels"][:, 1:] != IGNORED).sum()) for entries in batch]
 
 
@@ -85,13 +85,13 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleReader:
-    """Encodes each line of JSON as a microbatch; a line is one sample.
+    """Encodes lines of JSON, each of which is a sample, as microbatches.
 
     Attributes:
         processor: Processor or tokenizer of the model, from :func:`load_processor`.
         max_length: Maximum number of tokens per sample; longer samples are truncated.
-        length_multiple: Number of tokens to whose next multiple each sample is padded. A pipeline
-            records the model once per length.
+        length_multiple: Each sample is padded to a multiple of this number of tokens, because a
+            pipeline records the model once per length.
         image_folder: Folder that contains all images, to which their paths are relative; ``None``
             uses the folder of the file with the lines.
         kept_bytes: Maximum size in bytes of the samples that are kept in memory. Other samples are
@@ -154,7 +154,7 @@ class SampleReader:
         return self._padded(encoded, has_images=bool(images))
 
     def _apply_template(self, messages: list[Any], images: list[Any]) -> Any:
-        """Encodes a conversation with the chat template."""
+        """Returns the conversation ``messages``, encoded with the chat template."""
         processor = self.processor
         template = processor.chat_template
         if template is None:
@@ -374,7 +374,7 @@ class SampleFile:
         return sorted(name for name in names if _DECISIVE.fullmatch(name))
 
     def _encode(self, line: _Line) -> Microbatch:
-        """Encodes a line.
+        """Returns ``line``, encoded as a microbatch.
 
         Raises:
             ConfigError: If the line is invalid.
@@ -545,7 +545,7 @@ def _no_images() -> ConfigError:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Returns the content of a message as a list of parts of the types text and image."""
+    """Returns the content of a message as a list of parts, each of type text or image."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):

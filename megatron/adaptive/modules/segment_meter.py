@@ -1,4 +1,4 @@
-"""Measures the time of each segment of a ``Pipeline`` if ``trace_detail`` includes ``layers``.
+"""Measures how long each ``Pipeline`` segment takes if ``trace_detail`` includes ``layers``.
 
 A stage runs its segments one after another, and autograd runs their backward passes in reverse. So
 one timestamp at each border divides the whole pass of a stage among its segments::
@@ -47,7 +47,8 @@ class SegmentMeter(LayerSums):
     def __init__(self, segments: Sequence[int], clock: Any) -> None:
         super().__init__(segments[:MOST_LAYERS], clock)
         self._positions = {segment: index for index, segment in enumerate(self._numbers)}
-        self._forward: tuple[int, Any] | None = None  # segment, and timestamp of its start
+        # Both attributes contain the current segment and the timestamp of its start.
+        self._forward: tuple[int, Any] | None = None
         self._backward: tuple[int, Any] | None = None
 
     def begin(self, *, is_traced: bool) -> None:

@@ -5,8 +5,8 @@ device's memory::
 
     segment 0 ──message──> segment 1 ──message──> ...      each forward pass feeds the next
        │                      │
-       F, B whole             F, B whole                   random gradients: only sizes matter
-       F, B by inputs, W      F, B by inputs, W            if the backward pass is split
+       F, full B              F, full B                    gradients are random: only sizes matter
+       F, input B, weight B   F, input B, weight B         if the backward pass is split
 
 Each segment is timed by ``profiling.action_timing`` as a
 :class:`~megatron.adaptive.modules.program.ProgramStages`, so the times include packing the
@@ -114,9 +114,10 @@ def interpolated(
 
 
 def with_split_like(measured: SegmentSample, sample: SegmentSample) -> SegmentSample:
-    """Returns a sample whose split backward pass is estimated from another size of the segment.
+    """Returns ``sample`` with split times that are estimated from ``measured``.
 
-    Both parts of the split pass are assumed to take the same share of an unsplit backward pass.
+    ``measured`` describes the same segment with a different microbatch size. Both parts of the
+    split pass are assumed to take the same fraction of an unsplit backward pass.
     """
     if measured.split_s is None or sample.split_s is not None:
         return sample
@@ -210,7 +211,10 @@ def _sample(
     *,
     split: bool,
 ) -> tuple[SegmentSample, torch.Tensor]:
-    """Returns the costs of a segment, as those of segment 0 for one sample, and its output."""
+    """Returns the costs of a segment and its output.
+
+    The costs have segment index 0 and microbatch size 1, which the caller replaces.
+    """
     before = _reset_peak_bytes(device)
     rows, output, kept = measure(split=False)
     peak = _peak_bytes(device)
@@ -291,7 +295,7 @@ def _time(
     repeats: int,
     enough_s: float,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
-    """Returns a segment's times of F, B and W, its output message, and its activation bytes."""
+    """Returns a segment's times of F, B and W (in seconds), its output and activation bytes."""
     meter = ActivationMeter()
     stages = ProgramStages(
         programs=[[program]] * (WARM_UP + repeats),
@@ -369,7 +373,10 @@ def optimizer_seconds(
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns a model's parameters and buffers. A shared tensor has only its first name."""
+    """Returns the parameters and buffers of ``model`` by name.
+
+    A shared tensor is listed only under its first name.
+    """
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 

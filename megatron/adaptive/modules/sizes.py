@@ -254,7 +254,7 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
 def _of_one_process(job: Job, request: PipelineSettings) -> PipelineSettings:
     """Returns the settings of a job of one process, which needs no measurements.
 
-    One process runs all segments, and large microbatches use it best.
+    A single process runs all segments, and is fastest with large microbatches.
     """
     request = dataclasses.replace(request, pipeline_size=1)
     if request.micro_batch_size is not None:
@@ -329,7 +329,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
 
 
 def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProfile) -> Chosen:
-    """Returns the planner's choice for a measured model."""
+    """Returns the layout that the planner chooses for the measured model ``module``."""
     count = len(profile.cut_points) + 1
     size = request.pipeline_size
     sizes: tuple[int, ...] = (size,) if isinstance(size, int) else ()

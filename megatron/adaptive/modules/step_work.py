@@ -49,7 +49,7 @@ class StepWork:
     order: Sequence[int]
 
     def reordered(self, order: Sequence[int]) -> StepWork:
-        """Returns a copy of the work with its microbatches in another order.
+        """Returns a copy of the work with its microbatches in the order ``order``.
 
         Args:
             order: Indices of the microbatches, in the new order.

@@ -48,7 +48,7 @@ class LossScale:
     good_steps: int = 0
 
     def update(self, *, overflow: bool) -> None:
-        """Halves or doubles the scale after a step, if necessary."""
+        """Halves the scale after an overflow; doubles it after enough steps without overflow."""
         if overflow:
             self.scale = max(self.least, self.scale / 2)
             self.good_steps = 0
@@ -78,7 +78,10 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int =
 
 
 def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the sum of squares as a float64 scalar; not finite if any element is not finite."""
+    """Returns the sum of squares of all elements of ``gradients`` as a float64 scalar.
+
+    The result is not finite if any element is not finite.
+    """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(
@@ -182,7 +185,7 @@ class Update:
         self._clip_norm = clip_norm
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Checks that an optimizer has only parameters of this rank's stages."""
+        """Checks that ``optimizer`` has only parameters of this rank's stages."""
         owned = {id(parameter) for parameter in self.parameters.values()}
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -299,7 +302,7 @@ class Update:
                 totals[0] = stacked.sum() / count
             else:
                 factors = torch.tensor(weights, dtype=torch.float64, device=device)
-                # Ignore losses of weight 0, because a mean over no items is NaN.
+                # Ignore losses with weight 0, because a mean over no items is NaN.
                 totals[0] = stacked.where(factors > 0, 0.0) @ factors
         if with_norm:
             totals[1] = _squared_norm(_gradients(self._counted), device)
