@@ -704,8 +704,8 @@ class Searcher:
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:
                     continue
-                # In the best case, all chunks have equal work, up to rounding. The time in this
-                # case is a lower bound.
+                # All chunks have equal work in the best case, up to rounding. The time in this case
+                # is a lower bound.
                 waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
                 even_s = work_s * (microbatches + waits)
                 known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf
