@@ -33,7 +33,7 @@ def ending_with_this_process(number: int) -> Callable[[], None]:
 
     def prepare() -> None:
         end_with_parent(number)
-        if os.getppid() != parent:  # In this case, the parent exited before the call above.
+        if os.getppid() != parent:  # The parent exited before the call above.
             os._exit(1)
 
     return prepare

@@ -118,7 +118,7 @@ class ScheduleSpec:
 
     @property
     def most_chunks(self) -> int | None:
-        """Maximum number of chunks per rank that is supported, or ``None`` for no limit."""
+        """Maximum number of chunks per rank, or ``None`` if the schedule has no limit."""
         return {"one": 1, "two": 2}.get(self.chunks)
 
     @property

@@ -145,7 +145,7 @@ class Family:
         return frozenset(key for table in tables for keys in table.values() for key in keys)
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds ``defaults``, and copies keys of the rotary embedding to the top level.
+        """Adds ``defaults`` to ``config``, and copies keys of the rotary embedding to the top.
 
         Args:
             config: Contents of the file.

@@ -78,7 +78,7 @@ ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of GELU approximated by a hyperbolic tangent."""
 
-# In a file, the values of these integer settings may have a decimal point, such as 10000.0.
+# Files may contain these integer settings with a decimal point, such as 10000.0.
 _BASES = ("rotary_base", "window_rotary_base")
 _ABOVE_0 = ("softmax_scale",)
 _OTHER_WHOLE = frozenset(
