@@ -52,8 +52,8 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
     """Returns the settings implied by ``--load-hf`` and ``--load-lora`` for flags that are absent.
 
     Args:
+        values: Settings on the command line, by field name.
         argv: Command line of the trainer, which error messages quote.
-        argv: Command line of the trainer, quoted in error messages.
 
     Raises:
         ConfigError: A folder cannot be read, its model or adapters are not supported, or a size on

@@ -54,8 +54,8 @@ class Running:
         cluster: Nodes of the job. The memory size of a GPU is the memory that a process may use.
         order: Indices of the nodes in rank order.
         batch: Number of samples per step over all replicas.
+        schedule: Name of the pipeline schedule.
         chunks: Number of stages per process, if the schedule lets the user choose it.
-        chunks: Number of stages per process, if the schedule allows several numbers.
         whole: Times of the pieces if the backward pass computes weight gradients.
         split: Times of the pieces if a separate pass computes weight gradients, or ``None`` if the
             schedule has no such pass. They are used for pipelines with several processes.

@@ -412,8 +412,8 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
         where: Name of the profile file, for error messages.
 
     Raises:
-        ConfigError: The profile does not contain a kind of layer, or sizes or precision differ.
-    ConfigError: The profile does not contain a kind of layer, or a size or the precision differs.
+        ConfigError: The profile does not contain a kind of layer, or a size or the precision
+            differs.
     """
     measured = content["model"]
     subject = f"{where} describes model {measured['name']}"
