@@ -3,20 +3,20 @@
 The search has three steps:
 
 1. :func:`balanced` finds a partition whose slowest rank is as fast as possible. The *pace* of a
-rank is its time per microbatch in seconds. Bisection finds the smallest pace T for which all layers
-fit: a rank can hold (T - time outside of layers) / (time per layer) layers. Example with 32 layers
-on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
+   rank is its time per microbatch in seconds. Bisection finds the smallest pace T for which all
+   layers fit: a rank can hold (T - time outside of layers) / (time per layer) layers. Example with
+   32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
 
        layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
        fit at T = 9 s          9  6  9  9    33 layers, enough
        layers of each stage    9  6  9  8    slowest pace 9 s
 
 2. Stages are filled with layers in order. If a rank has several stages, each of them gets an equal
-share of the rank's time. This is optimal if all layers are equal, or if each rank has one stage.
-Afterwards, single layers are moved between stages as long as this makes the slowest rank faster.
+   share of the rank's time. This is optimal if all layers are equal, or if each rank has one stage.
+   Afterwards, single layers are moved between stages as long as this makes the slowest rank faster.
 3. The step time also depends on the order in which ranks run their actions. So partitions near the
-balanced partition are simulated under the job's schedule. Among the partitions that are about as
-fast as the fastest, the partition that moves the fewest layers to a different rank is chosen.
+   balanced partition are simulated under the job's schedule. Among the partitions that are about as
+   fast as the fastest, the partition that moves the fewest layers to a different rank is chosen.
 
 Layers and stages keep their order, and stages stay on their ranks. :func:`choose_together` also
 chooses the schedule and the placement of stages.

@@ -7,13 +7,13 @@ The search is a branch and bound over three levels of choices::
         plan    class and layers of every stage
 
 1. Every shape gets a quick lower bound (:meth:`Searcher._work_s`), which is its total work divided
-evenly over all GPUs.
+   evenly over all GPUs.
 2. Shapes are visited in ascending order of their estimated step time. Each visit computes the
    bounds of all levels of the shape (``search_kernel``), and searches the most promising level.
    This finds good plans early.
 3. Then shapes are searched completely, starting with the lowest bound. A shape or level is skipped
-if its bound is not below the time of the best plan so far. If all remaining shapes and levels have
-been skipped or searched, the best plan is optimal.
+   if its bound is not below the time of the best plan so far. If all remaining shapes and levels
+   have been skipped or searched, the best plan is optimal.
 
 The search times a limited number of pipelines within a limited number of CPU seconds. If a limit
 ends the search early, the result contains a bound on how much better an unsearched plan can be. For
@@ -427,11 +427,11 @@ class Searcher:
         The bound is the maximum of three bounds:
 
         - Work, gradient reductions and optimizer, divided evenly over the nodes. Rank r is idle
-        until each of the r stages before it has run the forward pass of at least one layer.
+          until each of the r stages before it has run the forward pass of at least one layer.
         - Duration of one microbatch's forward and backward pass through all layers.
         - Memory limit: a microbatch's activations stay in memory between its forward and backward
-        pass. So the number of microbatches in flight is limited by the memory that is not used by
-        weights.
+          pass. So the number of microbatches in flight is limited by the memory that is not used by
+          weights.
 
         Args:
             classes: Stage classes that the pipeline can use.

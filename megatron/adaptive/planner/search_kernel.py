@@ -4,10 +4,10 @@ A pipeline is a chain of stages. For each stage, the search chooses the class of
 and its layers. The search has two passes:
 
 1. Dynamic programming from the last stage to the first computes lower bounds for the time of the
-rest of a pipeline, given its first stage and first layer.
+   rest of a pipeline, given its first stage and first layer.
 2. A depth-first search from the first stage to the last adds one stage at a time, trying choices
-with the lowest bound first. It skips every partial pipeline whose bound is not below the best time
-so far. A complete pipeline is simulated exactly, action by action.
+   with the lowest bound first. It skips every partial pipeline whose bound is not below the best
+   time so far. A complete pipeline is simulated exactly, action by action.
 
 A *level* (a state in ``search_levels.DpStates``) describes the last stages of a pipeline: the nodes
 that they use, and the class of the first of these stages, but not their layers. An *edge* leads

@@ -4,13 +4,13 @@ A cluster has a huge number of possible plans, but most of them are equivalent, 
 same type are interchangeable. This module uses this property in two steps:
 
 1. *Classes* (:func:`stage_classes`). A class describes the nodes of a stage: the number of nodes of
-each type, and the stage's parallel sizes, but not which nodes are used. If a stage needs only a
-part of a node, the stages of a class form *blocks* that fill a node. For example, a node of 4 GPUs
-holds a block of 2 stages with 2 GPUs each.
+   each type, and the stage's parallel sizes, but not which nodes are used. If a stage needs only a
+   part of a node, the stages of a class form *blocks* that fill a node. For example, a node of 4
+   GPUs holds a block of 2 stages with 2 GPUs each.
 2. *Arrays* (:class:`Tables`). A *shape* is a combination of parallel sizes, microbatch size,
-recomputation and optimizer. For a shape, the arrays contain the time and memory of stages of every
-class for every range of layers. They are computed by the same functions as predictions, so search
-and prediction agree on every plan.
+   recomputation and optimizer. For a shape, the arrays contain the time and memory of stages of
+   every class for every range of layers. They are computed by the same functions as predictions, so
+   search and prediction agree on every plan.
 
 ``search_levels`` enumerates the orders in which stages of these classes can follow each other.
 """
