@@ -19,7 +19,9 @@ from harness.report import Result, Row, measured, ratios
 WORKER = Path(__file__).parents[1] / "tests" / "support" / "timed_layers.py"
 LIMIT_S = 600.0
 SEQ_LENGTH, SAMPLES, LAYER_MS = 128, 48, 16.0
-PAIRS = 0.5  # share of a layer's time that depends on token pairs, for one document of full length
+# This is the fraction of a layer's time that grows with the number of token pairs, for a document
+# of full length.
+PAIRS = 0.5
 FACTOR, WARM_UP = 1.5, 6
 COMMON = (
     f"--hidden-size 16 --num-attention-heads 2 --seq-length {SEQ_LENGTH} --micro-batch-size 1 "
@@ -41,8 +43,8 @@ def dealing(*, quick: bool) -> Result:
         fixed = _steps_ms([*GRID, "--pipeline-schedule", "1f1b"], folder / "fixed", 4, steps)
         turns = _steps_ms([*GRID, *PACKED, *OFF], folder / "turns", 4, steps)
         dealt = _steps_ms([*GRID, *PACKED], folder / "dealt", 4, steps)
-        # All jobs train on the same documents, so the ratio of step times is the ratio of tokens
-        # per second.
+        # All jobs train on the same documents. So the ratio of step times is also the ratio of
+        # tokens per second.
         lengths = [
             measured(
                 f"PP 2 x DP 2, packed documents: tokens/s over {over}",

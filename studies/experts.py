@@ -45,7 +45,7 @@ _LEAD_S = 0.01
 
 
 def measure(*, quick: bool, chunk_ms: float) -> list[Row]:
-    """Measures and simulates all scenarios."""
+    """Measures and simulates all scenarios, and returns a table row for each result."""
     failures = groups.failures(500 if quick else 10_000)
     for failure in failures[:5]:
         print(failure)
@@ -119,12 +119,12 @@ def _simulated(
 
 
 def sleep_until(moment_s: float) -> None:
-    """Sleeps until a time without spinning, because there are more processes than processors."""
+    """Sleeps until ``moment_s`` without spinning, because processes outnumber processors."""
     time.sleep(max(0.0, moment_s - time.monotonic()))
 
 
 class SlowExchange:
-    """An all-to-all that takes a fixed time after all ranks have begun it; exchanges run in order.
+    """All-to-all that takes ``takes_s`` after all ranks have begun it. Exchanges run in order.
 
     Attributes:
         takes_s: Duration of the next exchange in seconds.
@@ -146,7 +146,9 @@ class SlowExchange:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        given.fill_(time.monotonic())  # all ranks run on one machine and share its clock
+        # All ranks run on one machine and share its clock, so send the time at which this rank
+        # begins.
+        given.fill_(time.monotonic())
         work = self._plain(output, given, out, parts, group, True)
         pending = _Pending(self, work, output, self.takes_s)
         if async_op:
@@ -155,7 +157,7 @@ class SlowExchange:
         return None
 
     def end(self, begun_s: float, all_began_s: float, takes_s: float) -> None:
-        """Waits until the end of an exchange, for which this rank began to wait at ``begun_s``."""
+        """Waits until an exchange ends. This rank has been waiting since ``begun_s``."""
         self._free_s = max(self._free_s, all_began_s) + takes_s
         sleep_until(self._free_s)
         self.waited_s += time.monotonic() - begun_s
@@ -163,7 +165,7 @@ class SlowExchange:
 
 
 class _Pending(NamedTuple):
-    """An exchange in progress."""
+    """Exchange that is in progress."""
 
     of: SlowExchange
     work: Any
@@ -178,7 +180,7 @@ class _Pending(NamedTuple):
 
 
 class ExpertStages(IdleStages):
-    """Chunks that sleep instead of computing, and exchange tokens with the other replicas."""
+    """Chunks that sleep instead of computing, and exchange tokens with the remaining replicas."""
 
     def __init__(self, rank: Rank, candidate: Candidate, seed: int, scenario: str) -> None:
         self._rank = rank
@@ -246,7 +248,7 @@ class Rank:
                 )
 
     def step(self, name: str, scenario: str, seed: int) -> tuple[float, float]:
-        """Runs a step; returns its seconds and the share of exchange time that this rank hides."""
+        """Runs a step. Returns its seconds and the fraction of exchange time that is hidden."""
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
         policy = candidate.policies(MICROBATCHES)[self.position]
@@ -272,7 +274,7 @@ class Rank:
         return float(end - start), hidden
 
     def close(self) -> None:
-        """Closes the channels; all ranks must call this together."""
+        """Closes the channels. All ranks must call this method together."""
         for channels in self._channels.values():
             channels.close()
 

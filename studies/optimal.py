@@ -70,10 +70,11 @@ UNIFORM = {
     "less-forward": (8, 12, 12),
     "recompute": (12, 24, 12),
 }
-"""Durations of F, B and W that are equal on all stages; B of ``recompute`` repeats F."""
+"""Durations of F, B and W that are the same on all stages. In ``recompute``, B repeats F."""
 _ALL = "even less-weight less-forward recompute ends fast random"
 GRID = (
-    # columns: ranks, microbatches, profiles, whether messages have latency, cap in units per rank
+    # The columns are ranks, microbatches, profiles, whether messages have latency, and cap in units
+    # per rank.
     (2, (4, 8), "less-weight fast random", True, 2),
     (3, (4, 5, 7), _ALL, True, 2),
     (4, (4, 5, 6, 8), _ALL, True, 2),
@@ -91,25 +92,24 @@ GRID = (
 )
 
 Cell = tuple[str, int, int, int]
-"""Kind, stage, microbatch and piece of an action; the piece is 0 for F and B."""
+"""Kind, stage, microbatch and piece of an action. The piece is 0 for F and B."""
 Starts = dict[Cell, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A pipeline and its batch; all times are integers in an arbitrary unit.
+    """Pipeline and its batch. All times are integers in an arbitrary unit.
 
     Attributes:
         id: Unique name of the case in the file.
-        ranks: Number of pipeline ranks; the pipeline has twice as many stages.
+        ranks: Number of pipeline ranks. The pipeline has twice as many stages.
         microbatches: Number of microbatches of the step.
         forward: Duration of F per stage.
         backward: Duration per stage of B, the backward pass for input gradients.
-        weight: Duration per stage of W, the backward pass for weight gradients; a multiple of the
-            number of pieces.
+        weight: Duration per stage of W, the backward pass for weight gradients. It must be a
+            multiple of the number of pieces.
         latency: Time from the end of an action to the arrival of its result on another rank.
-        cap: Maximum number of units that a rank may hold, or ``None`` if there is no effective
-            limit.
+        cap: Maximum number of units that a rank may hold, or ``None`` if memory is unlimited.
         weight_pieces: Number of equal pieces into which W is divided.
     """
 
@@ -138,28 +138,28 @@ class Case:
         return self.ranks * CHUNKS
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank of a stage; stages pass over all ranks, then return in reverse."""
+        """Returns the rank of ``stage``. Stages pass over all ranks, then return in reverse."""
         return min(stage, self.stages - 1 - stage)
 
     def hop(self, stage: int) -> int:
-        """Returns the latency of a message between a stage and the next stage, either way."""
+        """Returns the latency of a message between ``stage`` and the next stage, either way."""
         return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
 
     def duration(self, cell: Cell) -> int:
-        """Returns the duration of a cell."""
+        """Returns the duration of the cell ``cell``."""
         kind, stage, _, _ = cell
         if kind == "W":
             return self.weight[stage] // self.weight_pieces
         return (self.forward if kind == "F" else self.backward)[stage]
 
     def held_change(self, cell: Cell) -> int:
-        """Returns the change in held chunks; F adds a chunk, and the last piece of W removes it."""
+        """Returns the change in held chunks. F adds a chunk, and the last piece of W removes it."""
         if cell[0] == "W":
             return -1 if cell[3] == self.weight_pieces - 1 else 0
         return 1 if cell[0] == "F" else 0
 
     def cells(self) -> Iterator[Cell]:
-        """Yields all cells, each after the cells that it depends on."""
+        """Yields all cells. Each cell comes after the cells that it depends on."""
         for j in range(self.microbatches):
             for s in range(self.stages):
                 yield ("F", s, j, 0)
@@ -169,7 +169,7 @@ class Case:
                     yield ("W", s, j, k)
 
     def before(self, cell: Cell) -> list[tuple[Cell, int]]:
-        """Returns the cells that must end before this cell, each with its message latency."""
+        """Returns the cells that must end before ``cell``, each with its message latency."""
         kind, s, j, k = cell
         last = self.weight_pieces - 1
         earlier: list[tuple[Cell, int]] = []
@@ -205,13 +205,13 @@ def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
 
 
 def lower_bound(case: Case) -> int:
-    """Returns the lower bound that the module's docstring defines."""
+    """Returns the lower bound of the makespan that the module's docstring defines."""
     heads, tails = heads_and_tails(case)
     best = 0
     for rank in range(case.ranks):
         own = [cell for cell in case.cells() if case.rank_of(cell[1]) == rank]
-        # Cells are sorted by descending tail, so the sum covers all cells with at least the current
-        # tail.
+        # Cells are sorted by descending tail, so the sum covers all cells whose tail is at least as
+        # long as the current tail.
         own.sort(key=lambda cell: -tails[cell])
         for head in {heads[cell] for cell in own}:
             work = 0
@@ -223,16 +223,16 @@ def lower_bound(case: Case) -> int:
 
 
 def makespan(case: Case, starts: Starts) -> int:
-    """Returns the end of the last cell."""
+    """Returns the time at which the last cell ends."""
     return max(start + case.duration(cell) for cell, start in starts.items())
 
 
 def check(case: Case, starts: Starts) -> None:
-    """Checks a schedule against the rules; uses none of the solver's code except ``before``.
+    """Checks a schedule against the rules, sharing only ``before`` with the solver.
 
     Raises:
-        ValueError: A cell is missing, starts too early or overlaps another cell, or the cap is
-            exceeded.
+        ValueError: A cell is missing, starts too early or overlaps with a different cell, or the
+            cap is exceeded.
     """
     if set(starts) != set(case.cells()) or min(starts.values()) < 0:
         raise ValueError(f"{case.id}: cells are missing or start before 0")
@@ -257,12 +257,12 @@ def check(case: Case, starts: Starts) -> None:
 
 
 def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
-    """Returns the simulated schedule of a run-time rule.
+    """Returns the simulated schedule of the run-time rule ``rule``.
 
     Args:
         case: Case to simulate.
         rule: Name of the rule.
-        cap: Maximum number of units that a rank may hold; defaults to the case's cap.
+        cap: Maximum number of units that a rank may hold. Defaults to the case's cap.
     """
     placement = Placement(num_ranks=case.ranks, num_chunks=CHUNKS, kind="v")
     options = {
@@ -294,7 +294,7 @@ def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
 
 
 def best_known(case: Case) -> Starts:
-    """Returns the best schedule that any of ``RULES`` produces."""
+    """Returns the best schedule that any of the rules in ``RULES`` produces."""
     return min((by_rule(case, rule) for rule in RULES), key=lambda one: makespan(case, one))
 
 
@@ -375,11 +375,11 @@ def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, A
 
 
 def make_case(profile: str, ranks: int, microbatches: int, *, latency: bool, cap: int) -> Case:
-    """Returns a case for a profile; its latency is a quarter of a typical forward pass, or 0.
+    """Returns a case for a profile. Its latency is a quarter of a typical forward pass, or 0.
 
     Profiles are the keys of ``UNIFORM`` and ``ends``, ``fast`` and ``random``. The first stage of
-    ``ends`` takes 3/4 and the last stage 5/4 of the time of other stages. ``fast`` has a middle
-    rank that is 1.43 times as fast. The durations of ``random`` differ by up to a quarter.
+    ``ends`` takes 3/4 and the last stage 5/4 of the time of all remaining stages. ``fast`` has a
+    middle rank that is 1.43 times as fast. The durations of ``random`` differ by up to a quarter.
     """
     stages = range(CHUNKS * ranks)
     if profile in UNIFORM:
@@ -421,7 +421,7 @@ def candidates() -> list[Case]:
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the records of an earlier run by case ID, or none if the file does not exist."""
+    """Returns the records of an earlier run by case ID, or ``{}`` if the file does not exist."""
     if not path.exists():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -431,7 +431,7 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None:
-    """Writes the cases with these IDs, one per line, and lists the IDs without a record."""
+    """Writes the cases with the IDs in ``ids``, and lists the IDs that have no record."""
     head = {
         "version": VERSION,
         "made_by": "python -m studies.optimal; its docstring states the model and the bound",
@@ -446,7 +446,7 @@ def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None
 
 
 def main() -> int:
-    """Solves the cases that the file lacks, and saves the file after every case."""
+    """Solves the cases that are missing in the file, and saves the file after every case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="file to create or to extend")
     parser.add_argument("--only", default="*", help="shell pattern for the IDs of cases to solve")

@@ -63,7 +63,7 @@ def _seconds(problem: Any) -> float:
 
 
 def own(options: argparse.Namespace, *, experts: bool) -> Result:
-    """Runs plans on this machine, or predicts stored runs again."""
+    """Runs plans on this machine, or predicts the plans of stored runs again."""
     with tempfile.TemporaryDirectory() as temporary:
         place = options.keep or options.kept or Path(temporary)
         place = place / "experts" if experts else place
@@ -72,7 +72,7 @@ def own(options: argparse.Namespace, *, experts: bool) -> Result:
 
 
 def published(folder: Path | None, read: Callable[[Path], list[Row]]) -> Result:
-    """Returns the rows of the data sets in a folder, or no rows if the folder does not exist."""
+    """Returns the rows of the data sets in ``folder``, or no rows if it does not exist."""
     return Result(rows=read(folder) if folder is not None and folder.is_dir() else [])
 
 

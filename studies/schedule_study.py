@@ -87,7 +87,7 @@ class Cell:
         return StageProfile(times=times, link=Link(latency_s=self.latency), **given)
 
     def bound_s(self, placement: Placement, seeds: Sequence[int]) -> float:
-        """Returns the mean of the lower bound over random draws."""
+        """Returns the mean of the lower bound in seconds over the random draws ``seeds``."""
         return statistics.fmean(
             lower_bound_s(placement, draw(placement, self.microbatches, self.profile, seed=seed))
             for seed in seeds
@@ -95,13 +95,13 @@ class Cell:
 
 
 def cells(latency: float) -> Iterator[Cell]:
-    """Yields all cells with a latency."""
+    """Yields all cells with the latency ``latency``."""
     for ranks, per_rank, work in product(RANKS, PER_RANK, WORK):
         yield Cell(ranks=ranks, microbatches=per_rank * ranks, work=work, latency=latency)
 
 
 def lower_bound_s(placement: Placement, work: Workload) -> float:
-    """Returns the lower bound that the module's docstring defines.
+    """Returns the lower bound in seconds that the module's docstring defines.
 
     Arrays of B and W are in execution order: the last slice of a microbatch runs first.
     """
@@ -111,7 +111,7 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
     turned = np.arange(items).reshape(-1, slices)[:, ::-1].ravel()
     times[B:] = times[B:, :, turned]
     ranks = np.array([placement.locate(stage)[0] for stage in range(stages)])
-    # These are delays of messages from each stage to the next stage, and back.
+    # These arrays contain delays of messages from each stage to the next stage, and back.
     forth, back = work.delays_ps[0, :-1].copy(), work.delays_ps[1, 1:, turned].T.copy()
     forth[ranks[1:] == ranks[:-1]] = back[ranks[1:] == ranks[:-1]] = 0
     heads = _starts(times, forth, back, slices)
@@ -142,7 +142,7 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
 
 
 def _latest(ends: Any, slices: int) -> Any:
-    """Returns the latest end in its microbatch for each slice."""
+    """Returns for each slice the latest end in its microbatch."""
     return np.repeat(ends.reshape(-1, slices).max(axis=1), slices)
 
 
@@ -167,13 +167,13 @@ def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
 
 
 def _in_turn(ready: Any, durations: Any) -> Any:
-    """Returns the starts of actions that run sequentially, each when it is ready."""
+    """Returns the starts of actions that run sequentially, each as soon as it is ready."""
     before = durations.cumsum() - durations
     return before + np.maximum.accumulate(ready - before)
 
 
 def _one_machine(heads: Any, durations: Any, tails: Any) -> int:
-    """Returns the earliest end of all work with interruptions; the longest tail goes first."""
+    """Returns the earliest end of all work with interruptions. The longest tail goes first."""
     order = np.argsort(heads, kind="stable")
     coming = deque(zip(*(each[order].tolist() for each in (heads, durations, tails)), strict=True))
     waiting: list[tuple[int, int]] = []
@@ -279,7 +279,7 @@ def worst_draws() -> list[Row]:
             if cell.work != work or cell.microbatches < 2 * cell.ranks:
                 continue
             rule = _rule("adaptive", "v", cell, 2, True)
-            # Small pipelines vary most between draws, so they get more draws.
+            # Small pipelines vary most between draws, so simulate more draws of these.
             for seed in range(FRESH.start, FRESH.start + max(4, 800 // cell.ranks)):
                 bound_s = cell.bound_s(rule.placement, (seed,))
                 found.append((_step_s(rule, cell, (seed,)) / bound_s, seed, cell))
@@ -359,7 +359,7 @@ def joint_choice() -> list[Row]:
 def unequal_pipeline(
     ranks: int, chunks: int, embedding: float, loss: float, slowness: float
 ) -> tuple[Loads, StageProfile]:
-    """Returns layers of 1 ms, with an embedding, a loss and a slow rank 1."""
+    """Returns a pipeline whose layers take 1 ms, with an embedding, a loss and a slow rank 1."""
     kind: PlacementKind = "v" if chunks == 2 else "loop"
     placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
     stages, layer_s = placement.num_stages, 1e-3
@@ -379,5 +379,5 @@ def unequal_pipeline(
 
 
 def measure() -> list[Row]:
-    """Runs all simulations of the study."""
+    """Runs all simulations of the study, and returns their table rows."""
     return [*optimal_gaps(), *joint_choice(), *worst_draws(), *shares(), *worst_cells()]

@@ -42,14 +42,14 @@ def study(_: argparse.Namespace) -> Result:
 
 def trading(options: argparse.Namespace) -> Result:
     """Runs the ``experts`` part, which emulates a pipeline with token exchanges."""
-    # The work between exchanges is short, so chunks must be long enough to make delayed wake-ups
+    # The work between exchanges is short. So chunks must be long enough to make delayed wake-ups
     # negligible.
     return Result(rows=experts.measure(quick=options.quick, chunk_ms=40.0))
 
 
 def content(options: argparse.Namespace) -> Result:
     """Runs the ``content`` part, which trains on different numbers of images."""
-    from studies import unequal_content  # the import prepares torch for a machine without CUDA
+    from studies import unequal_content  # This import prepares torch for a machine without CUDA.
 
     return unequal_content.measure(quick=options.quick)
 
@@ -62,14 +62,14 @@ def traces(options: argparse.Namespace) -> Result:
 
 
 def jobs_in(folder: Path) -> list[Path]:
-    """Returns operation tables and trace folders in a folder, or the folder if none exist."""
+    """Returns operation tables and trace folders in ``folder``, or [folder] if none exist."""
     tables = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
     runs = sorted(path for path in folder.iterdir() if path.is_dir())
     return [*tables, *runs] or [folder]
 
 
 def replayed(path: Path) -> list[Row]:
-    """Returns speed-ups over 1F1B, from the recorded times of each step's microbatches."""
+    """Returns speed-ups over 1F1B, based on the recorded times of each step's microbatches."""
     run_read = load_run(path)
     where = pipelines_of(run_read)
     times = recorded_times([read_operations(run_read, where, run_read.iterations)])
@@ -109,7 +109,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Runs the parts that the command line selects; returns 1 if a limit is missed."""
+    """Runs the parts that the command line selects. Returns 1 if a limit is missed."""
     parser = parser_of(__doc__, tuple(PARTS))
     parser.add_argument("--folder", type=Path, help="folder of recorded jobs, for part traces")
     options = parser.parse_args()

@@ -50,13 +50,13 @@ MEDIAN_IMAGES = 2.0
 SIGMA = 1.0
 ENCODER_LAYERS = 24
 DECODER_LAYERS = 32
-"""Number of layer pairs in the language model; partitions count these pairs."""
+"""Number of layer pairs in the language model. Partitions count these pairs."""
 ENCODER_WORK = 5.0 * IMAGE_PATCHES / ENCODER_LAYERS
 """Billions of multiplications in the forward pass of one image through one layer."""
 DECODER_WORK = 32.0 / DECODER_LAYERS
 """Billions of multiplications in the forward pass of one token through one layer."""
 FORWARD_S = 0.08
-"""Mean time of a microbatch's forward pass through the whole model, in seconds."""
+"""Mean duration of a microbatch's forward pass through the whole model, in seconds."""
 WARM_STEPS = 4
 LIMIT_S = 900.0
 SEED = 20_000
@@ -111,14 +111,14 @@ GOALS = {(OURS, "1f1b"): 1.6, (OURS, "interleaved"): 1.3, (DEALT, "1f1b, 2 repli
 
 
 def images_of(seed: int, count: int) -> list[int]:
-    """Returns the number of images of each microbatch of a step."""
+    """Returns the number of images of each microbatch of a step, drawn with ``seed``."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN_IMAGES), SIGMA, count)
     return [int(number) for number in np.clip(np.rint(drawn), 0, 8)]
 
 
 @functools.cache
 def _second() -> float:
-    """Returns the time of a billion multiplications in seconds."""
+    """Returns the time in seconds for a billion multiplications."""
     images = np.mean(images_of(SEED, 4096))
     tokens = TEXT_TOKENS + IMAGE_TOKENS * images
     work = ENCODER_WORK * ENCODER_LAYERS * images + DECODER_WORK * DECODER_LAYERS * tokens
@@ -126,7 +126,7 @@ def _second() -> float:
 
 
 def layer_seconds(images: list[int]) -> Any:
-    """Returns the time of a forward pass in seconds, ``[layers, microbatches]``."""
+    """Returns the forward time of each layer in seconds, ``[layers, microbatches]``."""
     counts = np.array(images, dtype=float)
     seen = np.tile(ENCODER_WORK * counts, (ENCODER_LAYERS, 1))
     read = np.tile(DECODER_WORK * (TEXT_TOKENS + IMAGE_TOKENS * counts), (DECODER_LAYERS, 1))
@@ -134,14 +134,14 @@ def layer_seconds(images: list[int]) -> Any:
 
 
 def stage_seconds(partition: tuple[int, ...], images: list[int]) -> Any:
-    """Returns the time of a forward pass in seconds, ``[stages, microbatches]``."""
+    """Returns the forward time of each stage in seconds, ``[stages, microbatches]``."""
     layers = layer_seconds(images)
     starts = np.cumsum((0, *partition))[:-1]
     return np.add.reduceat(layers, starts, axis=0)
 
 
 def candidate_of(way: Way, sizes: list[float]) -> Candidate:
-    """Returns the schedule of a step whose microbatches have these relative sizes."""
+    """Returns the schedule of a step whose microbatches have the relative sizes ``sizes``."""
     placement = way.placement
     cap = max(default_cap(placement, len(sizes)), *sizes) if way.is_rule else None
     pieces = 4 if way.is_rule else 0
@@ -155,7 +155,7 @@ def relative_sizes(images: list[int]) -> list[float]:
 
 
 def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
-    """Returns the simulated time of a step in seconds, without messages."""
+    """Returns the simulated step time in seconds, excluding messages."""
     placement = way.placement
     count = len(images)
     seconds = stage_seconds(partition, images)
@@ -212,7 +212,7 @@ def partition_of(way: Way) -> tuple[int, ...]:
 
 
 def microbatch(images: int) -> dict[str, Any]:
-    """Returns a microbatch with this number of images; its small entries grow with the content."""
+    """Returns a microbatch with ``images`` images. Its small entries grow with ``images``."""
     part = {"ids": torch.zeros(1, TEXT_TOKENS + IMAGE_TOKENS * images, dtype=torch.int64)}
     if images:
         part["patches"] = torch.zeros(IMAGE_PATCHES * images, 1)
@@ -225,7 +225,7 @@ class Job:
     Args:
         way: Configuration to run.
         partition: Number of layers of each stage.
-        rank: Rank of this process; the replicas of one pipeline position have consecutive ranks.
+        rank: Rank of this process. The replicas of one pipeline position have consecutive ranks.
     """
 
     def __init__(self, way: Way, partition: tuple[int, ...], rank: int) -> None:
@@ -255,7 +255,7 @@ class Job:
         self._partition = partition
 
     def step(self, number: int) -> tuple[float, float]:
-        """Runs a step; returns its duration in seconds and the maximum of held activations."""
+        """Runs a step. Returns its duration in seconds and the maximum of held activations."""
         way = self._way
         whole = [microbatch(count) for count in images_of(number, MICROBATCHES * way.replicas)]
         passed = self._balance.share(whole)
@@ -286,14 +286,14 @@ class Job:
         return step.seconds, step.peak
 
     def close(self) -> None:
-        """Closes the channels; all ranks must call this together."""
+        """Closes the channels. All ranks must call this method together."""
         self._member.close()
 
 
 def run_rank(
     rank: int, partitions: dict[str, tuple[int, ...]], steps: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Runs configurations with these partitions; returns seconds and activations of each step."""
+    """Runs configurations with these partitions. Returns seconds and activations of each step."""
     jobs = {name: Job(WAYS[name], parts, rank) for name, parts in partitions.items()}
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
     for step in range(WARM_STEPS + steps):
@@ -309,7 +309,7 @@ def run_rank(
 def rows_of(
     results: dict[str, list[tuple[float, float]]], partitions: dict[str, tuple[int, ...]]
 ) -> list[Row]:
-    """Returns the rows of the table for configurations with these partitions."""
+    """Returns the table rows for configurations with the partitions ``partitions``."""
     subject = DEALT if DEALT in results else OURS
     seconds = {name: [second for second, _ in steps] for name, steps in results.items()}
     rows = [

@@ -26,17 +26,19 @@ _FORMS: dict[str, Callable[[Path, str], list[MeasuredRun]]] = {
     ".csv": read_rows,
     ".json": read_staged,
 }
-"""Readers of ``measured_NAME`` files by suffix; their modules describe the files of a data set."""
+"""Functions that read ``measured_NAME`` files, by suffix. Their modules describe the file formats.
+"""
 
 
 def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
-    """Reads all data sets in a folder and in its direct subfolders.
+    """Reads all data sets in ``folder`` and in its direct subfolders.
 
     Args:
         folder: Folder of a data set, or folder whose subfolders are data sets.
 
     Raises:
-        ConfigError: There is no data set, or a file of a data set is invalid.
+        ConfigError: The folder does not exist or contains no data set, or a file of a data set is
+            invalid.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist; pass the folder of the data set")
@@ -66,10 +68,10 @@ def _read(file: Path, name: str) -> list[MeasuredRun]:
 
 
 def rows(data: Path) -> list[Row]:
-    """Returns one row for each figure.
+    """Returns the table rows of all data sets in ``data``.
 
     Args:
-        data: Folder of the published data sets; missing data sets have no rows.
+        data: Folder of the published data sets. Missing data sets have no rows.
     """
     return [row for name, runs in read_sets(data).items() for row in _set(name, runs)]
 

@@ -43,7 +43,7 @@ class MemoryRun(Shape):
         return f"{self.recompute} s {self.sequence} {super().__str__()}{sharded}"
 
     def model_flags(self) -> list[str]:
-        """Flags of the model."""
+        """Flags that describe the model."""
         return (
             f"--num-layers {sum(self.layers)} --hidden-size {HIDDEN} --num-attention-heads {HEADS}"
             f" --seq-length {self.sequence} --max-position-embeddings {self.sequence}"
@@ -52,7 +52,7 @@ class MemoryRun(Shape):
         ).split()
 
     def flags(self) -> list[str]:
-        """Flags of the trainer."""
+        """Flags of the trainer, including the model's flags."""
         words = (
             f"--lr 1e-4 --mock-data --eval-iters 0 --global-batch-size {BATCH * self.dp}"
             f" --train-iters 2 {_RECOMPUTE[self.recompute]}"
@@ -99,11 +99,11 @@ class PeakWatch(Watch):
                         peak = int(line.split()[1]) * 1024
                         self.peaks[rank] = max(self.peaks.get(rank, 0), peak)
             except (psutil.Error, OSError, ValueError):
-                continue  # the process has exited
+                continue  # Skip processes that have exited.
 
 
 def measured_bytes(run: MemoryRun) -> int:
-    """Returns the largest peak memory of all ranks in bytes."""
+    """Returns the largest peak memory of all ranks of ``run``, in bytes."""
     with tempfile.TemporaryDirectory() as traces:
         return max(train(run, ["--trace-dir", traces], PeakWatch()).peaks.values())
 
@@ -120,7 +120,7 @@ _SPREADS: tuple[tuple[dict[str, Any], ...], ...] = (
 
 
 def runs() -> list[MemoryRun]:
-    """Returns the 24 runs."""
+    """Returns the 24 runs of the study."""
     return [
         MemoryRun(recompute=recompute, sequence=sequence, layers=_even(spread), **spread)
         for sequence, spreads in zip((2048, 1024), _SPREADS, strict=True)
@@ -130,13 +130,13 @@ def runs() -> list[MemoryRun]:
 
 
 def _even(spread: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the number of layers of each stage."""
+    """Returns the number of layers of each stage if layers are divided evenly."""
     stages = spread.get("pp", 1) * spread.get("chunks", 1)
     return (LAYERS // stages,) * stages
 
 
 def measure(quick: bool) -> Result:
-    """Runs all configurations, or every fifth if ``quick``; compares planned and measured peaks."""
+    """Compares planned and measured peaks of all runs, or of every fifth run if ``quick``."""
     tiny = MemoryRun(sequence=64, layers=(1,))
     context = measured_bytes(tiny) - predict(*tiny.planned()).peak_bytes
     ratios, facts = [], []

@@ -56,16 +56,16 @@ EXPERT_FLAGS = [
     *"--disable-bias-linear --position-embedding-type rope".split(),
 ]
 QUIET = 0.06
-"""Maximum share of the machine that other programs may use during an evaluated iteration."""
+"""Maximum fraction of the machine that other programs may use during an evaluated iteration."""
 ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 400.0
 KEPT = "kept.json"
 NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpeed(bytes_per_s=2e9))
-"""Node type of this machine; plans use at most two of its GPUs."""
+"""Node type of this machine. Plans use at most two of its GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A configuration of a small GPT; the model has experts if ``expert_ranks`` is above 0."""
+    """Configuration of a small GPT. The model has experts if ``expert_ranks`` is above 0."""
 
     tp: int = 1
     dp: int = 1
@@ -91,11 +91,11 @@ class Shape:
         )
 
     def flags(self) -> list[str]:
-        """Flags of the trainer."""
+        """Flags of the trainer, including the model's flags."""
         return [*(EXPERT_FLAGS if self.expert_ranks else MODEL_FLAGS), *self.parallel_flags()]
 
     def parallel_flags(self) -> list[str]:
-        """Flags that do not describe the model."""
+        """Flags of the trainer that do not describe the model."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--micro-batch-size", str(self.micro_batch), "--pipeline-schedule", self.schedule]
@@ -164,16 +164,16 @@ class Outcome:
 
 
 class BusyError(RuntimeError):
-    """Other programs disturbed the runs too much."""
+    """Error for runs that other programs disturbed too much."""
 
 
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
     """Trains until enough iterations are undisturbed, at most ``ROUNDS`` times.
 
-    Stores the results in ``folder``, so that another call can reload them.
+    The results are stored in ``folder``, from which :func:`reload` reads them.
 
     Raises:
-        BusyError: The machine was never idle enough.
+        BusyError: Other programs used too much of the machine in all rounds.
         RuntimeError: The trainer failed.
     """
     seen = []
@@ -205,7 +205,7 @@ def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
 
 
 def reload(shape: Shape, folder: Path) -> Outcome:
-    """Returns a stored run.
+    """Returns the run that :func:`run` stored in ``folder``.
 
     Raises:
         RuntimeError: The run had a different configuration.
@@ -224,7 +224,7 @@ def reload(shape: Shape, folder: Path) -> Outcome:
 
 
 def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
-    """Runs the trainer under a watch and returns the watch.
+    """Runs the trainer while ``watch`` takes samples, and returns the watch.
 
     Raises:
         RuntimeError: The trainer failed.
@@ -240,7 +240,7 @@ def profiled(folder: Path) -> Profile:
     The profile is stored in ``folder``.
 
     Raises:
-        BusyError: The machine was never idle enough.
+        BusyError: Other programs used too much of the machine in all rounds.
         RuntimeError: The command failed.
     """
     path = folder / "profile.json"
@@ -252,8 +252,8 @@ def profiled(folder: Path) -> Profile:
         command += ["--output", str(trial), *"--tp 1 --micro-batch-sizes 1".split()]
         command += ["--node-type", NODE.name]
         watch = _watched(command, "profile", Watch(os.getpid()))
-        # The CPU time of an exited process is attributed to other programs, so later samples are
-        # ignored.
+        # Ignore later samples, because the CPU time of an exited process is attributed to other
+        # programs.
         end = max(watch.samples, key=lambda sample: sample[-1])
         if watch.others(watch.samples[0][0], end[0]) < QUIET:
             trial.rename(path)
@@ -265,7 +265,7 @@ def profiled(folder: Path) -> Profile:
 
 
 def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
-    """Runs Python with these arguments under a watch and returns the watch."""
+    """Runs Python with the arguments ``command`` under a watch, and returns the watch."""
     child = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -288,13 +288,13 @@ def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
 
 
 def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
-    """Returns the predicted duration of a step in seconds."""
+    """Returns the predicted step time of ``shape`` in seconds."""
     plan, cluster = shape.plan(model)
     return predict(plan, PlanInputs(model, cluster, profile)).seconds
 
 
 class Watch:
-    """Samples the CPU use of the machine, and the share of a process and its descendants.
+    """Samples the CPU use of the machine, and the part that a process and its descendants use.
 
     Samples are taken every 250 ms within the ``with`` block, and at its start and end.
     """
@@ -331,7 +331,7 @@ class Watch:
         self.samples.append((time.monotonic_ns(), busy, family))
 
     def others(self, start_ns: int, end_ns: int) -> float:
-        """Returns the share of the machine that other programs used between two times."""
+        """Returns the fraction of the machine that other programs used in this interval."""
         at = np.array([sample[0] for sample in self.samples])
         low = max(int(np.searchsorted(at, start_ns)) - 1, 0)
         high = min(int(np.searchsorted(at, end_ns)), len(at) - 1)
@@ -349,13 +349,12 @@ AnyWatch = TypeVar("AnyWatch", bound=Watch)
 def measure(
     folder: Path, quick: bool = False, *, again: bool = True, experts: bool = False
 ) -> Result:
-    """Runs all configurations; returns the figures with their goals, and one record for each plan.
+    """Runs all configurations. Returns the results with their goals, and a record for each plan.
 
     Args:
-        folder: Folder in which the runs are stored; requires approximately 6 MB.
+        folder: Folder in which the runs are stored. They require approximately 6 MB.
         quick: Whether to run one round of every third plan.
-        again: Whether to run plans that are not stored; otherwise all runs are read from the
-            folder.
+        again: Whether to run plans that are not stored. If not, all runs are read from the folder.
         experts: Whether to run the plans of the model with experts.
     """
     plans = EXPERT_PLANS if experts else PLANS
@@ -438,7 +437,7 @@ def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
 
 
 def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Returns medians over rounds; errors are computed per round, because the speed varies."""
+    """Returns medians over rounds. Errors are computed per round, because the speed varies."""
     return {
         "plan": str(shape),
         "measured_s": statistics.median(measured for measured, _ in pairs),
@@ -448,7 +447,7 @@ def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any
 
 
 def summary(records: Sequence[dict[str, Any]], name: str, goal: float) -> list[Row]:
-    """Returns the figures of the runs with their goals; ``goal`` applies to the median error."""
+    """Returns the results of the runs with their goals. ``goal`` is for the median error."""
     measured = [record["measured_s"] for record in records]
     predicted = [record["predicted_s"] for record in records]
     found = accuracy(predicted, measured)

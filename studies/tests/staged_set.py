@@ -69,7 +69,7 @@ def write_staged_set(folder: Path, plans: Sequence[dict[str, Any]]) -> None:
 
 
 def staged_plan(measured_s: float, **more: Any) -> dict[str, Any]:
-    """Returns a run with two stages."""
+    """Returns a run with two stages whose measured step time is ``measured_s`` seconds."""
     return {
         "model": "small",
         "tp": 1,

@@ -24,7 +24,7 @@ CANDIDATES = {case.id: case for case in optimal.candidates()}
 
 
 def tiny(seed: int, *, microbatches: int = 2, cap: int | None = None) -> Any:
-    """Returns a case with two ranks, W in one piece, and durations from 1 to 4."""
+    """Returns a random case with two ranks, W in one piece, and durations from 1 to 4."""
     rng = random.Random(seed)
     times = [tuple(rng.randint(1, 4) for _ in range(4)) for _ in range(3)]
     return optimal.Case(
@@ -45,7 +45,7 @@ State = dict[Any, int]
 
 
 def least_by_trying_all(case: Any) -> int:
-    """Returns the least makespan: appends cells in every order, and discards dominated states."""
+    """Returns the least makespan. Appends cells in every order, and discards dominated states."""
     before = {cell: case.before(cell) for cell in case.cells()}
     layer: dict[frozenset[Any], list[State]] = {frozenset(): [dict.fromkeys(range(2), 0)]}
     for _ in before:
@@ -171,7 +171,7 @@ def test_recorded_optimum_is_found_again(name: str) -> None:
 
 def test_with_memory_for_2p_the_rule_is_near_the_optimum() -> None:
     distances = [
-        # A cap of None has no effect; caps of p are left out, because they need the rule
+        # A cap of None has no effect. Caps of p are left out, because they need the rule
         # ``hinted``.
         optimal.makespan(case, optimal.by_rule(case, "adaptive", 2 * case.ranks))
         / record["optimum"]

@@ -60,12 +60,12 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
 
 
 def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
-    """Parses the small command line with additional flags; later flags override earlier flags.
+    """Parses the small command line followed by ``flags``, which override earlier flags.
 
     Args:
-        flags: Flags that are added to the small command line, or to the value in ``BASES`` if the
-            first word is a key of ``BASES``. The word ENGINE means that Transformer Engine is
-            installed.
+        flags: Flags that are added to the small command line. If the first word is a key of
+            ``BASES``, they are added to its value instead. The word ENGINE means that Transformer
+            Engine is installed.
         world_size: Number of processes.
     """
     arguments = flags.split()
@@ -79,7 +79,7 @@ def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
 
 
 def complaint(flags: str, world_size: int = 1) -> str:
-    """Returns the one-line error with which :func:`small` rejects these flags."""
+    """Returns the one-line error message with which :func:`small` rejects ``flags``."""
     with pytest.raises(ConfigError) as caught:
         small(flags, world_size=world_size)
     text = str(caught.value)
@@ -89,6 +89,6 @@ def complaint(flags: str, world_size: int = 1) -> str:
 
 
 def check_words(flags: str, world_size: int, phrases: list[str]) -> None:
-    """Checks that a command line is rejected with an error that contains these phrases."""
+    """Checks that a command line is rejected with an error that contains all ``phrases``."""
     text = complaint(flags, world_size)
     assert [word for word in phrases if word not in text] == []

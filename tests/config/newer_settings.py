@@ -37,7 +37,7 @@ SMALL = """
 
 
 def words_of(spec: Any) -> list[str]:
-    """Returns a flag with a value other than its default."""
+    """Returns a flag with a value other than its default, as command-line arguments."""
     name = spec.name
     if spec.choices:
         others = [choice for choice in spec.choices if choice != spec.default]

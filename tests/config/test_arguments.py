@@ -1,4 +1,4 @@
-"""Tests for the command line: accepted flags, parsing, and early errors."""
+"""Tests for the command line: accepted flags, parsing, and errors at start."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_bad_flag_is_answered_with_flag_value_and_rule(
 
 @pytest.mark.parametrize("flags", EXCLUSIVE.splitlines())
 def test_flags_that_exclude_each_other_are_both_named(flags: str) -> None:
-    """Checks that the message names all flags, and shows a partition as the user wrote it."""
+    """Checks that the message contains all flags, and shows a partition as the user wrote it."""
     names = [word for word in flags.split() if word.startswith("--") or word == "1-0-3"]
     check_words(flags, 1, ["exclude each other", *names])
 
@@ -336,7 +336,7 @@ def test_importing_the_command_line_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# Recipes
+# The following tests are about recipes.
 
 RECIPE = {
     "hidden_size": 64,
@@ -360,7 +360,7 @@ def test_a_recipe_is_a_command_line() -> None:
     recipe = read_recipe(RECIPE, changes, "r.yaml")
     assert recipe == (["--hidden-size", "8", *base[3:7], "--lr", "2e-4"], 2, 4)
     flags = read_recipe({**RECIPE, "lr": 3}, [], "r.yaml").flags
-    assert flags[flags.index("--lr") + 1] == "0.001"  # values of variants take precedence
+    assert flags[flags.index("--lr") + 1] == "0.001"  # Values of variants take precedence.
 
 
 @pytest.mark.parametrize(

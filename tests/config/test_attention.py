@@ -10,7 +10,7 @@ import pytest
 
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
 
-# Each line has a case, its kernel, and whether queries can share keys without copies.
+# Each line contains a case, its kernel, and whether queries can share keys without copies.
 TABLE = """\
                                                         => causal  shared
 dtype=float16                                           => causal  shared

@@ -75,7 +75,7 @@ def _words(folder: Path, document: dict[str, Any]) -> list[str]:
 
 
 def _numbers(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Returns the paths of all numbers in a document."""
+    """Returns the paths of all numbers in ``document``, as tuples of keys."""
     paths: list[tuple[str, ...]] = []
     for key, value in document.items():
         if isinstance(value, dict):

@@ -51,7 +51,7 @@ def test_what_a_release_adds_reaches_its_classes_or_is_refused_by_name(release: 
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    # Users could not set a new field if its flag were missing in both lists.
+    # If a new field's flag were missing in both lists, users could not set the field.
     assert set(seen["flags"]) - INSTALLED <= set(NEWER)
     answers = seen["answers"]
     for flag, answer in answers.items():

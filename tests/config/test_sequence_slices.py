@@ -21,7 +21,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 def cost(end: int, length: int, share: float) -> float:
-    """Returns the cost of the first tokens of a sequence, relative to the whole sequence."""
+    """Returns the cost of the first ``end`` tokens of a sequence, relative to its total."""
     part = end / length
     return (1 - share) * part + share * part**2
 

@@ -38,7 +38,7 @@ class FirstConfig(BaseConfig):
 
 
 def run(tree: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the script for a tree."""
+    """Runs the script for the Megatron-LM tree ``tree``."""
     return subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "unlisted_flags.py"), str(tree)],
         capture_output=True,
@@ -116,6 +116,6 @@ def test_the_other_spelling_of_a_flag_of_the_trainer_is_named() -> None:
     ],
 )
 def test_a_flag_without_which_another_model_is_trained_is_refused(flag: str) -> None:
-    """Checks that flags that would train another model are rejected instead of ignored."""
+    """Checks that flags are rejected if ignoring them would train a different model."""
     with pytest.raises(ConfigError, match=f"^{flag} is a flag of Megatron-LM that this trainer"):
         parse([flag, "1"], world_size=1)

@@ -50,7 +50,7 @@ def loads(
 
 
 def partitions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yields all partitions of the layers into stages."""
+    """Yields all partitions of ``layers`` layers into ``stages`` stages."""
     for cuts in itertools.combinations_with_replacement(range(layers + 1), stages - 1):
         edges = (0, *cuts, layers)
         yield tuple(high - low for low, high in itertools.pairwise(edges))
@@ -109,7 +109,7 @@ def test_stages_of_several_chunks_share_what_their_rank_can_do(name: str) -> Non
 def test_nothing_moves_for_less_than_the_least_gain() -> None:
     present = loads(LOOP4, (8, 8, 8, 8), (1.0, 1.04, 1.0, 0.98))
     assert propose(present, step_of(present), 0.05) is None
-    # No partition is faster per microbatch, so no step may be simulated.
+    # No partition is faster per microbatch, so the test fails if a step is simulated.
     slow = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.2, 1.0, 1.0))
     assert propose(slow, lambda partition: pytest.fail(f"{partition}"), 0.05) is None
     assert slow.slowness == pytest.approx((1.0, 1.2, 1.0, 1.0))
@@ -126,7 +126,7 @@ def test_memory_is_kept_to() -> None:
 
 
 def test_of_equals_the_one_with_least_travel_is_taken() -> None:
-    # All ranks except the slow rank have room for a layer, which moves to the slow rank's
+    # All ranks except the slow rank have room for a layer. The layer moves to the slow rank's
     # neighbour.
     present = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.0, 1.0, 3.0))
     proposal = propose(present, lambda partition: max(present.paces(partition)), 0.05)
@@ -138,7 +138,7 @@ def test_of_equals_the_one_with_least_travel_is_taken() -> None:
 
 
 def unlike(seed: int, chunks: int) -> Loads:
-    """Returns layers of up to three kinds, on ranks with different speeds and memory."""
+    """Returns a random problem with up to three kinds of layers, on ranks with unequal speeds."""
     drawn = random.Random(seed)
     placement = Placement(num_ranks=3, num_chunks=chunks, kind="v" if chunks == 2 else "loop")
     layers, costs = drawn.randint(6, 10), (1.0, drawn.uniform(1.5, 4), 0.2)
@@ -172,8 +172,8 @@ def test_unlike_layers_get_the_quickest_pace(seed: int, chunks: int) -> None:
 
     proposal = propose(present, pace, 1e-3)
     taken = present.partition if proposal is None else proposal.partition
-    # The result is optimal for one stage per rank, except that nearly equal steps are treated as
-    # equal.
+    # The result is optimal for one stage per rank, except that nearly equal step times are treated
+    # as equal.
     assert pace(taken) <= best * (1.006 if chunks == 1 else 1.2)
 
 
@@ -203,7 +203,7 @@ def together(
     most: tuple[float, float] = (8.0, 8.0),
     halves: tuple[Loads, ...] = (),
 ) -> Decision:
-    """Returns the choice for stages in a V or a loop, with these memory limits."""
+    """Returns the choice for stages in a V or a loop, with the memory limits ``most``."""
     return choose_together(
         present,
         StageProfile(times=present.stage_times(present.partition)),
@@ -218,14 +218,14 @@ def together(
 def seconds(
     present: Loads, candidate: Candidate | None, partition: tuple[int, ...] | None
 ) -> float:
-    """Returns the simulated duration of a step with the chosen settings, in seconds."""
+    """Returns the simulated step time in seconds with the chosen settings."""
     assert candidate is not None
     times = present.placed(candidate.placement.kind).stage_times(partition or present.partition)
     return evaluate(candidate, 8, StageProfile(times=times), (0,)).mean_s
 
 
 def test_order_placement_and_layers_are_chosen_together() -> None:
-    """Checks that a joint choice is no slower than a sequential choice and random partitions."""
+    """Checks that a joint choice is at least as fast as separate choices and random partitions."""
     present = loads(V4, (2,) * 8, (1.0,) * 4, {7: 3.0})
     decision = together(present, gain=0.03)
     assert decision.partition is not None
@@ -284,7 +284,7 @@ def test_memory_is_counted_for_each_placement() -> None:
 
 
 def test_what_slows_a_rank_stays_with_it_under_another_placement() -> None:
-    present = loads(V4, (2,) * 8, (2.0, 1.0, 1.0, 1.0), {7: 4.0})  # the last stage is on rank 0
+    present = loads(V4, (2,) * 8, (2.0, 1.0, 1.0, 1.0), {7: 4.0})  # The last stage is on rank 0.
     lying = present.placed("loop")
     assert sum(lying.beside_s[7]) == pytest.approx(sum(present.beside_s[7]) / 2)
     assert lying.placed("v").beside_s == present.beside_s

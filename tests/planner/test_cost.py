@@ -26,7 +26,7 @@ from tests.support.small_clusters import Problem, random_problem
 
 
 def problem() -> Problem:
-    """Returns a problem with at least three nodes that have one GPU each."""
+    """Returns a random problem with at least three nodes that have one GPU each."""
     for seed in range(100):
         drawn = random_problem(seed)
         if len(drawn.cluster.nodes) >= 3 and all(kind.gpus == 1 for kind in drawn.cluster.types):
@@ -121,7 +121,7 @@ def test_the_work_of_a_stage_is_divided_by_its_width() -> None:
     stage = wide.stages[0]
     busy = (1 - stage.bubble) * 40 * (stage.forward_s + stage.backward_s)
     assert busy <= wide.seconds
-    # each replica of the first stage runs 40 of the step's 80 microbatches
+    # Each replica of the first stage runs 40 of the step's 80 microbatches.
     assert run.num_microbatches == 40
 
 

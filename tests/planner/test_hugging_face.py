@@ -66,7 +66,7 @@ GEMMA = _sizes(
     vocab_size=256000,
     sliding_window=4096,
 )
-# Each case has a published configuration and the parameter count of the model in transformers.
+# Each case contains a published configuration and the parameter count of the model in transformers.
 PUBLISHED = {
     "Llama-3-8B": (
         _sizes("llama", 4096, 14336, 32, 32, num_key_value_heads=8, vocab_size=128256),
@@ -125,7 +125,8 @@ def test_parameters_are_those_that_are_published(name: str, tmp_path: Path) -> N
     model = read(config, tmp_path)
     assert model.parameters == pytest.approx(parameters, rel=1e-3)
     assert model.num_counted == config["num_hidden_layers"]
-    # The trainer would build a different model from Phi configurations, so these have no arguments.
+    # The trainer would build a different model from Phi configurations, so these models have no
+    # arguments.
     differs = config["model_type"] == "phi"
     assert bool(model.arguments) != differs
 
@@ -134,7 +135,7 @@ def test_a_layer_that_predicts_further_goes_with_the_head(tmp_path: Path) -> Non
     plain = read(V3, tmp_path)
     more = read({**V3, "num_nextn_predict_layers": 1}, tmp_path)
     # The additional expert layer, the projection of two states, and norms have 11.6 B parameters.
-    # The layer reuses the model's embedding and head.
+    # The layer shares the model's embedding and head.
     layer = plain.kinds["experts"].held_parameters(1) + 2 * 7168**2 + 3 * 7168
     assert more.parameters - plain.parameters == pytest.approx(layer)
     assert more.layers == plain.layers
@@ -145,7 +146,7 @@ def test_a_layer_that_predicts_further_goes_with_the_head(tmp_path: Path) -> Non
 
 
 def test_windows_shorten_the_layers_that_have_them(tmp_path: Path) -> None:
-    # Softcapped attention would store all scores, even scores outside the window.
+    # Soft-capped attention would store all scores, even scores outside the window.
     gemma = {**GEMMA, "attn_logit_softcapping": None}
     model = read(gemma, tmp_path, sequence=8192)
     near, far = model.kinds["transformer-window"], model.kinds["transformer"]
@@ -171,7 +172,7 @@ def test_experts_compute_by_their_tokens_and_lie_on_ranks(tmp_path: Path) -> Non
     spread = even.kinds["experts/8"]
     assert spread.parameters == pytest.approx(layer.parameters - 7 * 3 * hidden * inner)
     assert spread.forward_flops == layer.forward_flops
-    # All ranks wait for the busiest rank. A single rank has all experts, so it has no imbalance.
+    # All ranks wait for the busiest rank. A single rank has all experts, so its load is balanced.
     assert skewed.kinds["experts"] == layer
     more = skewed.kinds["experts/8"].forward_flops - layer.forward_flops
     assert more == pytest.approx(0.5 * products)

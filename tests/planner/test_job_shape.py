@@ -64,7 +64,7 @@ def job(
     slow: dict[str, float] | None = None,
     chunks: int = 1,
 ) -> Running:
-    """Returns a job on nodes with these numbers of GPUs; larger microbatches are more efficient."""
+    """Returns a job on nodes with ``gpus`` GPUs. Larger microbatches are more efficient."""
     kinds = [
         LayerKind(
             name=f"cut-{n}", parameters=parameters, output_elements=1000.0,
@@ -144,7 +144,7 @@ def test_memory_is_a_limit() -> None:
 
 
 def test_a_stage_that_keeps_much_gets_fewer_pieces() -> None:
-    # The first rank keeps activations of two microbatches under 1F1B, the second rank of one.
+    # Under 1F1B, the first rank keeps activations of two microbatches, and the second rank of one.
     running = job(gpus=(2,), batch=8, parameters=0.0, memory=1.01e5)
     best = choose_option(running, pipeline_sizes=(2,), micro_batches=(2,))[0]
     assert best.fits

@@ -46,7 +46,8 @@ def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recomput
         )
     ]
     for table, on in zip(tables, (False, True), strict=True):
-        # The backward pass recomputes what was not kept, so it needs all activations of one layer.
+        # The backward pass recomputes everything that was not kept, so it needs all activations of
+        # one layer.
         both = table.kept_bytes[1] + table.workspace_bytes[1]
         assert both >= 2 * (layer.kept_bytes(8, sequence_parallel=on) + layer.workspace_bytes / 8)
         # The head and the embedding are never recomputed.
@@ -56,7 +57,7 @@ def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recomput
 
 
 def test_estimates_are_near_what_others_measured() -> None:
-    """Compares estimated with measured times of an OPT-350M layer.
+    """Checks that estimated times of an OPT-350M layer are close to measured times.
 
     The measurements are for 2,048 tokens in fp32, and were published with Sailor (SOSP 2025).
     """
@@ -164,8 +165,8 @@ def test_own_kernels_gather_the_parts_of_a_sequence_that_a_ring_would_pass_on() 
         shared = StageSettings(context_ranks=4)
         tables[attention] = layer_table(inputs, node, tp=1, micro_batch=1, settings=shared)
     ring, gathered = (tables[name] for name in ("fused", "kernel"))
-    # Three of four parts come from other ranks. Without a ring, a rank waits for them and keeps
-    # them.
+    # Three of four parts come from other ranks. Without a ring, a rank waits for these parts and
+    # keeps them.
     part = model.kinds["transformer"].context_bytes / 4
     kept = gathered.kept_bytes[1] - ring.kept_bytes[1]
     assert kept == pytest.approx(3 * part)

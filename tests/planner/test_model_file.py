@@ -36,11 +36,11 @@ def test_every_preset_can_be_made() -> None:
     for name in preset_names():
         assert preset(name, "fp16").precision.element_bytes == 2
     assert preset("gpt2", "fp32").parameters == preset("gpt2", "bf16").parameters
-    assert preset("gpt2-xl").max_tp == 25  # 25 divides the number of heads
+    assert preset("gpt2-xl").max_tp == 25  # The number 25 divides the number of heads.
 
 
 def test_activations_are_those_of_the_literature() -> None:
-    """Compares kept activations with Korthikanti et al. 2022."""
+    """Checks that the sizes of kept activations match Korthikanti et al. 2022."""
     model = preset("gpt3-175b", "fp16", attention="unfused")
     length, hidden, heads = 2048, 12288, 96
     layer = model.kinds["transformer"]
@@ -88,7 +88,7 @@ SEVEN_B = (
 
 
 def test_kernels_of_the_trainers_own_layers_keep_no_scores() -> None:
-    """Checks that attention kernels keep no scores, which are most of the activations otherwise."""
+    """Checks that attention kernels keep no scores. Without kernels, scores take most memory."""
     unfused, kernel, fused = (
         arguments_model(SEVEN_B.split(), "7B", "bf16", attention=kind)
         for kind in ("unfused", "kernel", "fused")
@@ -96,8 +96,8 @@ def test_kernels_of_the_trainers_own_layers_keep_no_scores() -> None:
     assert [model.attention for model in (unfused, kernel, fused)] == ["unfused", "kernel", "fused"]
     held = [8 * 4 * model.kinds["transformer"].kept_bytes(1) for model in (unfused, kernel, fused)]
     pairs = 32 * 4096**2
-    # The kernel keeps one number per row instead of probabilities, their dropout output and its
-    # mask.
+    # The kernel keeps one number per row instead of the probabilities, their output after dropout
+    # and the dropout mask.
     assert held[0] - held[1] == 8 * 4 * (pairs * (2 + 2 + 1) - 32 * 4096 * 4)
     assert 103e9 < held[0] < 105e9
     assert held[1] == held[2] < 19e9

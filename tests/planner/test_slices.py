@@ -38,7 +38,7 @@ TRIED = SearchOptions(
 
 
 def inputs_with(memory: float = 80e9, more: str = "", attention: str = "kernel") -> PlanInputs:
-    """Returns a small model with long sequences, on one node of 4 GPUs."""
+    """Returns a small model with long sequences, on one node with 4 GPUs."""
     model = arguments_model(f"{ARGUMENTS} {more}".split(), "long", "bf16", attention=attention)
     node = NodeType(
         name="n", gpu="a100-80", gpus=4, memory_bytes=memory, intra=LinkSpeed(bytes_per_s=230e9)
@@ -66,7 +66,7 @@ def test_slices_are_chosen_if_there_are_few_sequences() -> None:
     whole, cut = (proposed(80e9, 2, slices).rows[0] for slices in ((1,), (1, 2, 4, 8)))
     assert whole.plan.slices == 1
     assert cut.plan.slices > 1
-    # There are half as many sequences as ranks, so without slices ranks are often idle.
+    # The number of sequences is half the number of ranks, so without slices ranks are often idle.
     assert cut.prediction.seconds < 0.85 * whole.prediction.seconds
     assert sum(cut.prediction.parts.values()) == pytest.approx(cut.prediction.seconds)
     inputs = inputs_with()
@@ -86,8 +86,7 @@ def test_slices_fit_into_memory_that_whole_sequences_exceed() -> None:
     row = proposed(7.5e9, 4, (1, 8)).rows[0]
     assert row.plan.slices == 8
     assert row.prediction.fits
-    # Memory does not suffice for the default cap, so the plan has a lower cap, which the trainer
-    # accepts.
+    # The default cap exceeds the memory, so the plan has a lower cap, which the trainer accepts.
     assert row.plan.cap is not None
     assert not predict(replace(row.plan, cap=None), inputs_with(7.5e9)).fits
 
@@ -137,7 +136,7 @@ def test_activations_are_those_of_the_longest_slices_in_flight(share: float) -> 
 
 
 def seq_1f1b(ranks: int, microbatches: int, slices: int) -> list[list[tuple[int, int]]]:
-    """Returns the actions of each rank as slice indices with 1 for forward or -1 for backward."""
+    """Returns each rank's actions as pairs of slice index and 1 (forward) or -1 (backward)."""
     forward = [index for _ in range(microbatches) for index in range(slices)]
     backward = [index for _ in range(microbatches) for index in reversed(range(slices))]
     orders = []

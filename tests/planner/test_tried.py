@@ -89,7 +89,7 @@ def test_a_tried_rank_is_predicted_as_it_was_measured(recompute: str) -> None:
     assert stages.durations_s[1:, 0].sum() == pytest.approx(backward_s)
     assert stages.optimizer_s[0] == pytest.approx(0.5)
     assert stages.memory[0].total_bytes == pytest.approx(1e9)
-    # The other rank has two layers and the head, which are slower by the same factor.
+    # The other rank has two layers and the head. These are slower by the same factor.
     assert stages.durations_s[0, 1] == pytest.approx(14.0)
 
 
@@ -145,7 +145,7 @@ def test_measured_links_lengthen_the_step_and_change_no_layer(tensor: int) -> No
         # The added time is one message forward, one message backward, and the reduction of
         # embeddings.
         assert added_s == pytest.approx(0.5 + 0.5 + 7.0, rel=0.01)
-    else:  # the all-reduces of tensor-parallel ranks in each layer also add time
+    else:  # The all-reduces of tensor-parallel ranks in each layer also add time.
         assert added_s > 20.0
 
 

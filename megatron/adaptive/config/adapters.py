@@ -1,6 +1,6 @@
 """Derives settings from ``--load-hf`` and ``--load-lora``, and finds linear layers with adapters.
 
-``--load-hf`` takes a folder with a Hugging Face model, and ``--load-lora`` a folder with low-rank
+``--load-hf`` takes a folder with a Hugging Face model. ``--load-lora`` takes a folder with low-rank
 adapters (LoRA) written by the PEFT library.
 """
 
@@ -23,16 +23,16 @@ from megatron.adaptive.config.trainer import TrainerConfig, flag_specs
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# Keys in PEFT's file that do not affect the adapters' results, or that other functions in this
-# module read.
+# These keys in PEFT's file do not affect the adapters' results, or are read by other functions in
+# this module.
 _IDLE = frozenset(
     """
     peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision
     inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
     """.split()
 )
-# Settings whose values must match the shapes of the weights in the folder, so users cannot change
-# them.
+# Users cannot change these settings, because their values must match the shapes of the weights in
+# the folder.
 _SIZES = frozenset(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
@@ -41,10 +41,10 @@ _SIZES = frozenset(
     """.split()
 )
 _LONGEST_PATTERN = 1000
-# Matches nested repetitions such as (a*)*, which are rejected because matching them may take
-# exponential time.
+# This pattern matches nested repetitions such as (a*)*, which are rejected because matching them
+# may take exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# Values of init_lora_weights for which PEFT does not change the base model's weights.
+# For these values of init_lora_weights, PEFT does not change the base model's weights.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -53,7 +53,7 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
 
     Args:
         values: Settings on the command line, by field name.
-        argv: Command line of the trainer, quoted in error messages.
+        argv: Command line of the trainer, which error messages quote.
 
     Raises:
         ConfigError: A folder cannot be read, its model or adapters are not supported, or a size on
@@ -75,7 +75,7 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
 
 
 def _typed_flag(name: str, argv: Sequence[str]) -> str:
-    """Returns a setting's flag as it is spelled on a command line."""
+    """Returns the flag of the setting ``name`` as it is spelled in ``argv``."""
     spellings = flag_specs()[name].names
     return next((flag for flag in flags_in(argv) if flag in spellings), spellings[0])
 
@@ -84,8 +84,8 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
     """Maps each linear layer of megatron-core to the names of its parts in ``transformers``.
 
     A linear layer of megatron-core may combine several linear layers of ``transformers``, with
-    their matrices stacked by rows. Without ``--load-hf``, the names are those of Llama, or those of
-    DeepSeek if the model has latent attention.
+    their matrices stacked by rows. Without ``--load-hf``, the names in Llama are used, or the names
+    in DeepSeek if the model has latent attention.
     """
     family = base_of(config).family
     absent = ["q_proj"] if config.core.q_lora_rank is not None else ["q_down_proj", "q_up_proj"]
@@ -100,10 +100,10 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
 
 
 def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
-    """Maps each linear layer of megatron-core to a boolean per part that says if it has an adapter.
+    """Maps each linear layer of megatron-core to booleans that say which parts have adapters.
 
     The parts of a layer are the linear layers of ``transformers`` that it combines, in the order of
-    :func:`linear_names`. The result contains only linear layers with at least one adapter.
+    :func:`linear_names`. The result only contains linear layers with at least one adapter.
 
     Raises:
         ConfigError: A name in ``--lora-targets`` is not a linear layer of this architecture.
@@ -143,7 +143,7 @@ class Base:
 
 
 def base_of(config: TrainerConfig) -> Base:
-    """Returns the model for which a run trains adapters."""
+    """Returns the model for which a run with the settings ``config`` trains adapters."""
     settings = config.checkpoint
     is_latent = config.core.multi_latent_attention
     family = base_family(settings.load_hf, settings.hf_family, is_latent=is_latent)
@@ -154,8 +154,8 @@ def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -
     """Returns the family whose module names the adapters use.
 
     Args:
-        folder: Value of ``--load-hf``. If it is ``None``, adapters use the names of Llama, or of
-            DeepSeek with latent attention.
+        folder: Value of ``--load-hf``. If it is ``None``, adapters use the module names of Llama,
+            or of DeepSeek if the model has latent attention.
         hf_family: Value of ``--hf-family``.
         is_latent: Whether the model has latent attention.
     """
@@ -165,7 +165,7 @@ def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -
 
 
 def _base_of(values: Mapping[str, Any]) -> Base:
-    """Returns the base model from settings that may not have been validated yet."""
+    """Returns the base model. The settings in ``values`` may not have been validated yet."""
     family = base_family(
         values.get("load_hf"),
         values.get("hf_family"),
@@ -233,7 +233,7 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
 
 
 def _matching(pattern: str, base: Base, where: str) -> list[str]:
-    """Returns the names of linear layers whose full module name matches a regular expression."""
+    """Returns the names of linear layers whose full module names match the regular expression."""
     family = base.family
     inside = {
         name

@@ -2,7 +2,7 @@
 
 Each flag is a field of a dataclass. This module contains the parser, the defaults that depend on
 other flags, and the table of mutually exclusive flags. Checks that involve several values are in
-``flag_checks.py``. Flags of Megatron-LM that are refused are in ``unsupported_flags.py``.
+``flag_checks.py``. Flags of Megatron-LM that the trainer rejects are in ``unsupported_flags.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM
 _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
-# Mutually exclusive settings, which would be redundant or contradictory together.
+# These settings are mutually exclusive, because they would be redundant or contradict each other.
 _EXCLUSIVE = """\
 fp16 excludes bf16 | parameters can have only one data type
 train_iters excludes train_samples | the length of the run can have only one unit
@@ -109,9 +109,9 @@ def parse(
         argv: Command-line arguments without the program's name.
         world_size: Number of processes of the job.
         last_wins: Whether the last value of a repeated flag is used, for scripts that append the
-            user's flags. Otherwise, a repeated flag is an error.
+            user's flags. If not, a repeated flag is an error.
         needs_data: Whether the flags for data and for tokenizer files are required.
-        installed: Optional packages that are installed, or ``None`` to detect them.
+        installed: Optional packages that are installed, or ``None`` to detect these packages.
         settings: Values by field name for settings whose flags are absent, or ``None``.
 
     Returns:
@@ -153,13 +153,13 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
           task: {pretrain: {lr: 3e-4}, finetune: {lr: 1e-5}}
           gpus: {1: {}, 2x4: {nodes: 2, processes_per_node: 4}}
 
-    The argument ``task=finetune`` selects another option of the variant ``task``.
+    The argument ``task=finetune`` selects a different option of the variant ``task``.
 
     Args:
         content: Contents of the YAML file.
         overrides: Arguments ``key=value``, or ``key=`` to remove a key, which override the file.
-            Within the file, variants override other settings. With ``load_hf``, the Hugging Face
-            folder describes the model, and the file's settings of the model are ignored.
+            Within the file, variants override all other settings. With ``load_hf``, the Hugging
+            Face folder describes the model, and the file's settings of the model are ignored.
         where: Path of the YAML file, for error messages.
 
     Raises:
@@ -225,7 +225,7 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _by_field(part: Any, where: str) -> dict[str, Any]:
-    """Returns the settings in a part of a recipe, by field name."""
+    """Returns the settings in ``part`` of a recipe, by field name."""
     fields = {name: (name, True) for name in _PROCESSES}
     for spec in flag_specs().values():
         # A flag such as --no-x turns a setting off, so "no_x: true" means that the setting is off.
@@ -266,7 +266,7 @@ def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
 
 
 def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] = ()) -> list[str]:
-    """Returns the flags on a command line that belong to some groups, with their values.
+    """Returns the flags on a command line that belong to the groups ``kinds``, with their values.
 
     Args:
         argv: Command line of the trainer.
@@ -274,7 +274,7 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
         more: Names of additional fields to keep.
 
     Raises:
-        ConfigError: A flag is unknown, or this trainer refuses it.
+        ConfigError: A flag is unknown, or this trainer rejects it.
     """
     dests = _dests(flag_specs())
     argv = flags_where(argv, _is_active)
@@ -333,7 +333,7 @@ def _dests(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
 
 
 def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -> None:
-    """Raises an error if a flag is unknown, unsupported or repeated, without reading values."""
+    """Checks that all flags are known, supported and not repeated, without reading values."""
     seen: dict[str, str] = {}
     for argument in argv:
         if not LOOKS_LIKE_FLAG.match(argument):

@@ -2,8 +2,8 @@
 
 Storing the attention scores of all pairs of tokens takes ``heads x length x length`` numbers per
 layer and microbatch. A fused kernel keeps only its inputs, its output and one number per token and
-head. The choice depends only on plain values, so that the planner, which does not import torch, can
-make the same choice when it predicts memory use.
+head. The choice depends only on plain values. So the planner, which does not import torch, can make
+the same choice when it predicts memory use.
 
 The table shows what the kernels of torch 2.6 and newer support ("8.0" is a compute capability):
 
@@ -19,8 +19,8 @@ CPU            fp32, bf16, fp16                       equal      any    no      
 =============  ====================  ===============  =========  =====  =======  ==============
 
 Only the packed kernel supports sliding windows and rows of several documents. It does not pad head
-widths, so they must meet the conditions of both flash and efficient. No kernel supports attention
-sinks or bounded scores (soft-capping).
+widths, so the widths must meet the conditions of both flash and efficient. No kernel supports
+attention sinks or bounded scores (soft-capping).
 
 Source: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.cpp`` and
 ``torch/nn/attention/varlen.py`` of PyTorch.
@@ -36,7 +36,7 @@ _WIDEST_FLASH = 256
 _WIDEST_GROUPED = 128
 """Largest head width for which the flash kernel has a backward pass on every GPU.
 
-For larger heads, torch may use another kernel that does not support grouped queries.
+For larger heads, torch may use a different kernel, which does not support grouped queries.
 """
 _WIDTH_MULTIPLE = 8
 _FLASH_CAPABILITY = 8
@@ -46,7 +46,8 @@ class Kernel(enum.Enum):
     """Lists the ways to compute attention.
 
     Attributes:
-        SCORES: No fused kernel. The scores of all pairs of tokens are kept until the backward pass.
+        SCORES: No fused kernel is used. The scores of all pairs of tokens are kept until the
+            backward pass.
         CAUSAL: Fused kernel that masks later tokens without a mask tensor.
         MASKED: Fused kernel with a mask tensor.
         PACKED: Fused kernel for rows of several documents, with or without a sliding window.
@@ -64,8 +65,8 @@ class Mask(enum.Enum):
     Attributes:
         CAUSAL: The token itself and all earlier tokens.
         WINDOW: The token itself and a fixed number of tokens directly before it.
-        GIVEN: Tokens selected by an explicit mask tensor, for rows of several documents or if a
-            rank has only a part of the sequence.
+        GIVEN: Tokens that an explicit mask tensor selects. It is used for rows of several
+            documents, or if a rank has only a part of the sequence.
     """
 
     CAUSAL = "causal"
@@ -83,7 +84,7 @@ class AttentionCase:
         dtype: Name of the data type of the queries, such as ``bfloat16``.
         mask: Tokens that a token may attend to.
         is_packed: Whether a row consists of several documents without a mask tensor that separates
-            them.
+            the documents.
         query_width: Number of channels per head in queries and keys.
         value_width: Number of channels per head in values.
         has_dropout: Whether this forward pass applies dropout to attention probabilities.
@@ -108,7 +109,7 @@ class AttentionCase:
 
 
 def kernel_for(case: AttentionCase) -> Kernel:
-    """Chooses how to compute attention.
+    """Chooses how to compute attention with the properties in ``case``.
 
     If rows are packed but the result is not ``PACKED``, the caller must compute attention
     separately for each document, and call this function again for a single document.
@@ -118,8 +119,8 @@ def kernel_for(case: AttentionCase) -> Kernel:
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # Stored scores give exactly megatron-core's results, so use a fused kernel on a CPU only on
-        # request.
+        # Stored scores give exactly megatron-core's results. So use a fused kernel on a CPU only if
+        # the user requests it.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES

@@ -1,4 +1,4 @@
-"""Validates the URL of a collector of OpenTelemetry spans."""
+"""Checks the URL of a collector of OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import urllib.parse
 from megatron.adaptive.errors import ConfigError
 
 OTLP_PATH = "/v1/traces"
-"""Default path to which spans are sent if a URL has no path."""
+"""Path to which spans are sent if a URL contains no path."""
 
 
 def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
-    """Returns the URL to which spans are sent.
+    """Returns the URL to which spans are sent, based on the user's URL ``target``.
 
     Args:
         flag: Name of the flag, for error messages.
@@ -36,7 +36,7 @@ def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
 
 
 def without_login(url: str) -> tuple[str, str]:
-    """Returns a URL without its login, and the login as ``user:password`` or an empty string.
+    """Returns ``url`` without its login, and the login as ``user:password`` or an empty string.
 
     Args:
         url: URL from :func:`collector_url`.
@@ -47,5 +47,5 @@ def without_login(url: str) -> tuple[str, str]:
 
 
 def shown_url(url: str) -> str:
-    """Returns a URL for display, without user, password and query, which may be secrets."""
+    """Returns ``url`` for display, without user, password and query, which may be secrets."""
     return re.sub(r"[?#].*", "?...", re.sub(r"//[^/]*@", "//...@", url, flags=re.S), flags=re.S)

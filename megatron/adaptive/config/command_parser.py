@@ -79,7 +79,7 @@ def _short_name(prog: str) -> str:
 def number(
     kind: type[int] | type[float], least: float, most: float, noun: str = ""
 ) -> Callable[[str], Any]:
-    """Returns a function for argparse's ``type=`` that reads a number within limits.
+    """Returns a function for argparse's ``type=`` that parses a number within limits.
 
     Args:
         kind: Type of the number, ``int`` or ``float``.
@@ -103,14 +103,14 @@ def number(
 
 _LONGEST = 40
 count = number(int, 1, 1_000_000)
-"""Function for argparse's ``type=`` that reads an integer from 1 to 1,000,000."""
+"""Function for argparse's ``type=`` that parses an integer from 1 to 1,000,000."""
 
 
 LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Returns each flag's values by flag name. For a repeated flag, returns the last values."""
+    """Returns each flag's values by flag name. If a flag is repeated, its last values are used."""
     values_of: dict[str, list[str]] = {}
     name = ""
     for argument in argv:
@@ -123,7 +123,7 @@ def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
-    """Returns the flags whose names ``is_wanted`` accepts, with their values."""
+    """Returns the flags in ``argv`` whose names ``is_wanted`` accepts, with their values."""
     kept = []
     keeping = is_wanted("")
     for argument in argv:
@@ -135,5 +135,5 @@ def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[s
 
 
 def last_value(argv: Sequence[str], flag: str) -> str | None:
-    """Returns the value of a flag in an unparsed command line. The last value wins."""
+    """Returns the last value of ``flag`` in an unparsed command line, or ``None``."""
     return next(iter(flags_in(argv).get(flag, ())), None)

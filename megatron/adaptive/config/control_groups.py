@@ -29,8 +29,8 @@ def folders(controller: str) -> Iterator[Path]:
             root = MOUNTED / controller
         else:
             continue
-        # A container may see the host's path, which does not exist in the container. In this case
-        # only the root has files, and they belong to the container's control group.
+        # A container may see the host's path, which does not exist in the container. In this case,
+        # only the root has files, and these files belong to the container's control group.
         folder = root / path.strip("/")
         for group in (folder, *folder.parents):
             yield group
@@ -39,7 +39,7 @@ def folders(controller: str) -> Iterator[Path]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Returns the lines of a kernel file, or an empty list if the file cannot be read."""
+    """Returns the lines of the kernel file ``path``, or an empty list if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

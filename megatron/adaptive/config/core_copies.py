@@ -1,6 +1,6 @@
 """Finds the copies of megatron-core on Python's path, without importing them.
 
-Python imports the first copy on the path. A Megatron-LM checkout on ``PYTHONPATH`` precedes an
+Python imports the first copy on the path. A Megatron-LM checkout on ``PYTHONPATH`` comes before an
 installed megatron-core, although pip lists the installed version.
 """
 
@@ -30,7 +30,7 @@ class CoreCopy:
 
 
 def core_copies() -> list[CoreCopy]:
-    """Returns all copies in the order of Python's path, without duplicate folders."""
+    """Returns all copies of megatron-core in the order of Python's path, each folder only once."""
     copies: dict[Path, CoreCopy] = {}
     for part in megatron.__path__:
         folder = Path(part, "core")
@@ -44,7 +44,7 @@ def core_copies() -> list[CoreCopy]:
 
 
 def core_version() -> str | None:
-    """Returns the version of the imported megatron-core, or ``None`` if there is none."""
+    """Returns the version of megatron-core that Python imports, or ``None`` if it is missing."""
     if copies := core_copies():
         return copies[0].version
     try:
@@ -54,9 +54,9 @@ def core_version() -> str | None:
 
 
 def shadowed_copies() -> str | None:
-    """Returns a line that lists copies whose version differs from the imported copy.
+    """Returns a line of text about copies whose version differs from the imported copy.
 
-    Returns ``None`` if there are no such copies.
+    Returns ``None`` if all copies have the same version.
     """
     copies = core_copies()
     others = [copy for copy in copies[1:] if copy.version != copies[0].version]

@@ -81,7 +81,7 @@ class DataConfig(TokenizerConfig):
 
     A list of datasets is a path prefix, several prefixes, or alternating weights and prefixes. With
     ``--data-args-path``, the parser sets ``data_path`` to the datasets in that file. If training,
-    validation and test share the same data, ``split`` is never ``None``.
+    validation and test share the same data, ``split`` is always set.
     """
 
     data_path: tuple[str, ...] | None = flag(

@@ -1,13 +1,13 @@
 """Reads environment variables, and lists the variables that are passed on to other nodes.
 
-Only this module reads environment variables. Other modules get the values as an
+Only this module reads environment variables. All other modules get the values as an
 :class:`Environment`. The module also detects which optional packages are installed. ``train
-elastic`` cannot pass flags to a user's own script, so it passes its instructions, a
-:class:`JobOrder`, in a single variable.
+elastic`` cannot pass flags to a user's script, so it passes its instructions (a :class:`JobOrder`)
+in a single variable.
 
 Secret values (:func:`is_secret`) are passed on to processes only in their environment. Over ssh,
 secrets are sent through standard input. On Slurm, ``sbatch`` passes them on. Files, pages, logs and
-command lines show :data:`MASK` in place of a secret.
+command lines show :data:`MASK` instead of a secret.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _EVERYWHERE = (
 FROM_CONF = (*_EVERYWHERE, "CUDA_", "LD_LIBRARY_")
 """Prefixes of the variables in ``conf.sh`` that are passed on to all processes.
 
-Worker nodes receive these variables in the master's reply, and Slurm jobs in a settings file.
-Neither contains secret values.
+Worker nodes receive these variables in the master's reply. Slurm jobs receive them in a settings
+file. Secret values are never included.
 """
 OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
 """Prefixes of the variables that ``train elastic`` passes to agents on other machines over ssh."""
@@ -107,7 +107,7 @@ def _mask(match: re.Match[str]) -> str:
 
 
 def masked_text(text: str) -> str:
-    """Hides secrets in a command line that is a single string."""
+    """Hides secrets in ``text``, a command line that is a single string."""
     try:
         arguments = shlex.split(text)
     except ValueError:
@@ -130,21 +130,21 @@ class Environment:
         local_world_size: Number of processes on this node (``LOCAL_WORLD_SIZE``).
         node_rank: Index of this node among the nodes of the job (``GROUP_RANK``).
         master_addr: Address at which rank 0 listens (``MASTER_ADDR``).
-        master_port: Port at which rank 0 listens (``MASTER_PORT``), or ``None`` without a launcher.
+        master_port: Port at which rank 0 listens (``MASTER_PORT``), or ``None`` if no launcher is
+            used.
         run_id: ID of the job from torchrun (``TORCHELASTIC_RUN_ID``), otherwise ``none``.
-        restart_count: Number of times the job was restarted (``TORCHELASTIC_RESTART_COUNT``).
+        restart_count: Number of restarts of the job so far (``TORCHELASTIC_RESTART_COUNT``).
         omp_num_threads: Number of threads for CPU kernels (``OMP_NUM_THREADS``), or ``None`` if it
             is not limited.
         cuda_device_max_connections: Number of hardware queues of a GPU
             (``CUDA_DEVICE_MAX_CONNECTIONS``), or ``None`` if it is not set.
-        is_launched: Whether a launcher set the rank. Otherwise, this is the only process of the
-            job.
+        is_launched: Whether a launcher set the rank. If not, this is the only process of the job.
         socket_interface: Network interface for gloo (``GLOO_SOCKET_IFNAME``), or ``None`` if it is
             not set.
         has_agent_store: Whether the launcher hosts the rendezvous store instead of rank 0
             (``TORCHELASTIC_USE_AGENT_STORE``).
         copies: Setting of ``train elastic`` for in-memory copies of the training state
-            (``MEGATRON_ADAPTIVE_COPIES``), or ``None`` for no copies.
+            (``MEGATRON_ADAPTIVE_COPIES``), or ``None`` if no copies are made.
         node: Name of this node in a job of ``train elastic`` (``MEGATRON_ADAPTIVE_NODE``),
             otherwise ``None``.
         lease: Number of the lease that allows this job of ``train elastic`` to write to the
@@ -197,8 +197,8 @@ class Environment:
         ) -> Any:
             value = text(name) or ""
             if name == "OMP_NUM_THREADS":
-                # OpenMP allows a list with a number per nesting level. Use the first number, for
-                # the outermost level.
+                # OpenMP allows a list with a number per nesting level. Use the first number, which
+                # is for the outermost level.
                 value = value.split(",")[0]
             return _number(name, value, minimum, maximum) if value else default
 
@@ -210,8 +210,8 @@ class Environment:
                     f"environment variable {name} is set to {source[name]}, but {other} is not "
                     f"set; {_LAUNCHER}"
                 )
-        # Launchers other than torchrun may not set these variables. Assume a single node in this
-        # case.
+        # Launchers other than torchrun may not set these variables. In this case, assume a single
+        # node.
         local_rank = number("LOCAL_RANK", rank)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
         _require_below("RANK", rank, world_size)
@@ -229,8 +229,8 @@ class Environment:
             omp_num_threads=number("OMP_NUM_THREADS", None, 1),
             cuda_device_max_connections=number("CUDA_DEVICE_MAX_CONNECTIONS", None, 1),
             is_launched="RANK" in source,
-            # gloo accepts a list of interfaces. Use the first, because stages communicate over only
-            # one interface.
+            # gloo accepts a list of interfaces. Use the first interface, because stages communicate
+            # over only one.
             socket_interface=(text("GLOO_SOCKET_IFNAME") or "").split(",")[0].strip() or None,
             has_agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=text("MEGATRON_ADAPTIVE_COPIES"),
@@ -281,7 +281,7 @@ def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
 
 
 def _require_below(name: str, rank: int, size: int) -> None:
-    """Raises an error unless a rank is less than the number of ranks."""
+    """Checks that a rank is less than the number of ranks."""
     if rank >= size:
         raise ConfigError(
             f"environment variable {name} must be below {name.replace('RANK', 'WORLD_SIZE')} = "
@@ -290,12 +290,12 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Number of open files and connections of the rank in a single-rank job, with a margin.
+"""Number of open files and connections of the rank in a single-rank job, including a margin.
 
 The measured number is 105.
 """
 _FILES_OF_PEER = 24
-"""Number of additional files and connections for each other rank in a process group.
+"""Number of additional files and connections for each further rank in a process group.
 
 The measured number per rank in a job with two ranks is 150.
 """
@@ -304,7 +304,7 @@ _FILES_AIMED_AT = 65_536
 
 
 def require_files(world_size: int) -> None:
-    """Raises this process's limit on open files if a rank may need more files.
+    """Increases this process's limit on open files if a rank may need more files.
 
     Args:
         world_size: Number of ranks of the job.
@@ -341,7 +341,7 @@ _LEAST_SECRET = 16
 
 
 def is_first_process() -> bool:
-    """Returns whether this is the job's first process.
+    """Returns whether this process is the first process of the job.
 
     Only this process prints messages that are the same on all processes.
     """
@@ -349,7 +349,7 @@ def is_first_process() -> bool:
 
 
 def job_secret() -> str | None:
-    """Returns the job's secret, or ``None`` if the user did not set one.
+    """Returns the job's secret, or ``None`` if the user did not set a secret.
 
     The secret is removed from the environment of this process, so that child processes do not
     inherit it.
@@ -389,7 +389,7 @@ JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"
 EXIT_MEASURED = 79
 """Exit status of ranks that have measured their model.
 
-``train elastic`` then plans the parallel sizes from the measurements, and restarts the ranks.
+``train elastic`` then uses the measurements to plan the parallel sizes, and restarts the ranks.
 """
 
 
@@ -424,12 +424,12 @@ class JobOrder:
     partition: tuple[int, ...] = ()
 
     def to_text(self) -> str:
-        """Returns these instructions as JSON, for the environment variable."""
+        """Returns these instructions as JSON text for the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> JobOrder:
-        """Parses instructions from the environment variable.
+        """Parses ``text``, the value of the environment variable.
 
         Raises:
             ConfigError: The value was not written by :meth:`to_text`.

@@ -1,10 +1,11 @@
 """Checks that the settings of a run are compatible with each other.
 
 Most checks are rules in a table, whose notation is described in
-:mod:`~megatron.adaptive.config.flag_rules`. The other checks are functions. Error messages contain
-the values, the problem and a remedy. Checks of a single value (ranges, choices) are declared with
-the fields, and mutually exclusive flags are in ``arguments.py``. This module does not change
-settings. Only :func:`check_output_folders` writes to the disk, and it leaves no files.
+:mod:`~megatron.adaptive.config.flag_rules`. The remaining checks are functions. Error messages
+contain the values, the problem and a remedy. Checks of a single value (ranges, choices) are
+declared with the fields, and mutually exclusive flags are in ``arguments.py``. This module does not
+change settings. Only :func:`check_output_folders` writes to the disk, and it removes its files
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
 Rules: TypeAlias = Iterator[tuple[object, str]]
-"""Pairs of a condition and an error message. The first condition that is true is an error."""
+"""Pairs of a condition and an error message. The message of the first true condition is raised."""
 
 _MAX_SPLITS = 3
 _UNLIKE = "heterogeneous_layers_config_path"
@@ -192,7 +193,8 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
 
     Args:
         config: Settings of the run, from the command line.
-        installed: Optional packages that are installed. Some settings require one of them.
+        installed: Optional packages that are installed. Some settings require one of these
+            packages.
         needs_data: Whether the flags for data and for tokenizer files are required.
 
     Raises:
@@ -227,7 +229,7 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
             "--sequence-slices auto requires sequences of at least 32 tokens, got --seq-length "
             f"{config.model.seq_length}; increase --seq-length or remove --sequence-slices"
         )
-    _ = config.slice_ends  # raises an error if sequences cannot be cut into slices
+    _ = config.slice_ends  # This property raises an error if sequences cannot be cut into slices.
 
 
 def _given_flags(config: TrainerConfig) -> GivenFlags:
@@ -287,7 +289,7 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
 
 
 def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> None:
-    """Raises an error unless the world size is a multiple of the product of ``sizes``."""
+    """Checks that the world size is a multiple of the product of ``sizes``."""
     unit = math.prod(sizes.values())
     if world_size < 1 or world_size % unit != 0:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -513,7 +515,7 @@ def _data(config: TrainerConfig, flags: GivenFlags, needs_data: bool) -> Rules:
 
 
 def _is_split(text: str) -> bool:
-    """Returns whether a string contains one to three non-negative weights that are not all 0."""
+    """Returns whether ``text`` contains one to three non-negative weights that are not all 0."""
     try:
         shares = [float(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -524,7 +526,7 @@ def _is_split(text: str) -> bool:
 def check_output_folders(config: TrainerConfig) -> None:
     """Checks that every output folder of the run can be created and written to.
 
-    The check leaves no files behind.
+    The check removes all files that it creates.
 
     Raises:
         ConfigError: A folder cannot be created or is not writable, or the URL of a collector is
@@ -546,7 +548,7 @@ def check_output_folders(config: TrainerConfig) -> None:
 
 
 def _require_writable(flag: str, folder: Path) -> None:
-    """Raises an error unless the nearest existing parent folder is writable."""
+    """Checks that ``folder`` or its nearest existing parent is writable."""
     try:
         nearest = folder.absolute()
         while not nearest.exists():

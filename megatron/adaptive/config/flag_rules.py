@@ -10,7 +10,7 @@ A rule is a line with terms, a verb, further terms, and an optional reason for t
 Each term on the left is checked against each term on the right. The term ``name`` is true if the
 setting does not have its default value, ``name=a,b`` if it has one of these values, and ``name>1``
 if it is larger. On the left, ``+`` joins terms that must all be true, and ``*`` multiplies settings
-whose product must divide another setting. On the right, ``/`` joins terms of which at least one
+whose product must divide a further setting. On the right, ``/`` joins terms of which at least one
 must be true. Rules about unknown settings are skipped, so that programs with different settings can
 share a table.
 """
@@ -42,7 +42,7 @@ def order_rules(schedule: str) -> str:
     engine.
 
     Args:
-        schedule: Value of ``--pipeline-schedule``, which may be a user's own schedule.
+        schedule: Value of ``--pipeline-schedule``, which may be a user's schedule.
     """
 
     def names(matches: Callable[[ScheduleSpec], object]) -> str:
@@ -134,7 +134,7 @@ class GivenFlags:
         return self._specs[name].text_of(self._values[name])
 
     def require(self, table: str) -> None:
-        """Checks the settings against all rules in a table.
+        """Checks the settings against all rules in ``table``.
 
         Raises:
             ConfigError: The settings violate a rule. The message describes the first violation.
@@ -145,7 +145,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def _violation(self, rule: _Rule) -> str:
-        """Describes how the settings violate a rule. Returns an empty string if they do not."""
+        """Returns text about how the settings violate ``rule``, or an empty string."""
         joined = rule.left.split("+")
         options = rule.right.split("/")
         if rule.verb in ("within", "divides"):
@@ -160,7 +160,7 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Describes how numbers violate a ``within`` or ``divides`` rule; empty if they do not."""
+        """Returns text about numbers that violate a ``within`` or ``divides`` rule, or ''."""
         factors = product.split("*")
         limit = self._values.get(rule.right)
         numbers: list[Any] = [int(n) if n.isdigit() else self._values.get(n) for n in factors]
@@ -174,7 +174,7 @@ class GivenFlags:
         return f"{self._text(rule.right)} is not a multiple of {text}" if limit % unit else ""
 
     def _applies(self, term: str, unknown: bool = False) -> bool:
-        """Returns whether a term is true, or ``unknown`` if there is no such setting."""
+        """Returns whether a term is true, or ``unknown`` if the setting does not exist."""
         name, sign, listed = _parts(term)
         if name not in self._values:
             return unknown
@@ -190,13 +190,13 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns the value of a term's setting for messages, or an empty string if unset."""
+        """Returns the value of a term's setting for messages, or an empty string if it is unset."""
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
         return "" if is_absent else f" with {self._text(term)}"
 
     def _needed(self, terms: list[str]) -> str:
-        """Lists terms as flags with values, joined by "or"."""
+        """Returns terms as flags with values, joined by "or"."""
         texts = []
         for name, sign, listed in map(_parts, terms):
             spec = self._specs[name]
@@ -214,7 +214,7 @@ class _Rule(NamedTuple):
         left: Term before the verb, such as ``fp16+loss_scale``.
         verb: Relation between the terms: ``needs``, ``excludes``, ``within`` or ``divides``.
         right: Term after the verb, such as ``micro_batch_size>1``.
-        reason: Reason for the rule in error messages; may be empty.
+        reason: Reason for the rule in error messages. It may be empty.
     """
 
     left: str

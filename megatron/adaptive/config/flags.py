@@ -58,7 +58,7 @@ class Limits:
     unit: str = ""
 
     def check(self, value: Any) -> None:
-        """Checks that a value is finite and within the bounds.
+        """Checks that ``value`` is finite and within the bounds.
 
         Raises:
             ValueError: The value is out of bounds or not finite.
@@ -106,7 +106,7 @@ def flag(
     Args:
         help_text: Description for ``--help`` and ``docs/flags.md``, as a single sentence.
         default: Value of the field if the flag is absent, or ``MISSING`` for a required flag.
-        names: Spellings of the flag, of which messages use the first. Defaults to the field's name.
+        names: Spellings of the flag. Messages use the first spelling. Defaults to the field's name.
         choices: Allowed values. If empty, all values are allowed.
         also_takes: Function that returns whether a value outside of ``choices`` is accepted. It
             raises ``ValueError`` to reject the value with a reason.
@@ -143,11 +143,11 @@ def required(
 ) -> Any:
     """Declares a dataclass field without a default.
 
-    The flag is required, unless the parser computes a value, which ``derived`` describes.
+    The flag is required, unless the parser computes a value that ``derived`` describes.
 
     Args:
         help_text: Description for ``--help`` and ``docs/flags.md``, as a single sentence.
-        names: Spellings of the flag, of which messages use the first. Defaults to the field's name.
+        names: Spellings of the flag. Messages use the first spelling. Defaults to the field's name.
         unit: Placeholder for the value in help texts, or ``None`` to derive it from the field's
             type.
         derived: Description of the value that the parser computes if the flag is absent.
@@ -168,7 +168,7 @@ def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str,
 
 
 def assign(config: object, name: str, value: object) -> None:
-    """Sets a field of a frozen dataclass. May only be called from the class's ``__post_init__``."""
+    """Sets a field of a frozen dataclass. Only the class's ``__post_init__`` may call this."""
     object.__setattr__(config, name, value)
 
 
@@ -183,7 +183,7 @@ class FieldSpec:
         many: Whether the field is a tuple of values.
         length: Number of values in the tuple, or ``None`` for any number.
         optional: Whether the field may be ``None``.
-        default: Default value, or ``MISSING`` if there is none.
+        default: Default value, or ``MISSING`` if the field has no default.
         help: Description for ``--help`` and ``docs/flags.md``, as a single sentence, or empty if no
             flag sets the field.
         names: All spellings of the flag. Messages use the first spelling.
@@ -242,7 +242,7 @@ class FieldSpec:
 
     @property
     def default_text(self) -> str:
-        """Default for ``--help`` and ``docs/flags.md``, or ``none`` if there is no default."""
+        """Default for ``--help`` and ``docs/flags.md``, or ``none`` if the flag has no default."""
         if self.derived:
             return self.derived
         texts = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))
@@ -274,7 +274,7 @@ class FieldSpec:
     def options(self) -> dict[str, Any]:
         """Returns the keyword arguments for argparse's ``add_argument``.
 
-        argparse then sets no value for an absent flag, not even the default.
+        argparse then sets no value (not even the default) for an absent flag.
         """
         text = (self.detail or self.help_text).replace("%", "%%")
         options: dict[str, Any] = {"dest": self.dest, "default": argparse.SUPPRESS}
@@ -302,21 +302,21 @@ class FieldSpec:
         return options
 
     def text_of(self, value: Any) -> str:
-        """Returns the flag with a value, as on a command line."""
+        """Returns the flag with ``value``, as on a command line."""
         if self.is_switch:
             return self.name
         if isinstance(value, float):
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
-            # If the field has a reader, a single argument represents the whole tuple, such as 4-4-4
-            # or a,b.
+            # If the field has a reader, a single argument such as 4-4-4 or a,b represents the whole
+            # tuple.
             joint = "," if "," in self.unit else "-"
             separator = joint if self.reader else " "
             value = separator.join(map(str, value))
         return f"{self.name} {self._word(value)}"
 
     def convert(self, argument: str) -> Any:
-        """Converts a command-line argument to a value of this field.
+        """Converts the command-line argument ``argument`` to a value of this field.
 
         Raises:
             ValueError: The argument is invalid. The message contains the argument and the reason.
@@ -330,7 +330,7 @@ class FieldSpec:
         return value
 
     def accept(self, value: Any) -> Any:
-        """Converts a value that is not from the command line to this field's type.
+        """Converts ``value``, which is not from the command line, to this field's type.
 
         An integer is converted to a float for a float field, but numbers are never rounded.
 
@@ -358,7 +358,7 @@ class FieldSpec:
         return value
 
     def words_of(self, value: Any) -> list[str]:
-        """Returns the flag with a value as command-line arguments. Numbers are not rounded."""
+        """Returns the flag with ``value`` as command-line arguments. Numbers are not rounded."""
         if self.is_switch:
             return [] if bool(value) == (self.default is True) else [self.name]
         if isinstance(value, tuple):
@@ -367,11 +367,11 @@ class FieldSpec:
         return [self.name, str(self._word(value))]
 
     def _word(self, value: Any) -> Any:
-        """Returns the word for a number, or the value itself if there is no word."""
+        """Returns the word for a number, or ``value`` unchanged if no word represents it."""
         return next((word for word, number in self.named_values.items() if number == value), value)
 
     def check(self, value: Any) -> None:
-        """Checks that a value is one of the choices and within the bounds.
+        """Checks that ``value`` is one of the choices and within the bounds.
 
         Raises:
             ValueError: The value is invalid. The message contains the value and the reason.
@@ -400,7 +400,7 @@ def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> N
     """Checks settings that are not from the command line against the limits of their flags.
 
     Args:
-        values: Values of the settings, by name. ``None`` is not checked.
+        values: Values of the settings, by name. Settings that are ``None`` are not checked.
         specs: Specifications of the settings, by name.
 
     Raises:
@@ -420,8 +420,8 @@ def spec_of(name: str, hint: Any, default: Any, options: Mapping[str, Any]) -> F
     Args:
         name: Name of the field.
         hint: Type annotation of the field, such as ``tuple[int, ...] | None``.
-        default: Default value of the field, or ``MISSING`` if there is none.
-        options: Other attributes of the :class:`FieldSpec` by name, from the field's metadata.
+        default: Default value of the field, or ``MISSING`` if the field has no default.
+        options: Remaining attributes of the :class:`FieldSpec` by name, from the field's metadata.
     """
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
@@ -448,7 +448,7 @@ def spec_of(name: str, hint: Any, default: Any, options: Mapping[str, Any]) -> F
 
 
 def _shown(value: object) -> str:
-    """Returns a value as text for a message. Long text is truncated."""
+    """Returns ``value`` as text for a message. Long text is truncated."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...{text[-1]}"
 

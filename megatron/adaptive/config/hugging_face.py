@@ -1,7 +1,7 @@
 """Converts the ``config.json`` of a Hugging Face model to settings of the trainer.
 
 The model's family (``config/families``) defines the keys. The planner also accepts models that the
-trainer cannot build. :func:`load_config`, which the trainer uses, rejects them.
+trainer cannot build. The trainer uses :func:`load_config`, which rejects these models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
 FLAGS_FILE = "model_flags.txt"
-"""Name of the file with the model's flags in a checkpoint folder, which ``evaluate`` reads."""
+"""Name of the file in a checkpoint folder that contains the model's flags. ``evaluate`` reads it.
+"""
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _OTHER_INPUT = ("vision_config", "audio_config", "vision_encoder", "audio_encoder")
@@ -44,7 +45,7 @@ class HuggingFaceModel(NamedTuple):
 
 
 def is_config(document: Any) -> bool:
-    """Returns whether a JSON document is the ``config.json`` of a Hugging Face model."""
+    """Returns whether ``document`` is the ``config.json`` of a Hugging Face model."""
     return isinstance(document, dict) and "model_type" in document and "format" not in document
 
 
@@ -106,7 +107,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
                 f"{family.nearest}"
             )
         family.check(document, settings, str(path))
-        # A folder saved by transformers does not contain layers for multi-token prediction.
+        # If transformers saved a folder, it does not contain layers for multi-token prediction.
         prefix = family.layer_prefix.format(settings["num_layers"])
         if "mtp_num_layers" in settings and not _has_weights(folder, prefix):
             del settings["mtp_num_layers"]
@@ -114,17 +115,17 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
 
 
 def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the text model's settings if the model also accepts other input, or ``None``."""
+    """Returns the text model's settings if the model also accepts images or sound, or ``None``."""
     parts = (document.get(key) for key in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
 
 def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str | None) -> None:
-    """Rejects a model that accepts other input than text.
+    """Rejects a model that accepts input other than text.
 
     Raises:
         ConfigError: The model also accepts images or sound. The message explains whether its text
-            part can be used on its own.
+            part can be used alone.
     """
     text = _text_part(document)
     kind = document["model_type"]
@@ -160,7 +161,7 @@ def _expected_kinds(where: str) -> Iterator[None]:
 
 
 def _has_weights(folder: Path, prefix: str) -> bool:
-    """Returns whether a folder contains weights whose names have a prefix.
+    """Returns whether ``folder`` contains weights whose names begin with ``prefix``.
 
     The names are read from the index, or from the header of the weight file.
     """

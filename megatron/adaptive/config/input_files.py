@@ -24,16 +24,17 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError
 MAX_BYTES = 1 << 28
 """Maximum size in bytes of a file that is read into memory as a whole."""
 MAX_LEVELS = 64
-"""Maximum nesting depth of lists and objects in JSON; this project's files have at most 10."""
+"""Maximum nesting depth of lists and objects in JSON. This project's files have at most 10 levels.
+"""
 _MAX_INTEGER = 1 << 64
-_MOST_DIGITS = 300  # an integer with this number of digits still fits a float
-_DIGITS = 18  # an integer with this number of digits fits 64 bits
+_MOST_DIGITS = 300  # An integer with this number of digits still fits into a float.
+_DIGITS = 18  # An integer with this number of digits fits into 64 bits.
 BYTE_ORDER_MARK = "\ufeff"
-"""Character that some editors write at the start of a UTF-8 file. It is removed when a file is
+"""Character that some editors write at the start of a UTF-8 file. It is removed when the file is
 read.
 """
 _WIDE = re.compile(r"\d{20}|[eE]\+?\d{3}")
-# Characters to escape: control characters, text direction marks, line separators and lone
+# The characters to escape are control characters, text direction marks, line separators and lone
 # surrogates.
 _UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_UNSAFE}\t\n]")
@@ -52,7 +53,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def require_file(path: str | Path) -> int:
-    """Checks that a path refers to a regular file, for libraries that open the file themselves.
+    """Checks that ``path`` is a regular file, for libraries that open the file themselves.
 
     Opening a named pipe (FIFO) might wait for a writer forever, and reading a device might never
     end.
@@ -64,11 +65,13 @@ def require_file(path: str | Path) -> int:
         Size of the file in bytes.
 
     Raises:
-        OSError: The file does not exist or is not a regular file, as described by ``strerror``.
+        OSError: The file does not exist or is not a regular file. ``strerror`` describes the
+            problem.
     """
     try:
         status = os.stat(path)
-    except ValueError:  # for example, the name contains a NUL character
+    # os.stat raises ValueError, for example, if the name contains a NUL character.
+    except ValueError:
         raise OSError(errno.EINVAL, "this is not the name of a file", str(path)) from None
     return _require_regular(status, path)
 
@@ -83,7 +86,7 @@ def _require_regular(status: os.stat_result, path: str | Path) -> int:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a regular file for reading bytes.
+    """Opens the regular file ``path`` for reading bytes.
 
     Unlike Python's ``open``, this function never waits for another process.
 
@@ -91,7 +94,7 @@ def open_file(path: str | Path) -> BinaryIO:
         OSError: The file cannot be opened, or is not a regular file.
     """
     require_file(path)
-    # If a named pipe has replaced the file since the check, open() must not wait for its writer.
+    # If a named pipe has replaced the file since the check, os.open must not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _require_regular(os.fstat(descriptor), path)
@@ -102,7 +105,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
-    """Reads a whole regular file.
+    """Returns the contents of the regular file ``path``.
 
     Args:
         path: Path of the file.
@@ -116,7 +119,8 @@ def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
         left = most - os.fstat(file.fileno()).st_size
         while left >= 0 and (piece := file.read(_PIECE_BYTES)):
             pieces.append(piece)
-            # Files in /proc report size 0 and other files may grow, so count the bytes read.
+            # Count the bytes that were read, because files in /proc report size 0 and other files
+            # may grow.
             left = most - sum(map(len, pieces))
     if left < 0:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -186,7 +190,7 @@ def _integer(digits: str) -> int:
 def _any_integer(digits: str) -> int | float:
     """Converts digits to an integer, or to infinity if the number is too large for a float.
 
-    Otherwise, dividing the integer later would raise OverflowError.
+    Without this conversion, dividing the integer later would raise OverflowError.
     """
     return int(digits) if len(digits) <= _MOST_DIGITS else math.copysign(math.inf, float(digits))
 
@@ -230,7 +234,7 @@ def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) 
 
 
 def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> Any:
-    """Reads a JSON file that people write, in which duplicate keys are an error.
+    """Reads a JSON file that people write. Duplicate keys are an error.
 
     Args:
         path: Path of the file.
@@ -248,7 +252,7 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def natural(text: str) -> int | None:
-    """Converts text to an integer of at most 18 digits, or returns ``None`` for other text."""
+    """Converts text to an integer of at most 18 digits, or returns ``None`` for all other text."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
     return int(text) if is_number else None
 
@@ -258,8 +262,8 @@ def say(text: str, *, lines: bool = False) -> None:
 
     Args:
         text: Text of the message.
-        lines: Whether to print line ends as they are, for example in the drawing of a schedule.
-            Otherwise, they are escaped.
+        lines: Whether to print line ends unchanged, for example in the drawing of a schedule. If
+            not, they are escaped.
     """
     print(shown(text, lines=lines), file=sys.stderr, flush=True)
 
@@ -269,7 +273,7 @@ def shown(text: str, *, lines: bool = False) -> str:
 
     Args:
         text: Text of the message, which may contain user input or parts of files.
-        lines: Whether to keep line ends and tabs. Otherwise, they are escaped.
+        lines: Whether to keep line ends and tabs. If not, they are escaped.
     """
     return _ENDLESS.sub(lambda match: f"{match[0][:_SHOWN]}...", printable(text, lines=lines))
 
@@ -279,7 +283,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
     Args:
         lines: Cells of the table, row by row.
-        left: Number of leading columns to align left. The other columns are aligned right.
+        left: Number of leading columns to align left. All other columns are aligned right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -296,7 +300,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
     Args:
         text: Any text, for example from a file or from a user.
-        lines: Whether to keep line ends and tabs. Otherwise, they are escaped.
+        lines: Whether to keep line ends and tabs. If not, they are escaped.
     """
     pattern = _UNPRINTABLE_IN_LINES if lines else _UNPRINTABLE
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -1,7 +1,7 @@
 """Divides layers among pipeline stages according to Megatron-LM's flags, and checks the result.
 
-All layers for multi-token prediction (MTP) are on the same stage, by default the last, after all
-transformer layers. This stage needs the word embedding, like the first stage.
+All layers for multi-token prediction (MTP) are on the same stage, after all transformer layers. By
+default, this is the last stage. It needs the word embedding, like the first stage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
         specs: Specifications of the settings, by name.
 
     Raises:
-        ConfigError: The flags do not match the number of pipeline ranks or of layers.
+        ConfigError: The flags do not match the number of pipeline ranks or the number of layers.
     """
     if path := values.get("heterogeneous_layers_config_path"):
         # The file may be deleted later, so store its contents in checkpoints.
@@ -110,8 +110,8 @@ class UnlikeLayer(NamedTuple):
     Attributes:
         groups: Number of key and value heads, or 0 if the layer has no attention.
         width: Inner width of the feed-forward block, or 0 if the layer has no such block.
-        linear: Number of blocks (attention and feed-forward) that are replaced by a linear layer, 0
-            to 2.
+        linear: Number of blocks (attention and feed-forward) that are replaced by a linear layer,
+            from 0 to 2.
     """
 
     groups: int
@@ -122,7 +122,7 @@ class UnlikeLayer(NamedTuple):
 def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
     """Returns the layers of a model if their sizes differ, otherwise ``None``.
 
-    Source: ``HeterogeneousTransformerConfig`` of megatron-core, for the format.
+    Source: ``HeterogeneousTransformerConfig`` of megatron-core defines the format.
 
     Raises:
         ConfigError: The JSON text does not have the expected format.
@@ -188,8 +188,8 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
 
     Args:
         config: Settings of the run.
-        flags: Object with an attribute per setting that contains the setting's flag as on the
-            command line, for error messages.
+        flags: Object with an attribute for each setting. The attribute contains the setting's flag
+            as on the command line, for error messages.
     """
     model = config.model
     layers = model.num_layers

@@ -1,8 +1,8 @@
 """Creates flags from the settings of the installed megatron-core.
 
 Importing megatron-core's configuration classes would import torch, so this module parses their
-source. Every setting becomes a flag, with four exceptions: another dataclass of this package has
-the setting, the trainer sets it (``_OWN``), ``unsupported_flags.py`` refuses the flag, or the
+source. Every setting becomes a flag, with four exceptions: a different dataclass of this package
+has the setting, the trainer sets it (``_OWN``), ``unsupported_flags.py`` rejects the flag, or the
 command line cannot represent its type. Flags have the same names as in Megatron-LM. megatron-core
 checks that these settings are compatible with each other.
 """
@@ -26,8 +26,8 @@ from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunCon
 from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
 
-# Matches a sentence about a default of None or False in megatron-core's docstrings. Help texts omit
-# the sentence, because such a flag is absent by default.
+# This pattern matches a sentence about a default of None or False in megatron-core's docstrings.
+# Help texts omit the sentence, because such a flag is absent by default.
 _IDLE_DEFAULT = re.compile(r" ?(?:Defaults to|The default is) (?:None|False)\.")
 OTHERS = (
     ModelConfig,
@@ -52,7 +52,7 @@ _CLASSES = (
     ("optimizer/optimizer_config.py", "OptimizerConfig"),
     ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
 )
-# Settings that the trainer computes from other settings or sets to fixed values.
+# The trainer computes these settings from other settings or sets them to fixed values.
 _OWN = frozenset(
     """
     virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage
@@ -78,7 +78,8 @@ _NAMES = {
         "--ddp-param-name-patterns-for-fp32-local-accumulation"
     ),
 }
-# Defaults and choices on Megatron-LM's command line that differ from megatron-core's classes.
+# Megatron-LM's command line has different defaults and choices than megatron-core's classes for
+# these settings.
 _DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
@@ -103,7 +104,7 @@ def parse_pattern(text: str) -> int | list[int]:
     """Parses a layer pattern: a number n (every n-th layer), or a list like ``([1]*3+[0])*2``.
 
     Returns:
-        The number n, or a list with a number per layer.
+        The number n, or a list with a number for each layer.
 
     Raises:
         ValueError: The text is neither a number nor such a list.
@@ -162,8 +163,9 @@ class _Setting:
         annotation: Source text of the type annotation, such as ``Optional[int]``.
         default: Default value, or ``None`` if the default in the source is not a literal.
         is_literal: Whether the default in the source is a literal, which may be ``None``.
-        names: Spellings of the flag in the field's metadata, or empty if there are none.
-        text: Docstring that follows the field, or empty if there is none.
+        names: Spellings of the flag in the field's metadata, or empty if the metadata contains no
+            spelling.
+        text: Docstring that follows the field, or empty if the field has no docstring.
     """
 
     name: str
@@ -177,8 +179,8 @@ class _Setting:
 
 def _settings() -> Iterator[_Setting]:
     """Yields all fields of the installed megatron-core's configuration classes."""
-    # find_spec("megatron.core.x") would import megatron.core, so search the paths of the package
-    # megatron instead.
+    # Search the paths of the package megatron, because find_spec("megatron.core.x") would import
+    # megatron.core.
     folders = (Path(part, "core") for part in sys.modules["megatron"].__path__)
     folder = next((candidate for candidate in folders if candidate.is_dir()), Path())
     trees: dict[str, ast.Module] = {}
@@ -200,10 +202,12 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
             text = str(after.value.value)
         default = item.value
         names = ()
-        if isinstance(default, ast.Call):  # such as dataclasses.field(default=..., metadata=...)
+        # The default may be a call such as dataclasses.field(default=..., metadata=...).
+        if isinstance(default, ast.Call):
             arguments = {keyword.arg: keyword.value for keyword in default.keywords}
             default = arguments.get("default")
-            # Other parts of the metadata may not be literals, so evaluate only the flag's names.
+            # Evaluate only the flag's names, because other parts of the metadata may not be
+            # literals.
             for part in ast.walk(arguments.get("metadata", ast.Pass())):
                 if isinstance(part, ast.Dict):
                     for key, spellings in zip(part.keys, part.values, strict=True):
@@ -227,7 +231,7 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
 
 
 def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
-    """Returns the dataclass field for a setting, as name, type and description.
+    """Returns the dataclass field for ``setting``, as name, type and description.
 
     Returns ``None`` if the command line cannot represent the setting's type.
     """

@@ -209,7 +209,7 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward block is gated, so that it has three matrices instead of two."""
+        """Whether the feed-forward block is gated, which means that it has three matrices."""
         return self.swiglu or self.quick_geglu or self.geglu
 
     @property
@@ -219,7 +219,7 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads, equal to the query heads without grouped queries."""
+        """Number of key and value heads, equal to the query heads if queries are not grouped."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
@@ -369,12 +369,12 @@ MODELS: Mapping[str, str] = {
 
 
 def model_flags(model: str, folder: Path) -> list[str]:
-    """Returns the trainer's flags for a model.
+    """Returns the trainer's flags for ``model``.
 
     Args:
         model: Name in :data:`MODELS`, or path of a text file with flags. In the file, ``#`` begins
             a comment.
-        folder: Folder that a relative path ``model`` refers to.
+        folder: Folder that contains the file if the path ``model`` is relative.
 
     Raises:
         ConfigError: ``model`` is neither a known name nor a readable file.

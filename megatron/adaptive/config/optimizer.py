@@ -30,7 +30,7 @@ class OptimizerConfig:
     """Optimizer and learning rate.
 
     Lengths in the learning rate schedule are numbers of iterations with ``--train-iters``, and
-    numbers of samples with ``--train-samples``. Flags for the other unit are not used.
+    numbers of samples with ``--train-samples``. Flags for the unit that is not in use are ignored.
     """
 
     optimizer: str = flag(
@@ -213,7 +213,7 @@ class LoraConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether low-rank adapters are trained while the model's own weights are frozen."""
+        """Whether low-rank adapters are trained while the model's weights are frozen."""
         return self.lora_rank is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Imports objects from users' own code, so that users can extend this package.
+"""Imports objects from users' code, so that users can extend this package.
 
 Flags refer to objects as ``package.module:name``. Installed packages can also provide short names
 for their objects, as entry points of a group.
@@ -21,10 +21,10 @@ from megatron.adaptive.errors import ConfigError
 
 
 def import_object(path: str, subject: str) -> Any:
-    """Imports ``package.module:name``. The current working directory is searched too.
+    """Imports the object at ``path``. The current working directory is also searched.
 
     Args:
-        path: Names of the module and of the object in it, as specified by the user.
+        path: Object as ``package.module:name``, as specified by the user.
         subject: Kind of object for error messages, such as ``schedule``.
 
     Raises:
@@ -37,7 +37,7 @@ def import_object(path: str, subject: str) -> Any:
         sys.path.append(folder)
     try:
         loaded = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
+    except Exception as error:  # A user's module may raise any exception.
         raise ConfigError(
             f"{subject} {path}: module {module_name!r} cannot be imported: "
             f"{type(error).__name__}: {error}"
@@ -54,7 +54,7 @@ def import_object(path: str, subject: str) -> Any:
 
 
 def find_object(name: str, *, group: str, subject: str) -> Any | None:
-    """Imports the object that the value of a flag refers to.
+    """Imports the object to which the value of a flag refers.
 
     Args:
         name: Either ``package.module:name``, or the name of an entry point.
@@ -62,7 +62,7 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
         subject: Kind of object for error messages, such as ``schedule``.
 
     Returns:
-        The object, or ``None`` if the name contains no colon and there is no such entry point.
+        The object, or ``None`` if the name contains no colon and the entry point does not exist.
 
     Raises:
         ConfigError: The module cannot be imported, or does not contain the object.
@@ -75,13 +75,13 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
 
 
 def modules_in(package: ModuleType) -> Iterator[ModuleType]:
-    """Imports and yields all modules of a package, sorted by name."""
+    """Imports and yields all modules of ``package``, sorted by name."""
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
         yield importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def source_of(function: Any) -> str:
-    """Returns the file and line where a function or class is defined."""
+    """Returns the file and line where ``function`` (a function or class) is defined."""
     try:
         file = inspect.getsourcefile(function) or "?"
         line = inspect.getsourcelines(function)[1]
@@ -91,6 +91,6 @@ def source_of(function: Any) -> str:
 
 
 def line_of_error(error: Exception) -> str:
-    """Returns the file and line where an error was raised."""
+    """Returns the file and line where ``error`` was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{os.path.relpath(last.filename)}:{last.lineno}"

@@ -108,8 +108,8 @@ class ParallelConfig:
         """Number of data-parallel replicas, which process different samples.
 
         If stages have unequal numbers of ranks, this is the least common multiple of these numbers.
-        The number of microbatches per step is a multiple of it, so all ranks of a stage run the
-        same number of microbatches.
+        The number of microbatches per step is a multiple of this number, so all ranks of a stage
+        run the same number of microbatches.
         """
         if self.unequal_sizes is not None:
             return math.lcm(*self.unequal_sizes)
@@ -153,10 +153,10 @@ _LEAST_SLOT_BYTES = 4096
 
 
 def _is_own_transport(name: str) -> bool:
-    """Returns whether a transport is a user's own rather than part of this package.
+    """Returns whether the transport ``name`` is a user's transport, not part of this package.
 
     Raises:
-        ValueError: There is no transport with this name, or it cannot be imported.
+        ValueError: The transport does not exist, or it cannot be imported.
     """
     try:
         load_transport(name)

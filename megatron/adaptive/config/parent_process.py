@@ -13,9 +13,9 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Asks the kernel to send a signal to this process when its parent exits.
 
-    The setting survives ``exec``, but is not inherited by child processes. If a parent with several
-    threads is killed, the signal may arrive several times: the kernel sends it each time it
-    reparents this process from an exiting thread to a thread that is still running.
+    The setting remains in effect after ``exec``, but child processes do not inherit it. If a parent
+    with several threads is killed, the signal may arrive several times. The kernel sends it each
+    time it reparents this process from an exiting thread to a thread that is still running.
 
     Args:
         number: Number of the signal.
@@ -33,7 +33,7 @@ def ending_with_this_process(number: int) -> Callable[[], None]:
 
     def prepare() -> None:
         end_with_parent(number)
-        if os.getppid() != parent:  # the parent exited before the call above
+        if os.getppid() != parent:  # The parent exited before the call above.
             os._exit(1)
 
     return prepare

@@ -2,7 +2,7 @@
 
 ``docs/plan.md`` describes their schema. This module converts a plan to variables of ``conf.sh``,
 and these variables to flags of the trainer. The launcher and the trainer both use this code, so a
-plan has the same effect in both.
+plan has the same effect in both programs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SETTINGS = (
     "slice_tokens",
     "activation_cap",
 )
-"""Keys of a plan that are also variables of ``conf.sh``, with names in capital letters."""
+"""Keys of a plan that are also variables of ``conf.sh`` with names in capital letters."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -74,12 +74,12 @@ such runs only."""
 
 
 def load_plan(path: Path) -> Any:
-    """Reads a plan file as JSON, without validating it against the schema."""
+    """Reads the plan file ``path`` as JSON, without checking it against the schema."""
     return read_json(path, "pass a plan file (see docs/plan.md)")
 
 
 def plan_flags(content: Any, where: str) -> list[str]:
-    """Validates a plan and converts it to flags of the trainer.
+    """Checks a plan and converts it to flags of the trainer.
 
     Args:
         content: Contents of the plan file.
@@ -95,8 +95,8 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
     """Converts ``conf.sh`` variables that a plan may set to flags of the trainer.
 
     Args:
-        values: Values of the variables by name, as text, numbers or booleans. ``None`` means that a
-            variable is absent.
+        values: Values of the variables by name, as text, numbers or booleans. A value of ``None``
+            means that the variable is absent.
     """
     flags: list[str] = []
     for name, flag in FLAGS.items():
@@ -125,7 +125,7 @@ def world_size_of(content: Mapping[str, Any]) -> int | None:
 
 
 def plan_variables(content: Any, where: str) -> dict[str, str]:
-    """Validates a plan and converts it to variables of ``conf.sh``.
+    """Checks a plan and converts it to variables of ``conf.sh``.
 
     Args:
         content: Contents of the plan file.

@@ -5,8 +5,8 @@ The file and its JSON header have the following layout::
     [ 8 bytes: length of the header | JSON | bytes of tensors ]
     {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
-Tensors follow each other without gaps, from the end of the header to the end of the file. A file is
-therefore damaged if tensors overlap, or if some bytes do not belong to a tensor.
+Tensors follow each other without gaps, from the end of the header to the end of the file. So a file
+is damaged if tensors overlap, or if some bytes do not belong to a tensor.
 
 Source: the format's description and the behaviour of the package ``safetensors`` 0.8.
 """
@@ -51,11 +51,11 @@ BITS: Mapping[str, int] = {
 }
 """Number of bits per element of a tensor, by the code of its data type."""
 
-_LONGEST = 100_000_000  # maximum size of a header in bytes, defined by the format
+_LONGEST = 100_000_000  # The format defines this maximum size of a header in bytes.
 _RESTORE = "copy the file again"
 _METADATA = "__metadata__"
 _SIZE_LIMIT = 1 << 64
-_MOST_DIGITS = 300  # a number with this number of digits still fits a double
+_MOST_DIGITS = 300  # A number with this number of digits still fits into a double.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         DamagedCheckpointError: The file is truncated, or its header is invalid.
     """
     try:
-        # open() without O_NONBLOCK would wait for a writer if the path is a named pipe.
+        # If the path is a named pipe, open() without O_NONBLOCK would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -182,7 +182,7 @@ def _is_metadata(metadata: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Returns whether a value is text that can be encoded as UTF-8, without lone surrogates."""
+    """Returns whether ``value`` is text that can be encoded as UTF-8, without lone surrogates."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -191,11 +191,11 @@ def _entry(name: str, value: Any, first: int) -> TensorEntry:
 
     Args:
         name: Name of the tensor.
-        value: Value of this name in the header, which is an object if the file is intact.
+        value: Value of this name in the header. It is an object if the file is intact.
         first: Offset of the first byte after the header in the file.
 
     Raises:
-        ValueError: A field is missing, is duplicated or has the wrong type, or the number of bytes
+        ValueError: A field is missing or duplicated or has the wrong type, or the number of bytes
             does not match the type and shape.
     """
     if not _is_text(name) or not isinstance(value, _Once):
@@ -234,7 +234,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], first: int, size: int) -> None:
-    """Raises ValueError unless each byte after the header belongs to exactly one tensor.
+    """Checks that each byte after the header belongs to exactly one tensor.
 
     Args:
         entries: Type, shape and position of each tensor in the file, by name.

@@ -43,7 +43,7 @@ def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
 
 
 TRACE_DETAILS = ("actions", "layers", "collectives", "kernels")
-"""Values of ``--trace-detail``. Each value includes the values before it."""
+"""Values of ``--trace-detail``. Each value includes all values that precede it."""
 
 _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
 
@@ -73,7 +73,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
     ``E`` is the embedding, ``t`` a transformer layer, ``m`` a layer for multi-token prediction, and
     ``L`` the loss.
 
-    Source: ``PipelineParallelLayerLayout`` of megatron-core, for the notation.
+    Source: ``PipelineParallelLayerLayout`` of megatron-core defines the notation.
 
     Raises:
         ValueError: The text does not match the notation, or layers are in the wrong order.
@@ -162,15 +162,15 @@ def parse_widths(text: str) -> tuple[int, ...]:
 
 
 def format_partition(layers_per_stage: Sequence[int]) -> str:
-    """Formats numbers of layers per stage as text such as ``0-11-8-8``."""
+    """Returns numbers of layers per stage as text such as ``0-11-8-8``."""
     return "-".join(str(layers) for layers in layers_per_stage)
 
 
 def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Divides layers among stages so that the numbers of layers differ by at most one.
 
-    Inner stages get the additional layers, because the first stage also computes the embedding, and
-    the last stage the loss.
+    Inner stages get the additional layers, because the first stage also computes the embedding and
+    the last stage also computes the loss.
     """
     base, rest = divmod(num_layers, num_stages)
     first = (num_stages - rest + 1) // 2
@@ -178,10 +178,10 @@ def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _is_own_schedule(name: str) -> bool:
-    """Returns whether a schedule is a user's own rather than part of this package.
+    """Returns whether the schedule ``name`` is a user's schedule, not part of this package.
 
     Raises:
-        ValueError: There is no schedule with this name, or it cannot be imported.
+        ValueError: The schedule does not exist, or it cannot be imported.
     """
     try:
         return schedule_spec(name).is_own
@@ -402,7 +402,7 @@ class ScheduleConfig:
 
     @property
     def trace_details(self) -> tuple[str, ...]:
-        """Details recorded for traced iterations: the chosen value and all values before it."""
+        """Details recorded for traced iterations: the chosen detail and all details before it."""
         return trace_details(self.trace_detail)
 
     def traces(self, iterations_done: int) -> bool:
@@ -419,12 +419,12 @@ class ScheduleConfig:
 
 
 def trace_details(chosen: str) -> tuple[str, ...]:
-    """Returns the details that a value of ``--trace-detail`` includes."""
+    """Returns the details that the value ``chosen`` of ``--trace-detail`` includes."""
     return TRACE_DETAILS[: TRACE_DETAILS.index(chosen) + 1]
 
 
 def check_no_kernels(trace_detail: str) -> None:
-    """Checks that a trace does not include kernels, which only the trainer and the plug-in record.
+    """Checks that a trace excludes kernels, which only the trainer and the plug-in record.
 
     Raises:
         ConfigError: The detail is ``kernels``.

@@ -2,13 +2,13 @@
 
 A schedule determines the order in which each rank runs its actions (forward pass, backward pass,
 weight gradient). A schedule of this package is an entry of :data:`BUILT_IN` that refers to a
-function. Users' own schedules need no entry: decorate a function with :func:`fixed_order` or
+function. Users' schedules need no entry: decorate a function with :func:`fixed_order` or
 :func:`run_time_rule`, and pass ``--pipeline-schedule package.module:name``. A package can also
 publish its schedules as entry points of the group ``megatron_adaptive.schedules``, which are
 selected by name (``examples/own_schedule``).
 
-This module deliberately imports neither placements nor actions. ``schedule.catalog`` documents the
-arguments and results of the functions.
+This module imports neither placements nor actions. ``schedule.catalog`` documents the arguments and
+results of the functions.
 """
 
 from __future__ import annotations
@@ -48,19 +48,18 @@ class ScheduleSpec:
         placements: Supported assignments of stages to ranks, with the default first: ``loop``
             (round-robin) or ``v`` (from the first rank to the last and back).
         prefers_v: Whether two chunks per rank are placed in a V by default.
-        splits_backward: Whether weight gradients are computed by separate actions instead of in the
-            backward pass. With ``by default``, this depends on whether the model's layers support
-            it.
-        overlaps_experts: Whether a rank may start an action while another action waits for the
+        splits_backward: Whether separate actions compute weight gradients instead of the backward
+            pass. With ``by default``, this depends on whether the model's layers support it.
+        overlaps_experts: Whether a rank may start an action while a different action waits for the
             exchange of tokens with experts.
-        keeps_all: Whether all, or nearly all, forward passes run before the first backward pass, so
-            that their activations are held at the same time.
+        keeps_all: Whether all or nearly all forward passes run before the first backward pass. If
+            so, their activations are held at the same time.
         allows_unequal_stages: Whether stages may have different numbers of ranks.
-        groups_microbatches: Whether microbatches run in groups, so that their number must be a
+        groups_microbatches: Whether microbatches run in groups. If so, their number must be a
             multiple of the group size.
         takes_group_size: Whether ``--microbatch-group-size-per-virtual-pipeline-stage`` sets this
             group size.
-        recomputes: Whether the schedule repeats forward passes, and therefore requires full
+        recomputes: Whether the schedule repeats forward passes. If so, it requires full
             recomputation.
         microbatches_per_rank: Minimum number of microbatches per step for each pipeline rank, or 0
             for no minimum. For example, with 2, four ranks need 8 microbatches.
@@ -68,10 +67,10 @@ class ScheduleSpec:
         is_auto_candidate: Whether the ``auto`` schedule tries this schedule.
         planned: Whether the planner considers the schedule: always (``by default``), only if the
             user lists it (``on request``), or never (``no``).
-        orders_slices: Whether a fixed schedule also supports sequences that are cut into slices,
-            which run-time rules always support.
-        torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if there
-            is none.
+        orders_slices: Whether a fixed schedule also supports sequences that are cut into slices.
+            Run-time rules always support slices.
+        torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if it
+            does not exist there.
         is_selectable: Whether users can select the schedule. False for the schedule used in
             validation.
     """
@@ -119,12 +118,12 @@ class ScheduleSpec:
 
     @property
     def most_chunks(self) -> int | None:
-        """Maximum number of chunks per rank that is supported, or ``None`` for no limit."""
+        """Maximum number of chunks per rank, or ``None`` if the schedule has no limit."""
         return {"one": 1, "two": 2}.get(self.chunks)
 
     @property
     def is_own(self) -> bool:
-        """Whether the schedule is a user's own rather than part of this package."""
+        """Whether the schedule is a user's schedule, not part of this package."""
         return self.name not in BUILT_IN
 
     def load(self) -> Callable[..., Any]:
@@ -133,13 +132,14 @@ class ScheduleSpec:
             return self.function
         module, _, name = self.function.partition(":")
         loaded: Any = getattr(importlib.import_module(module), name)
-        # This package may decorate its functions as users do, so the object may be a spec.
+        # Functions of this package may be decorated in the same way as users' functions, so the
+        # object may be a spec.
         return loaded.load() if isinstance(loaded, ScheduleSpec) else loaded
 
 
 _BOTH: tuple[PlacementKind, ...] = ("loop", "v")
 
-# The order matters: among equally fast schedules, the schedule listed first is chosen.
+# The order matters: among equally fast schedules, the schedule that is listed first is chosen.
 _TABLE = (
     ScheduleSpec(
         name="1f1b",
@@ -330,8 +330,8 @@ def schedule_spec(name: str) -> ScheduleSpec:
     """Returns the specification of a schedule.
 
     Args:
-        name: Name of a schedule of this package, name of an entry point, or
-            ``package.module:name`` of a user's own schedule.
+        name: Name of a schedule of this package, name of an entry point, or ``package.module:name``
+            of a user's schedule.
 
     Raises:
         ConfigError: The schedule does not exist, or its module cannot be imported.
@@ -366,8 +366,8 @@ def fixed_order(
 
     The function takes the :class:`~megatron.adaptive.schedule.Placement` of the stages and the
     number of microbatches. It returns a tuple of :class:`~megatron.adaptive.schedule.Action` for
-    each rank, in rank order. The result is validated before training: each action must occur
-    exactly once, and the schedule must not deadlock.
+    each rank, in rank order. The result is checked before training: each action must occur exactly
+    once, and the schedule must not deadlock.
 
     Args:
         chunks: Number of model chunks that each rank must have: ``any``, ``one``, ``two`` or
@@ -392,10 +392,9 @@ def run_time_rule(
 ) -> Callable[[Callable[..., Any]], ScheduleSpec]:
     """Creates a schedule from a function that chooses a rank's next action at run time.
 
-    The function takes the :class:`~megatron.adaptive.schedule.RankState` of the rank. It returns
-    one of the actions that are ready, or ``None`` to wait until another input arrives. It must
-    return quickly, and must not modify the state. The function is tested in a simulation before
-    training.
+    The function takes the :class:`~megatron.adaptive.schedule.RankState` of the rank. It returns an
+    action that is ready, or ``None`` to wait until a further input arrives. It must return quickly,
+    and must not modify the state. The function is tested in a simulation before training.
 
     Args:
         chunks: Number of model chunks that each rank must have: ``any``, ``one``, ``two`` or

@@ -1,4 +1,4 @@
-"""Reads YAML, TOML and JSON files that people write, and validates them against schemas.
+"""Reads YAML, TOML and JSON files that people write, and checks them against schemas.
 
 The file's suffix determines its format. Duplicate keys are an error in all three formats.
 Quantities are written with a unit (``40 GB``, ``25 Gbit/s``, ``5 us``), because a plain number does
@@ -62,7 +62,7 @@ _QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
-    """Converts a quantity such as ``25 GB/s`` to a number in a base unit.
+    """Converts a quantity such as ``25 GB/s`` to a number in the base unit ``unit``.
 
     Args:
         text: Number followed by its unit.
@@ -92,8 +92,8 @@ def read_file(path: Path, form: str) -> Any:
     """Reads a YAML, TOML or JSON file into lists, dictionaries, strings and numbers.
 
     Args:
-        path: Path of the file. The suffix ``.toml`` means TOML, ``.json`` means JSON, and any other
-            suffix means YAML.
+        path: Path of the file. The suffix ``.toml`` means TOML, ``.json`` means JSON, and all other
+            suffixes mean YAML.
         form: Kind of the file for error messages: ``cluster``, ``model`` or ``profile``.
 
     Raises:
@@ -163,7 +163,7 @@ def forms() -> Mapping[str, Any]:
 
 
 def check_form(value: Any, name: str, where: str) -> Any:
-    """Validates the contents of a file against a schema.
+    """Checks the contents of a file against a schema.
 
     Args:
         value: Contents of the file, as lists, dictionaries, strings and numbers.
@@ -182,7 +182,8 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        # Aliases let a small YAML file contain a list a million times, so shorten the value.
+        # A small YAML file can contain a list a million times through aliases, so shorten the
+        # value.
         shown = reprlib.repr(value)
         raise ConfigError(f"{where}: {path or 'the file'} must be {rule}{about}, got {shown}")
     if isinstance(value, list):
@@ -196,7 +197,7 @@ def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
 
 
 def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
-    """Returns the requirement that a value violates, ignoring its entries, or an empty string."""
+    """Returns the requirement that ``value`` itself violates, or an empty string."""
     if "type" in schema:
         types, rule = _TYPES[schema["type"]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

@@ -1,8 +1,9 @@
 """Cuts sequences into slices, which ``--sequence-slices`` processes separately.
 
-Most of a layer's work grows with the number of tokens. Attention grows with the number of pairs of
-tokens, and a slice attends to all slices before it. If attention is a fraction ``a`` of the cost of
-the whole sequence, the part from ``x`` to ``y`` of a sequence of length 1 costs
+Most of a layer's work grows with the number of tokens. The work of attention grows with the number
+of pairs of tokens, because a slice attends to all slices before it. If attention is a fraction
+``a`` of the cost of the whole sequence, the part from ``x`` to ``y`` of a sequence of length 1
+costs
 
     (1 - a) (y - x) + a (y^2 - x^2)
 
@@ -54,9 +55,9 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
     """Returns the positions at which a sequence of length 1 is cut into slices of equal cost.
 
     Args:
-        num_slices: Number of slices; must be at least 1.
-        attention_share: Attention's fraction of the cost of the whole sequence. With 0, slices have
-            the same length.
+        num_slices: Number of slices. It must be at least 1.
+        attention_share: Attention's fraction of the cost of the whole sequence. If it is 0, slices
+            have the same length.
 
     Returns:
         Positions from 0 to 1, including both ends of the sequence.
@@ -111,11 +112,11 @@ class Cut:
     documents: tuple[int, ...] = ()
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Returns the position of a slice's first token, and the position after its last token."""
+        """Returns the positions of a slice's first token and directly after its last token."""
         return (self.ends[index - 1] if index else 0), self.ends[index]
 
     def pieces(self, index: int) -> list[DocumentPart]:
-        """Returns the parts of documents that lie in a slice, in order."""
+        """Returns the parts of documents that lie in the slice ``index``, in order."""
         start, end = self.bounds(index)
         closes = self.documents or self.ends[-1:]
         number = bisect.bisect_right(closes, start)
@@ -138,7 +139,7 @@ class Cut:
         return sum(part.end - part.start for part in parts), pairs
 
     def kept_tokens(self, index: int) -> int:
-        """Returns the number of a slice's tokens whose documents extend over several slices."""
+        """Returns how many tokens of a slice are in documents that extend over several slices."""
         parts = self.pieces(index)
         return sum(part.end - part.start for part in parts if not part.is_whole)
 
@@ -171,8 +172,8 @@ class SliceRule:
 
         Args:
             width: Number of tokens in a row of the microbatch, including padding.
-            documents: Number of tokens in each document of the row, without padding. Not used
-                unless documents are packed.
+            documents: Number of tokens in each document of the row, without padding. It is only
+                used if documents are packed.
         """
         closes = _closes(width, documents, self.tokens) if self.is_packed else ()
         if self.tokens is not None:
@@ -191,7 +192,7 @@ class SliceRule:
         """
         if self.tokens is not None:
             return self.tokens
-        # A token costs at least 1, and each slice costs 1 / slices of the whole row.
+        # Each token costs at least 1, and each slice costs 1 / slices of the whole row.
         share = width * (1 + self.pair_cost * longest) / self.slices
         least = LEAST_TOKENS + 2 * self.multiple
         return min(width, max(least, math.ceil(share) + self.multiple))
@@ -212,7 +213,7 @@ def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: flo
 
     Args:
         lengths: Number of tokens in each document.
-        num_slices: Number of slices; must be at least 1.
+        num_slices: Number of slices. It must be at least 1.
         pair_cost: Cost of attention, as in :class:`SliceRule`.
     """
     costs = [length + pair_cost * length * length for length in lengths]
@@ -228,9 +229,9 @@ def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: flo
 
 
 def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, ...]:
-    """Rounds positions to multiples, and ensures that slices have at least :data:`LEAST_TOKENS`."""
+    """Rounds positions to multiples, and makes slices at least :data:`LEAST_TOKENS` long."""
     blocks = length // multiple
-    least = -(-LEAST_TOKENS // multiple)  # number of blocks
+    least = -(-LEAST_TOKENS // multiple)  # This is a number of blocks.
     slices = len(points) + 1
     ends = []
     before = 0
@@ -293,7 +294,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def least_row(slices: int, multiple: int) -> int:
-    """Returns the minimum number of tokens that can be cut into a number of slices.
+    """Returns the minimum number of tokens that can be cut into ``slices`` slices.
 
     Args:
         slices: Number of slices.
@@ -305,17 +306,17 @@ def least_row(slices: int, multiple: int) -> int:
 def slice_ends(
     length: int, slices: int, multiple: int = 1, attention_share: float = 0.0
 ) -> tuple[int, ...]:
-    """Returns the ends of a sequence's slices.
+    """Returns the ends of a sequence's slices, as numbers of tokens.
 
-    Slices have about the same cost. Their lengths are rounded to ``multiple``, and no slice is
-    shorter than :data:`LEAST_TOKENS`.
+    Slices have about the same cost. Their lengths are rounded to ``multiple``, and each slice has
+    at least :data:`LEAST_TOKENS` tokens.
 
     Args:
         length: Number of tokens in the sequence.
-        slices: Number of slices; must be at least 1.
+        slices: Number of slices. It must be at least 1.
         multiple: Divisor of the length of each slice, such as the number of tensor-parallel ranks
             among which each slice is divided.
-        attention_share: Attention's fraction of the cost of the whole sequence. With 0, lengths
+        attention_share: Attention's fraction of the cost of the whole sequence. If it is 0, lengths
             differ by at most ``multiple``.
 
     Returns:
@@ -332,7 +333,7 @@ def slice_ends(
             f"{multiple} (tensor parallel ranks), got {length}; change --seq-length"
         )
     shortest = blocks // slices * multiple
-    least = -(-LEAST_TOKENS // multiple)  # number of blocks
+    least = -(-LEAST_TOKENS // multiple)  # This is a number of blocks.
     if slices > 1 and shortest < LEAST_TOKENS:
         most = max(1, blocks // least)
         raise ConfigError(

@@ -107,7 +107,7 @@ class TrainerConfig:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed by separate actions, not in the backward pass.
+        """Whether separate actions compute weight gradients instead of the backward pass.
 
         These actions fill the time in which a rank waits for messages. A single pipeline rank never
         waits, so it does not have such actions by default.
@@ -162,7 +162,7 @@ class TrainerConfig:
 
     @property
     def slice_tokens(self) -> int | None:
-        """Number of tokens per slice, or ``None`` without ``--slice-tokens``."""
+        """Number of tokens per slice, or ``None`` if ``--slice-tokens`` is not set."""
         if not self.schedule.chooses_tokens:
             return self.schedule.slice_tokens
         chosen = self.schedule.chosen_tokens
@@ -186,8 +186,8 @@ class TrainerConfig:
         """Whether microbatches of a step may have different numbers of slices.
 
         If the order is fixed before the step, all microbatches must have the same number of slices.
-        This also applies to replicas that exchange tokens with experts, because they must run the
-        same actions.
+        The same applies if replicas exchange tokens with experts, because these replicas must run
+        the same actions.
         """
         spec = schedule_spec(self.schedule.pipeline_schedule)
         follows = spec.kind not in ("rule", "auto") or spec.is_own or spec.name == "hinted"
@@ -243,10 +243,11 @@ class TrainerConfig:
         """Attention's fraction of the FLOPs of a layer's forward pass.
 
         Only FLOPs that grow with the square of the sequence length are counted. With
-        ``--window-size``, attention grows linearly, so the fraction is 0.
+        ``--window-size``, the FLOPs of attention grow linearly, so the fraction is 0.
         """
         linear, per_token = self._layer_costs
-        pairs = per_token * self.model.seq_length  # scores and values, half of them masked
+        # This product counts scores and values, of which half are masked.
+        pairs = per_token * self.model.seq_length
         return pairs / (linear + pairs)
 
     def cost_of(self, tokens: float, squares: float) -> float:
@@ -333,7 +334,7 @@ class TrainerConfig:
 
         Settings of megatron-core with default values are omitted, so that a checkpoint can be
         loaded with a different version of megatron-core. Adapter settings are omitted if no
-        adapters are trained. A chosen number of slices is omitted, because another run with
+        adapters are trained. A chosen number of slices is omitted, because the next run with
         ``--sequence-slices auto`` chooses again. User, password and query are removed from URLs,
         because checkpoints and loggers must not show secrets.
         """
@@ -352,8 +353,8 @@ class TrainerConfig:
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainerConfig:
         """Restores settings from the result of :meth:`to_dict`.
 
-        The compatibility of the settings is not checked. Missing settings and missing groups get
-        their defaults.
+        The method does not check that the settings are compatible. Missing settings and missing
+        groups get their defaults.
 
         Raises:
             ConfigError: A group or a setting is unknown, or is missing and has no default.
@@ -408,7 +409,7 @@ def _settings(saved: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     }
 
 
-# Settings in checkpoints of earlier versions that no longer exist and are ignored.
+# Checkpoints of earlier versions contain these settings, which no longer exist and are ignored.
 _FORMER = frozenset(
     """
     data_impl deprecated_use_mcore_models async_tensor_model_parallel_allreduce exit_signal_handler

@@ -1,12 +1,12 @@
 """Lists the transports between ranks, which are the values of ``--transport``.
 
 A transport of this package is an entry of the table below, which contains the path of its class.
-Users' own transports need no entry: derive a class from ``TransportKind`` of
+Users' transports need no entry: derive a class from ``TransportKind`` of
 ``megatron.adaptive.transport.kind``, and pass ``--transport package.module:Class``. A package can
 also publish its transports as entry points of the group ``megatron_adaptive.transports``, which are
 selected by name.
 
-This module deliberately does not import transports, because they import torch.
+This module does not import transports, because they import torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TransportSpec:
     Attributes:
         name: Name of the transport on the command line.
         path: Path of the class that implements the transport, as ``package.module:Class``.
-        preference: Rank of the transport in the order in which ``auto`` tries transports, smallest
-            first.
+        preference: Position of the transport in the order in which ``auto`` tries transports. The
+            smallest number is tried first.
     """
 
     name: str
@@ -50,16 +50,16 @@ BUILT_IN = {spec.name: spec for spec in _TABLE}
 
 
 def by_preference() -> tuple[str, ...]:
-    """Returns the names of this package's transports, best first."""
+    """Returns the names of this package's transports, starting with the most preferred."""
     return tuple(spec.name for spec in sorted(_TABLE, key=lambda spec: spec.preference))
 
 
 def load_transport(name: str) -> Any:
-    """Imports and returns the class of a transport.
+    """Imports and returns the class of the transport ``name``.
 
     Args:
         name: Name of a transport of this package, name of an entry point, or
-            ``package.module:Class`` of a user's own transport.
+            ``package.module:Class`` of a user's transport.
 
     Raises:
         ConfigError: The transport does not exist, or its module cannot be imported.

@@ -1,12 +1,12 @@
-"""Lists flags of Megatron-LM that this trainer refuses or ignores, with the reasons.
+"""Lists flags of Megatron-LM that this trainer rejects or ignores, with the reasons.
 
-A flag is refused if it contradicts the pipeline engine, or if ignoring it would result in a
+A flag is rejected if it contradicts the pipeline engine, or if ignoring it would result in a
 different training run. The error message contains the reason. For an unknown flag, the message can
-only suggest the most similar flag. If a feature's main flag is refused, its other flags are
-accepted and ignored, and so are flags that are never used in GPT pre-training. A prefix stands for
-a group of flags, because such groups grow with each version of Megatron-LM. Prefixes do not apply
-to a flag that is listed by its full name. A test checks that none of the trainer's own flags are
-listed here.
+only suggest the most similar flag. If a feature's main flag is rejected, the feature's remaining
+flags are accepted and ignored. Flags that are never used in GPT pre-training are also ignored. A
+prefix stands for a group of flags, because such groups grow with each version of Megatron-LM.
+Prefixes do not apply to a flag that is listed by its full name. A test checks that the trainer's
+own flags are not listed here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
-# Each reason is followed by the flags that it applies to, without dashes. A prefix ends with a
+# Each reason is followed by the flags to which it applies, without dashes. A prefix ends with a
 # star.
 _TABLE = """\
 the engine itself delays weight gradients and frees activations; use --split-backward
@@ -171,7 +171,7 @@ it was renamed long ago; use --distributed-backend
     DDP-impl
 """
 
-# Flags that are accepted with any values but ignored, in the same notation as above.
+# The following flags are accepted with any values but ignored. The notation is the same as above.
 _IDLE_TABLE = """\
 it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieval, Mamba
     num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
@@ -230,8 +230,8 @@ this trainer always behaves as with this flag
     no-one-logger one-logger-* enable-one-logger app-tag-*
 """
 
-# Settings that later releases of megatron-core add to its configuration classes. They become flags
-# of this trainer if such a release is installed.
+# Later releases of megatron-core add these settings to their configuration classes. They become
+# flags of this trainer if such a release is installed.
 _NEWER = """
     ddp-param-name-patterns-for-fp32-local-accumulation dense-grouped-gemm fallback-to-eager-attn
     flash-attention-version fused-residual-rmsnorm grad-norm-skip-threshold head-wise-attn-gate
@@ -247,11 +247,11 @@ _NEWER = """
     use-grouped-gemm-for-shared-expert use-transformer-engine-op-fuser
 """
 NEWER = tuple(f"--{name}" for name in _NEWER.split())
-"""Flags of this trainer with a later release of megatron-core, including leading dashes."""
+"""Flags that this trainer has with a later release of megatron-core, including leading dashes."""
 
 
 def _reasons(table: str) -> dict[str, str]:
-    """Parses a table, and returns the reason for each flag and each prefix."""
+    """Parses ``table``, and returns the reason for each flag and each prefix."""
     reasons: dict[str, str] = {}
     reason = ""
     for is_flags, lines in groupby(table.splitlines(), key=lambda line: line.startswith(" ")):
@@ -263,13 +263,13 @@ def _reasons(table: str) -> dict[str, str]:
 
 
 REFUSED = _reasons(_TABLE)
-"""Reason for each refused flag, by name without leading dashes. A prefix ends with a star."""
+"""Reason for each rejected flag, by name without leading dashes. A prefix ends with a star."""
 IDLE = _reasons(_IDLE_TABLE)
 """Reason for each ignored flag, by name without leading dashes. A prefix ends with a star."""
 
 
 def reason_for(name: str) -> str | None:
-    """Returns the reason for refusing a flag of Megatron-LM, or ``None`` for all other flags.
+    """Returns the reason for rejecting a flag of Megatron-LM, or ``None`` for all other flags.
 
     Args:
         name: Name of the flag, including leading dashes.
@@ -280,7 +280,7 @@ def reason_for(name: str) -> str | None:
 
 
 def is_idle(name: str) -> bool:
-    """Returns whether a flag of Megatron-LM is accepted but ignored.
+    """Returns whether the flag ``name`` of Megatron-LM is accepted but ignored.
 
     Args:
         name: Name of the flag, including leading dashes.
@@ -312,5 +312,5 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Returns the refused flags that are listed by their full names, including leading dashes."""
+    """Returns the rejected flags that are listed by their full names, including leading dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

@@ -1,8 +1,8 @@
-"""Fits a profile to traces of training runs: times of layers, links, reductions and optimizer.
+"""Fits a profile (times of layers, links, reductions and optimizer) to traces of training runs.
 
-A trace contains the times of stages, not of layers. So a least-squares fit with non-negative values
-finds the layer times that best explain all stages of all runs. An example with two runs of one
-model on two stages::
+A trace contains the times of stages, not of layers. So a least-squares fit finds the non-negative
+layer times that best explain all stages of all runs. An example with two runs of one model on two
+stages::
 
     run 1    embedding + 6 transformer layers    13 s
              6 transformer layers + head         15 s
@@ -16,7 +16,7 @@ it, so it divides their total in proportion to their FLOPs. Runs with other part
 without embedding or head, make a profile more accurate.
 
 Times are not corrected for contention. If the ranks of a run shared CPU cores, the profile is only
-valid for ranks that share cores.
+valid for ranks that share cores in the same way.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
-"""Weight of the prior in the fit, relative to a measured stage. The prior assumes times
+"""Weight of the prior in the fit, relative to a measured stage. The prior assumes that times are
 proportional to FLOPs. The weight is low, so the prior matters only if the stages cannot separate
 two kinds of layers."""
 
 _SIGMA_OF_MAD = 1.4826
-"""Standard deviation of a normal distribution, divided by its median absolute deviation."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 
 _F, _B, _W = range(3)
 
@@ -57,7 +57,7 @@ class TracedRun:
         trace: Trace of all ranks.
         micro_batch: Number of samples per microbatch.
         hosts: Node type of each host, by host name.
-        skip: Number of warm-up iterations to ignore at the beginning.
+        skip: Number of warm-up iterations at the beginning of the run that are ignored.
         iterations: Indices of the iterations to use. If empty, all iterations except the skipped
             warm-up are used.
     """
@@ -94,7 +94,7 @@ class TracedRun:
         return tuple(layers)
 
     def figures(self) -> RunFigures:
-        """Returns the measured times of actions and steps in the selected iterations.
+        """Returns the median times of actions and steps (in ns) in the selected iterations.
 
         Raises:
             ConfigError: The trace contains none of the selected iterations.
@@ -117,7 +117,7 @@ def calibrate(
 
     Args:
         model: Model that was trained in all runs.
-        runs: Traced runs. At least one is required.
+        runs: Traced runs. The list must not be empty.
         described: Description of the model, stored under the key ``model`` in the profile. Defaults
             to the model's name and arguments.
 
@@ -176,15 +176,15 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """Measurements gathered from all runs: messages, reductions, optimizer, and variation.
+    """Measurements of all runs: messages, reductions, optimizer and variation of durations.
 
     Attributes:
-        travel: Times of messages in seconds, by message size in bytes. The key contains both node
-            types, and whether the message stayed within one host.
+        travel: Times in seconds from sending a message to its arrival, by message size in bytes.
+            The key contains both node types, and whether the message stayed within one host.
         reduce: Times of gradient reductions in seconds, by size in bytes. The key contains the node
             type and the number of replicas.
-        optimizer: Time of the optimizer per parameter in seconds, by GPU.
-        rest: Part of the step time that no other measurement explains, in seconds, by GPU.
+        optimizer: Optimizer time per parameter in seconds, by GPU.
+        rest: Part of the step time in seconds that no other measurement explains, by GPU.
         spread: Standard deviations of forward or backward times, each divided by the median time.
     """
 
@@ -196,14 +196,14 @@ class _Gathered:
 
 
 def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
-    """Returns the indices of the layers in each chunk of a rank."""
+    """Returns the indices of the layers in each chunk of the rank ``rank``."""
     header = run.trace.ranks[rank].header
     stages = model.stage_layers(run.layers)
     return tuple(stages[stage] for stage in stages_of_rank(header, header.pp_rank))
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
-    """Returns the layers and measured times of all chunks.
+    """Returns the layer indices and measured times of every chunk in ``run``.
 
     The result is grouped by GPU model, tensor-parallel size and microbatch size.
     """
@@ -216,8 +216,8 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
         host = run.trace.ranks[rank].header.host
         for chunk, layers in enumerate(_held(model, run, rank)):
             count = np.maximum(pieces[column, chunk], 1)
-            # The schedule may split a weight gradient into several actions, so multiply by the
-            # number of actions.
+            # The schedule may split a weight gradient into several actions. So multiply the time of
+            # an action by the number of actions.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
             key = (run.hosts[host].gpu, run.tp, run.micro_batch)
             seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
@@ -226,7 +226,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
 
 
 def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
-    """Fits layer times to stage times, and returns a row for each kind of layer."""
+    """Fits layer times to the stage times in ``rows``. Returns a row for each kind of layer."""
     kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
     held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
     counts = np.array(held, dtype=np.float64)
@@ -251,9 +251,10 @@ def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the fraction of the backward pass that is spent on weight gradients.
+    """Returns the fraction of a layer's backward pass that is spent on weight gradients.
 
-    Half of the FLOPs count as weight gradients, except for attention scores, which have no weights.
+    Half of the backward FLOPs count as weight gradients, except for attention scores, which have no
+    weights.
     """
     kind = model.kinds[name]
     if not kind.parameters:
@@ -266,8 +267,8 @@ def _weight_share(model: Model, name: str) -> float:
 def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
     """Fits non-negative times of the layer kinds to the stage times, in seconds.
 
-    Minimises ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent. ``A`` contains the
-    counts, ``b`` the measured times, and ``p`` times that are proportional to the FLOPs.
+    Minimizes ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent. ``A`` is
+    ``counts``, ``b`` is ``seconds``, and ``p`` contains times that are proportional to ``flops``.
 
     Args:
         counts: Number of layers of each kind in each stage, ``[stages, kinds]``.
@@ -291,7 +292,7 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 
 
 def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigures) -> None:
-    """Adds a run's measurements to ``gathered``, except the stage times."""
+    """Adds all measurements of ``run`` except the stage times to ``gathered``."""
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
@@ -315,8 +316,8 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
     for pp_rank in range(run.trace.num_ranks if is_one_host else 0):
         replicas = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
         size = round(held[replicas[0]] * model.precision.reduce_bytes)
-        # The last replica to start does not wait for other replicas, so its reduction time is the
-        # shortest. Use this time.
+        # The last replica to start does not wait for other replicas. Its reduction time is the
+        # shortest, so use the minimum.
         seconds = min(float(column["reduce"][i]) for i in replicas) / 1e9
         if seconds > 0 and size:
             sizes = gathered.reduce.setdefault((run.hosts[headers[0].host].name, run.dp), {})
@@ -328,7 +329,7 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
 
 
 def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
-    """Gathers the times from sending to arrival of all messages whose arrival was recorded."""
+    """Adds the travel times of all messages in ``run`` with recorded arrival to ``gathered``."""
     tables = {
         rank: trace.table(figures.iterations.tolist()) for rank, trace in run.trace.ranks.items()
     }
@@ -347,7 +348,7 @@ def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
 def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     """Fits a link's latency and bandwidths to the median time of each message size.
 
-    If there is only one message size, the latency is set to 0.
+    If ``sizes`` contains only one message size, the latency is set to 0.
     """
     size = np.array(sorted(sizes), dtype=np.float64)
     seconds = np.array([median(sizes[int(message_bytes)]) for message_bytes in size])
@@ -361,10 +362,10 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
-    """Returns measures of the accuracy of predicted step times, by name.
+    """Returns measures of how accurate the predicted step times are, by name.
 
     Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
-    times put the runs in the same order. ``place_of_best`` is the position of the fastest run in
+    times sort the runs in the same order. ``place_of_best`` is the position of the fastest run in
     the predicted order, starting at 1. ``regret`` is the relative slowdown from choosing the run
     with the shortest predicted time instead of the fastest run.
 
@@ -390,7 +391,7 @@ def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str,
 
 
 def rank_correlation(values: Sequence[float], other: Sequence[float]) -> float:
-    """Returns Spearman's rank correlation. Ties get the mean of their ranks."""
+    """Returns Spearman's rank correlation. Equal values get the mean of their ranks."""
     ranks, other_ranks = _ranks(values), _ranks(other)
     if ranks.std() == 0 or other_ranks.std() == 0:
         return 0.0
@@ -398,7 +399,7 @@ def rank_correlation(values: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Returns the rank of each value, from 0. Ties get the mean of their ranks."""
+    """Returns the rank of each value, starting at 0. Equal values get the mean of their ranks."""
     array = np.asarray(values, dtype=np.float64)
     below = (array[None, :] < array[:, None]).sum(axis=1)
     equal = (array[None, :] == array[:, None]).sum(axis=1)

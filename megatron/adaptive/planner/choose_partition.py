@@ -1,4 +1,4 @@
-"""Finds the number of layers per stage for a running job from the measured speed of its ranks.
+"""Finds the best number of layers per stage for a running job whose rank speeds were measured.
 
 The search has three steps:
 
@@ -11,18 +11,18 @@ The search has three steps:
        fit at T = 9 s          9  6  9  9    33 layers, enough
        layers of each stage    9  6  9  8    slowest pace 9 s
 
-2. Stages are filled with layers in order. If a rank has several stages, each gets an equal share
-   of the rank's time. This is optimal if all layers are equal, or if each rank has one stage.
+2. Stages are filled with layers in order. If a rank has several stages, each of them gets an equal
+   share of the rank's time. This is optimal if all layers are equal, or if each rank has one stage.
    Afterwards, single layers are moved between stages as long as this makes the slowest rank faster.
 3. The step time also depends on the order in which ranks run their actions. So partitions near the
-   balanced one are simulated under the job's schedule. Among partitions that are about as fast as
-   the fastest, the partition that moves the fewest layers to another rank is chosen.
+   balanced partition are simulated under the job's schedule. Among the partitions that are about as
+   fast as the fastest, the partition that moves the fewest layers to a different rank is chosen.
 
 Layers and stages keep their order, and stages stay on their ranks. :func:`choose_together` also
 chooses the schedule and the placement of stages.
 
-Source: Iqbal 1991, "Approximate algorithms for partitioning and assignment problems", for the
-bisection that assigns a chain of tasks to ranks with the smallest bottleneck.
+Source: Iqbal 1991, "Approximate algorithms for partitioning and assignment problems". It describes
+the bisection that assigns a chain of tasks to ranks with the smallest bottleneck.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ Times = tuple[float, float, float]
 """Times of one microbatch in seconds: forward pass, backward pass, and weight gradients."""
 
 _ALIKE = 0.005
-"""Relative difference up to which two step times are treated as equal. Simulated step times differ
-from measured step times by more than this."""
+"""Relative difference up to which two step times are treated as equal. Simulated and measured step
+times differ by more than this."""
 PLACEMENT_GAIN = 0.03
 """Minimum fraction of the step time that a different stage placement must save. It is larger than
-for other changes, because weights have to be moved."""
+for other changes, because a different placement requires moving weights."""
 _SIMULATIONS = 24
 """Maximum number of partitions to simulate."""
 _ORDERS = 6
 """Number of schedules under which each partition is simulated."""
 _LEAST_S = 1e-9
-"""Time in seconds that is used instead of 0, to avoid division by zero and rounding effects."""
+"""Time in seconds that replaces 0, to avoid division by zero and rounding effects."""
 _ROUNDING = 1e-6
 """Maximum relative error of a value due to rounding."""
 _UNLIMITED = 1e9
-"""Number of layers that stands for infinity if memory is unlimited."""
+"""Number of layers that represents infinity if memory is unlimited."""
 _HALVINGS = 40
-"""Number of bisection steps. It gives the time per microbatch 12 exact digits."""
+"""Number of bisection steps. This many steps determine the time per microbatch to 12 digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Loads:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Time that each rank would need for all layers, divided by the median over the ranks."""
+        """Time that each rank would need for all layers, divided by the median over all ranks."""
         layers = self.whole()
         middle = sorted(layers)[(len(layers) - 1) // 2]
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
@@ -114,12 +114,12 @@ class Loads:
         return seconds
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
-        """Returns the times of each stage under a partition, in seconds."""
+        """Returns the times of each stage in seconds if stages have the layers of ``partition``."""
         forward, backward, weight = map(tuple, self._seconds(partition).T.tolist())
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under a different stage placement with unchanged rank speeds."""
+        """Returns the loads under the stage placement ``kind``, with unchanged rank speeds."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -132,7 +132,7 @@ class Loads:
         return replace(self, placement=placement, beside_s=tuple(beside))
 
     def scaled(self, factor: float) -> Loads:
-        """Returns the loads with all times multiplied by a factor."""
+        """Returns a copy of the loads with all times multiplied by ``factor``."""
         if factor == 1:
             return self
 
@@ -147,7 +147,7 @@ class Loads:
         )
 
     def paces(self, partition: Sequence[int]) -> list[float]:
-        """Returns each rank's time per microbatch under a partition, in seconds."""
+        """Returns each rank's time per microbatch in seconds under ``partition``."""
         return self._by_rank(self._seconds(partition).sum(axis=1))
 
     def beside(self) -> list[float]:
@@ -155,7 +155,7 @@ class Loads:
         return self._by_rank(np.array(self.beside_s).sum(axis=1))
 
     def fits(self, partition: Sequence[int]) -> bool:
-        """Returns whether a partition fits into the memory of every rank."""
+        """Returns whether the layers of every rank under ``partition`` fit into its memory."""
         sizes = np.array(self.sizes) if self.sizes else np.ones(self._each.shape[:2])
         taken = self._by_rank((self._counts(partition) * sizes[self._ranks]).sum(axis=1))
         pairs = zip(taken, self.most_layers, strict=True)
@@ -185,15 +185,15 @@ class Loads:
         return self._before[ends] - self._before[ends - partition]
 
     def _seconds(self, partition: Sequence[int]) -> Any:
-        """Returns the times of forward pass, backward pass and weight gradients of each stage.
+        """Returns each stage's times of forward pass, backward pass and weight gradients.
 
-        The array has shape ``[stages, 3]`` and contains seconds.
+        The array has shape ``[stages, 3]`` and contains times in seconds per microbatch.
         """
         layers = self._counts(partition)[:, :, None] * self._each[self._ranks]
         return np.array(self.beside_s) + layers.sum(axis=1)
 
     def _by_rank(self, values: Any) -> list[float]:
-        """Adds up the values of all stages on the same rank."""
+        """Returns the sum of ``values`` (one value per stage) over the stages of each rank."""
         ranks = self.placement.num_ranks
         sums: list[float] = np.bincount(self._ranks, weights=values, minlength=ranks).tolist()
         return sums
@@ -221,16 +221,16 @@ class PartitionMove:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision of the ``auto`` schedule about schedule, placement and partition, for all ranks.
+    """Decision of the ``auto`` schedule about schedule, placement and partition of a job.
 
     Attributes:
         text: Choice and its reason, as a single line for the log.
-        stay: Schedule to use without a move, or ``None`` to keep the current schedule.
+        stay: Schedule to use if nothing moves, or ``None`` to keep the current schedule.
         move: Schedule to use after moving stages or layers to other ranks, or ``None`` if nothing
             moves.
         partition: Number of layers in each stage after the move, or ``None`` to keep the current
             numbers.
-        present_s: Simulated step time in seconds without a move, or ``None`` if no schedule fits
+        present_s: Simulated step time in seconds if nothing moves, or ``None`` if no schedule fits
             into memory.
         step_s: Simulated step time in seconds after the move, or ``None`` if nothing moves.
     """
@@ -244,7 +244,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns the number of layers that move to another rank if ``old`` is replaced by ``new``."""
+    """Returns the number of layers that change ranks if ``old`` is replaced by ``new``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -252,7 +252,7 @@ def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> 
 def simulated_step(
     loads: Loads, candidate: Candidate, num_microbatches: int
 ) -> Callable[[Partition], float]:
-    """Returns a function that simulates the job's step time under a partition.
+    """Returns a function that simulates a step under a partition and returns its time in seconds.
 
     Args:
         loads: Measured times of the stages.
@@ -288,7 +288,7 @@ def propose(
     present = loads.partition
     start = balanced(loads)
     if not max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2):
-        return None  # ranks are balanced well enough, so skip the simulations.
+        return None  # The ranks are balanced well enough, so skip the simulations.
     choice, seconds = _quickest(loads, start, step_s)
     move = PartitionMove(partition=choice, present_s=step_s(present), step_s=seconds)
     return move if choice != present and move.gain >= gain else None
@@ -316,24 +316,26 @@ def choose_together(
     Args:
         loads: Measured times and memory of the stages under the current placement and partition.
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Function for each placement to consider that returns the memory limit under a
-            partition. The current placement comes first. A limit is the maximum number of
-            activations held, in units of one microbatch's activations in all stages of a rank.
+        limits: Functions that return the memory limit under a partition, by placement. The current
+            placement comes first. A limit is the maximum number of activations held, in units of
+            one microbatch's activations in all stages of a rank.
         halves: Loads measured over separate parts of the steps. A move must save enough time under
-            each of them.
-        gain: Minimum fraction of the step time that moving layers must save, or ``None`` to move no
-            layers.
+            each of these loads.
+        gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
+            must not be moved.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time scheduling rules to simulate.
-        until_s: Deadline on the clock of ``time.monotonic``. Later candidates are not simulated.
+        until_s: Deadline on the clock of ``time.monotonic``. After it, no more candidates are
+            simulated.
         num_slices: Number of slices per microbatch, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: No schedule fits into memory.
 
-    Source: AdaPtis, arXiv 2509.23722, for the joint choice. The search algorithm is our own.
+    Source: AdaPtis, arXiv 2509.23722, for choosing all of these together. The search algorithm is
+    different.
     """
     job = _Job(
         profile=profile,
@@ -408,7 +410,7 @@ def _decision(
 
 
 class _Runs:
-    """Simulates steps, and compiles a simulation after enough simulated actions.
+    """Simulates steps, and compiles a simulation once enough of its actions were simulated.
 
     Args:
         num_microbatches: Number of microbatches per step.
@@ -416,11 +418,11 @@ class _Runs:
 
     def __init__(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        # number of actions simulated so far, by compiled loop
+        # This counter contains the number of actions simulated so far, by compiled loop.
         self._actions: Counter[str] = Counter()
 
     def evaluate(self, candidate: Candidate, profile: StageProfile) -> CandidateOutcome:
-        """Simulates one step of a candidate."""
+        """Simulates one step of ``candidate`` with the times in ``profile``."""
         loop = loop_of(candidate)
         self._actions[loop] += num_actions(candidate, self._num_microbatches)
         return evaluate(candidate, self._num_microbatches, profile, (0,), self._actions[loop])
@@ -428,17 +430,17 @@ class _Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Inputs of :func:`choose_together` that do not change, with methods for simulations.
+    """Inputs of :func:`choose_together` that do not change, with methods that run simulations.
 
     Attributes:
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Function for each placement that returns the maximum activations held under a
-            partition.
+        limits: Functions that return the maximum activations held under a partition, by placement.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time scheduling rules to simulate.
-        until_s: Deadline on the clock of ``time.monotonic``. Later candidates are not simulated.
+        until_s: Deadline on the clock of ``time.monotonic``. After it, no more candidates are
+            simulated.
         num_slices: Number of slices per microbatch, or 1 for whole microbatches.
     """
 
@@ -456,11 +458,11 @@ class _Job:
         return _Runs(self.num_microbatches)
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
-        """Returns a copy of the measured profile with the stage times of a partition."""
+        """Returns a copy of the measured profile with the stage times under ``partition``."""
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
-        """Returns the fastest schedule for a partition. Runs only few simulations if ``quick``."""
+        """Returns the fastest schedule for ``partition``. Runs fewer simulations if ``quick``."""
         return choose(
             self._profile_of(loads, partition),
             placement=loads.placement,
@@ -481,17 +483,17 @@ class _Job:
         earlier: Sequence[ScheduleChoice | None],
         moves_layers: bool,
     ) -> tuple[Partition, ScheduleChoice] | None:
-        """Chooses a partition, and the fastest schedule for it, under a given placement.
+        """Chooses a partition, and the fastest schedule for it, under the placement of ``loads``.
 
         Args:
             loads: Measured times and memory, converted to the placement.
             present: Current number of layers of each stage.
             earlier: Choices made earlier for other placements or partitions. Their schedules are
-                compared too.
+                also compared.
             moves_layers: Whether to choose a new partition.
 
         Returns:
-            Partition and schedule, or ``None`` if the best partition is the current one.
+            Partition and schedule, or ``None`` if the best partition is the current partition.
         """
         bests = [choice.best for choice in earlier if choice is not None]
         candidates = [best for best in bests if best.placement == loads.placement]
@@ -501,12 +503,12 @@ class _Job:
         return partition, self.fastest(loads, partition)
 
     def best_partition(self, loads: Loads, candidates: list[Candidate]) -> Partition:
-        """Returns the fastest partition near a balanced one.
+        """Returns the partition with the shortest simulated step time near a balanced partition.
 
         Args:
             loads: Measured times and memory of the stages.
             candidates: Schedules under which partitions are compared. The best few schedules for a
-                balanced partition are added to them.
+                balanced partition are also used.
         """
         start = balanced(loads)
         limit = self.limits[loads.placement.kind]
@@ -523,7 +525,7 @@ class _Job:
         return _quickest(loads, start, step_s)[0]
 
     def step_s(self, choice: ScheduleChoice, loads: Loads, partition: Partition) -> float:
-        """Returns the simulated step time in seconds under a chosen schedule and placement."""
+        """Returns the simulated step time in seconds with the schedule in ``choice``."""
         times = self._profile_of(loads.placed(choice.best.placement.kind), partition)
         return self._runs.evaluate(choice.best, times).mean_s
 
@@ -548,10 +550,10 @@ def balanced(loads: Loads) -> Partition:
 def _quickest(
     loads: Loads, start: Partition, step_s: Callable[[Partition], float]
 ) -> tuple[Partition, float]:
-    """Finds the fastest partition by moving single layers of the current partition or ``start``.
+    """Finds the fastest partition by moving single layers in the current partition or in ``start``.
 
-    Among partitions that are about as fast as the fastest, returns the partition that moves the
-    fewest layers to another rank.
+    Among partitions that are about as fast as the fastest, the partition that moves the fewest
+    layers to a different rank is returned.
 
     Returns:
         Partition, and its step time in seconds.
@@ -580,12 +582,12 @@ def _quickest(
 
 
 def _filled(loads: Loads, pace: float) -> Partition | None:
-    """Fills stages in order with as many layers as a time limit and the memory allow.
+    """Fills stages in order with as many layers as ``pace`` and the memory allow.
 
-    ``pace`` is the time limit of each rank, in seconds per microbatch.
+    ``pace`` is the maximum time of each rank per microbatch, in seconds.
 
     Returns:
-        Number of layers in each stage, or ``None`` if some layers do not fit anywhere.
+        Number of layers in each stage, or ``None`` if the stages cannot hold all layers.
     """
     placement = loads.placement
     kinds = loads.kinds or (0,) * sum(loads.partition)
@@ -596,8 +598,8 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
     next_layer = 0
     for stage in range(placement.num_stages):
         rank = placement.locate(stage)[0]
-        # A rank's remaining time and memory are divided equally among its stages, so reserve a
-        # share for the later stages.
+        # A rank's remaining time and memory are divided equally among its remaining stages, so
+        # reserve a share for the later stages.
         others = 1 - 1 / open_stages[rank]
         least_s, least = seconds[rank] * others - _LEAST_S, space[rank] * others - _ROUNDING
         open_stages[rank] -= 1
@@ -613,7 +615,7 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
 
 
 def _descended(loads: Loads, partition: Partition) -> Partition:
-    """Moves single layers between stages as long as the slowest rank gets faster."""
+    """Moves single layers between stages as long as this makes the slowest rank faster."""
     pace = max(loads.paces(partition))
     better = True
     while better:
@@ -635,8 +637,8 @@ def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Itera
     Args:
         loads: Measured times and memory of the stages.
         partition: Number of layers of each stage.
-        least: Minimum time per microbatch, in seconds, of a rank that may give a layer away. Moving
-            a layer from a faster rank would not help the slowest rank.
+        least: Minimum time per microbatch, in seconds, of a rank that may lose a layer. Moving a
+            layer away from a faster rank would not help the slowest rank.
     """
     paces = loads.paces(partition)
 

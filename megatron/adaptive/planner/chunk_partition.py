@@ -1,20 +1,20 @@
-"""Improves the schedule and the number of layers per stage of a pipeline that the search found.
+"""Improves the schedule and the number of layers per stage of pipelines found by the search.
 
 The search finds 1F1B pipelines with one stage per rank. This module tries other schedules, and
 repartitions the layers for schedules with several stages (chunks) per rank. Unlike the search, it
-does not prove optimality: it improves an initial partition step by step. Example with 15 layers in
-4 interleaved stages on 2 ranks, with 4 microbatches. A layer takes 1 s forward and 2 s backward on
-rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
+does not find a provably optimal solution, but improves an initial partition step by step. Example
+with 15 layers in 4 interleaved stages on 2 ranks, with 4 microbatches. A layer takes 1 s forward
+and 2 s backward on rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
 
     first partition   5 3 5 2   135 s   work in proportion to the speed of the ranks
     0 gives to 1      4 4 5 2   156 s   slower, undone
     0 gives to 2      4 3 6 2   132 s   faster, kept
     ...                                 until no move makes the step faster
 
-Each change is timed under the schedule's order of actions (``order_timing``). A run-time scheduling
+Each change is timed with the schedule's order of actions (``order_timing``). A run-time scheduling
 rule has no fixed order, so the order of a static schedule with the same placement is used as an
-approximation. The plans that are finally chosen are improved once more, this time with predictions
-under the plan's own schedule (:func:`handed_over`).
+approximation. The plans that are finally chosen are improved once more, with predictions for the
+plan's actual schedule (:func:`handed_over`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ def hand_over(
 ) -> tuple[Any, float, int]:
     """Moves one layer at a time between two stages, as long as this makes the pipeline faster.
 
-    All pairs of stages are tried in turn. The stages between them shift by one layer, so their
-    number of layers stays the same. The search ends after a round over all pairs without an
-    improvement.
+    All pairs of stages are tried in turn. The stages between the pair shift by one layer and keep
+    their number of layers. The search ends when a round over all pairs brings no improvement.
 
     Args:
         cuts: Index of the first layer of each stage, followed by the number of layers,
@@ -107,14 +106,14 @@ class ChunkedPipeline:
         order = self._order = (schedule, len(ranks), chunks, arrays.microbatches)
         self._arrays, self._ranks, self._chunks = arrays, ranks, chunks
         placement = catalog.placement_for(schedule, len(ranks), chunks)
-        # Each of the next three arrays has an entry per stage: pipeline rank, class, and number of
-        # microbatches in flight.
+        # The next three arrays contain, for each stage, its pipeline rank, its class, and its
+        # number of microbatches in flight.
         stages = range(placement.num_stages)
         self._rank_of = np.array([placement.locate(stage)[0] for stage in stages])
         self._classes = np.array(ranks)[self._rank_of]
         self._held = np.array(in_flight(*order))[self._rank_of]
-        # Ranks of a block share a node or a group of nodes, so messages between them use faster
-        # links.
+        # Ranks of a block share a node or a group of nodes. So messages between these ranks use
+        # faster links.
         blocks = list[int]()
         left = 0
         for rank in ranks:
@@ -127,8 +126,8 @@ class ChunkedPipeline:
 
         Args:
             most: Maximum number of candidates to time.
-            hopeless_s: Time limit in seconds. If the initial partition takes longer, it is not
-                improved.
+            hopeless_s: Step time in seconds. If the initial partition takes at least this long, it
+                is not improved.
 
         Returns:
             Index of the first layer of each stage, followed by the number of layers, or empty if
@@ -157,7 +156,7 @@ class ChunkedPipeline:
         done = work[0] / max(float(work[0, n]), 1e-30)
         cuts = np.concatenate([[0], np.searchsorted(done, share - 1e-9)]).astype(np.int64)
         cuts[-1] = n
-        # Every stage needs at least one layer, so cuts must be strictly increasing and leave a
+        # Every stage needs at least one layer. So make the cuts strictly increasing, and leave a
         # layer for every later stage.
         numbers = np.arange(stages + 1)
         cuts = np.maximum.accumulate(cuts - numbers) + numbers
@@ -168,7 +167,7 @@ class ChunkedPipeline:
         return values @ (self._rank_of[:, None] == np.arange(len(self._ranks)))
 
     def _fits(self, cuts: Any) -> bool:
-        """Returns whether every rank has enough memory for its chunks."""
+        """Returns whether every rank has enough memory for its chunks with these ``cuts``."""
         classes = self._classes
         low = cuts[:-1]
         high = cuts[1:]
@@ -180,9 +179,10 @@ class ChunkedPipeline:
         return bool((fixed + self._by_rank(chunk_bytes) <= 0).all())
 
     def _seconds(self, cuts: Any) -> float:
-        """Returns the step time in seconds, or infinity if the stages do not fit into memory.
+        """Returns the step time for ``cuts`` in seconds, or infinity if memory is exceeded.
 
-        The all-reduce of tied embeddings is omitted, because its time does not depend on the cuts.
+        The time of the all-reduce of tied embeddings is omitted, because it does not depend on the
+        cuts.
         """
         if not self._fits(cuts):
             return np.inf
@@ -211,7 +211,7 @@ class ChunkedPipeline:
 
 
 def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tuple[Plan, float]:
-    """Improves a plan's partition by moving layers, based on predictions for the plan's schedule.
+    """Improves ``plan`` by moving layers between stages, based on predicted step times.
 
     Args:
         plan: Plan whose layers are moved between stages.
@@ -236,18 +236,18 @@ def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tu
 
 
 def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow | None:
-    """Returns a plan with the fastest schedule that fits into memory.
+    """Returns a plan with the fastest schedule that fits into memory, and its prediction.
 
     Args:
-        plan: Plan from the search. If its stages have unequal parallel sizes, it is converted to
-            microbatches of equal size (``cost.as_run``).
+        plan: Plan from the search. If its stages have unequal parallel sizes, it is first converted
+            to microbatches of equal size (``cost.as_run``).
         inputs: Model, cluster and profile of layer times.
         schedules: Schedules to choose from. If the plan has one chunk per rank, schedules with
             several chunks are skipped.
 
     Returns:
-        Plan and prediction, or ``None`` if no schedule is possible. If no schedule fits into
-        memory, the plan has the fastest schedule.
+        Plan and prediction, or ``None`` if the plan supports none of the schedules. If no schedule
+        fits into memory, the plan has the fastest schedule.
     """
     run = as_run(plan)
     rows = []
@@ -260,15 +260,15 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
         try:
             rows.append(_with_cap(candidate, inputs))
         except ScheduleError:
-            continue  # the schedule does not allow these stages or microbatches
-    # If several schedules are equally good, ``min`` returns the one that was listed first.
+            continue  # Skip schedules that do not support this number of stages or microbatches.
+    # If several schedules are equally good, ``min`` returns the first of them in ``rows``.
     return min(
         rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
     )
 
 
 def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
-    """Returns a plan with its prediction. For sliced sequences, chooses the limit on activations.
+    """Returns ``plan`` with its prediction. Chooses the activation limit for sliced sequences.
 
     The default limit is kept if the plan fits into memory with it, or if sequences are not cut.
     Otherwise, lower limits are tried, the largest first. If the plan does not fit with any of them,
@@ -279,7 +279,7 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:
         return row
-    # The first rank holds this number of microbatches under the fixed order of slices.
+    # Under the fixed order of slices, the first rank holds this number of microbatches.
     fixed = min(float(plan.num_microbatches), (plan.pp - 1 + plan.slices) / plan.slices)
     for cap in dict.fromkeys((round(fixed, 2), 1.0)):
         capped = replace(plan, cap=max(1.0, cap))

@@ -1,8 +1,9 @@
 """Describes clusters (node types, GPUs and links) and reads cluster files.
 
 GPU properties that a cluster file omits are taken from this package's table of GPUs
-(``data/gpus.json``). The file format is the schema ``cluster`` in ``config.schema_files``, which
-``docs/planner.md`` describes. ``discover_cluster`` creates such files.
+(``data/gpus.json``). The file format is defined by the schema ``cluster`` in
+``config.schema_files`` and described in ``docs/planner.md``. The module ``discover_cluster``
+creates such files.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Gpu:
 
     Attributes:
         name: Name of the GPU in cluster files.
-        memory_bytes: Memory size in bytes, where a GB on the data sheet is 10^9 bytes.
+        memory_bytes: Memory size in bytes. A GB on the data sheet counts as 10^9 bytes.
         memory_bytes_per_s: Memory bandwidth in bytes per second.
-        flops: Peak FLOP/s of dense matmuls by dtype: ``bf16``, ``fp16``, ``tf32`` or ``fp32``.
-            Unsupported dtypes are omitted.
-        source: Title of the data sheet with these figures.
+        flops: Peak FLOP/s of dense matrix multiplications by dtype: ``bf16``, ``fp16``, ``tf32`` or
+            ``fp32``. Unsupported dtypes are omitted.
+        source: Title of the data sheet with these numbers.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Gpu:
     source: str
 
     def peak(self, precision: str) -> float:
-        """Returns the peak FLOP/s of matmuls.
+        """Returns the peak FLOP/s of matrix multiplications with the dtype ``precision``.
 
         Args:
             precision: Dtype, such as ``bf16``.
@@ -69,7 +70,7 @@ class Gpu:
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
-    """Returns the table of GPUs by name, and the GPU name for each accepted spelling."""
+    """Returns the table of GPUs by name, and a table of GPU names by accepted spelling."""
     file = resources.files("megatron.adaptive.planner") / "data" / "gpus.json"
     parts, names = {}, {}
     for row in json.loads(file.read_text(encoding="utf-8"))["gpus"]:
@@ -82,7 +83,7 @@ def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
 
 
 def plain_name(name: str) -> str:
-    """Returns a GPU's name in lower case, without spaces, hyphens or brand names."""
+    """Returns the GPU name ``name`` in lower case, without spaces, hyphens and brand names."""
     return _NOISE.sub("", name.lower())
 
 
@@ -92,21 +93,21 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Returns the GPU with a name from a cluster file or driver, or ``None`` if it is unknown."""
+    """Returns the GPU with this name in a cluster file or driver, or ``None`` if unknown."""
     parts, names = _table()
     listed_name = names.get(plain_name(name))
     return None if listed_name is None else parts[listed_name]
 
 
 def find_gpu(name: str, where: str) -> Gpu:
-    """Returns a GPU from the table by name.
+    """Returns the GPU with the name ``name`` from the table.
 
     Args:
         name: Name of the GPU. Case, spaces and the vendor's name are ignored.
         where: File or flag that contains the name, for the error message.
 
     Raises:
-        ConfigError: The table has no GPU with this name.
+        ConfigError: The table contains no GPU with this name.
     """
     gpu = known_gpu(name)
     if gpu is None:
@@ -124,8 +125,8 @@ class LinkSpeed:
     """Speed of a link in one direction.
 
     Attributes:
-        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared``, this is the
-            total for all pairs of GPUs, otherwise the bandwidth of each pair.
+        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared``, all pairs of
+            GPUs together have this bandwidth. Otherwise, each pair has this bandwidth.
         latency_s: Time in seconds to send an empty message.
         shared: Whether pairs of GPUs that send at the same time share the bandwidth. They share a
             node's network card, but not a switch between GPUs.
@@ -155,13 +156,13 @@ class LinkSpeed:
         if measured:
             count, link = max(measured, key=lambda entry: entry[0])
             whole = link._curve(message_bytes)
-            # A bandwidth measured with several pairs is their sum, so divide it by the number of
-            # pairs.
+            # A bandwidth measured with several pairs is their total if the link is shared. Then
+            # divide it by ``pairs``. Otherwise, divide it by the measured number of pairs.
             return whole / pairs if self.shared else whole / count
         return self._curve(message_bytes) / (pairs if self.shared else 1)
 
     def seconds(self, message_bytes: float, pairs: int = 1) -> float:
-        """Returns the time to send a message in seconds, or 0 for an empty message.
+        """Returns the time in seconds to send a message, or 0 for an empty message.
 
         Args:
             message_bytes: Size in bytes of each pair's message.
@@ -172,7 +173,7 @@ class LinkSpeed:
         return self.latency_s + message_bytes / self.bandwidth(message_bytes, pairs)
 
     def _curve(self, message_bytes: float) -> float:
-        """Returns the measured bandwidth for a message size, in bytes per second."""
+        """Returns the measured bandwidth in bytes per second for messages of this size."""
         if not self.sizes:
             return self.bytes_per_s
         index = bisect_left(self.sizes, (message_bytes, 0.0))
@@ -194,17 +195,18 @@ class NodeType:
         gpu: Name of the GPU model, as in profiles and in the table of GPUs.
         gpus: Number of GPUs per node.
         memory_bytes: Usable memory of each GPU in bytes.
-        intra: Speed of the link between two GPUs of a node.
+        intra: Speed of the link between two GPUs of the node.
         islands: Groups of neighbouring GPUs with a fast link, as pairs of group size (number of
-            GPUs) and link. Sizes are ascending: first parts of a node, then groups of several
+            GPUs) and link. Sizes are ascending: parts of a node come first, then groups of several
             nodes, such as the nodes on one switch.
         network: Speed of the node's network link, or ``None`` for the cluster's default.
         price_per_hour: Price of the whole node per hour, in the user's currency.
         zone: Name of the node's availability zone. The cluster may define a special link between
             nodes in different zones.
-        slowness: Factor by which all measured durations are multiplied on this node, or 1 if the
-            node is as fast as measured.
-        like: Name of another type with the same links. If empty, the name of this type is used.
+        slowness: Factor by which all durations from the profile are multiplied on this node, or 1
+            if the node is as fast as the profile.
+        like: Name of another node type with the same links. If empty, the name of this type is
+            used.
     """
 
     name: str
@@ -221,14 +223,14 @@ class NodeType:
 
     @property
     def link_name(self) -> str:
-        """Name of the node type in tables of links."""
+        """Name under which tables of links contain this node type."""
         return self.like or self.name
 
     def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
-        """Returns the smallest island that consists of whole groups of ``gpus`` neighbouring GPUs.
+        """Returns the smallest island that consists of whole groups of ``gpus`` GPUs.
 
-        An island is a group of GPUs with a fast link. A group that fits on one node is searched for
-        in parts of a node, and a larger group in islands of several nodes.
+        An island is a group of GPUs with a fast link. If ``gpus`` GPUs fit on one node, only parts
+        of a node are considered, otherwise only islands of several nodes.
 
         Returns:
             Number of GPUs in the island and its link speed, or ``None`` if no island qualifies.
@@ -243,7 +245,7 @@ class NodeType:
 def link_in(
     links: Mapping[tuple[str, str], LinkSpeed], node_type: NodeType, other: NodeType
 ) -> LinkSpeed | None:
-    """Returns the link between two node types, with their names in either order in the table."""
+    """Returns the link between two node types in ``links``, or ``None`` if it has none."""
     names = node_type.link_name, other.link_name
     return links.get(names) or links.get(names[::-1])
 
@@ -265,18 +267,20 @@ class NodePool:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes that a job may use. Indices start at 0 and follow the order of the groups.
+    """Nodes that a job may use. Node indices start at 0 and follow the order of the groups.
 
     Attributes:
         groups: Nodes by type. Each type occurs once.
-        network: Default link between two nodes. ``None`` if every type has its own link.
-        links: Links that differ from the default, keyed by the names of both node types in any
-            order.
-        between_zones: Link between nodes in different zones. ``None`` if zones make no difference.
+        network: Default link between two nodes, or ``None`` if the cluster has no default.
+        links: Links that differ from the default. Each key contains the names of both node types,
+            in any order.
+        between_zones: Link between nodes in different zones, or ``None`` if links do not depend on
+            zones.
         name: Name of the cluster, shown to the user.
 
     Raises:
-        ConfigError: A node type occurs twice, or two types have no link.
+        ConfigError: A node type occurs twice, the link between two types is unknown, or a link
+            contains an unknown type.
     """
 
     groups: tuple[NodePool, ...]
@@ -341,15 +345,15 @@ class Cluster:
 
     @cached_property
     def first(self) -> dict[str, int]:
-        """Index of the first node of each type, by the type's name."""
+        """Index of the first node of each type, by name of the type."""
         counts = itertools.accumulate((group.count for group in self.groups), initial=0)
         return {node.name: first for node, first in zip(self.types, counts, strict=False)}
 
     def link_of_types(self, node_type: NodeType, other: NodeType) -> LinkSpeed:
-        """Returns the link between two different nodes with these types.
+        """Returns the link between two different nodes with the types ``node_type`` and ``other``.
 
         Raises:
-            ConfigError: No link between the types is known.
+            ConfigError: The cluster has no link between the two types.
         """
         if (link := link_in(self.links, node_type, other)) is not None:
             return link
@@ -369,8 +373,8 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
 
     Args:
         path: Path of the file, which is YAML, TOML or JSON.
-        memories: Memory size of each GPU in bytes, by GPU name, from a profile. It is used for node
-            types without a memory size in the file.
+        memories: Memory size of each GPU in bytes by GPU name, from a profile. It is used for node
+            types whose memory size is not in the file.
 
     Raises:
         ConfigError: The file cannot be read, or a key is invalid.
@@ -415,8 +419,8 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         links[first, second] = _speed(entry, key)
     for group in groups:
         for size, link in group.type.islands:
-            # An island that contains all nodes of a type also contains every pair of them, so its
-            # link connects each pair.
+            # If an island contains all nodes of a type, it contains every pair of these nodes. So
+            # its link connects each pair.
             if size >= group.count * group.type.gpus:
                 links.setdefault((group.type.name, group.type.name), link)
     try:
@@ -432,7 +436,7 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
 
 
 def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]) -> NodeType:
-    """Creates a node type from an entry of ``nodes``. Error messages call the entry ``key``."""
+    """Creates a node type from ``entry``, which error messages call ``key``."""
     gpu = known_gpu(entry["gpu"])
     name = entry["gpu"] if gpu is None else gpu.name
     if "memory" in entry:
@@ -460,7 +464,7 @@ def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]
 
 
 def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], ...]:
-    """Creates a node type's islands (groups of GPUs with a fast link) from its entry."""
+    """Creates a node type's islands (groups of GPUs with a fast link) from its entry ``node``."""
     islands: list[tuple[int, LinkSpeed]] = []
     node_gpus = node["gpus_per_node"]
     before = 1
@@ -486,20 +490,20 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
 
 
 def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
-    """Creates a link from an entry of a cluster file. Returns ``None`` if the entry is missing.
+    """Creates a link from an entry of a cluster file. Returns ``None`` if there is no entry.
 
     Args:
         entry: Entry with bandwidth and latency, or ``None``.
         key: Name of the entry in error messages.
-        shared: Whether pairs of GPUs share the link's bandwidth, unless the entry overrides it.
+        shared: Whether pairs of GPUs share the link's bandwidth if the entry does not specify this.
     """
     if entry is None:
         return None
     rails = entry.get("rails", 1)
     share = 1 / entry.get("oversubscription", 1.0)
     if rails > 1 or share < 1:
-        # One pair of GPUs uses one rail (a separate network), and two pairs use two rails, up to
-        # the number of rails. So the bandwidth grows with the number of pairs.
+        # A rail is a separate network. One pair of GPUs uses one rail, and two pairs use two rails,
+        # up to the number of rails. So the bandwidth grows with the number of pairs.
         speed = entry["bandwidth"] * share
         expanded = ("rails", "oversubscription")
         entry = {name: value for name, value in entry.items() if name not in expanded}

@@ -14,8 +14,8 @@ Finally, the optimizer runs.
 A plan may have stages with unequal parallel sizes. The search gives such stages microbatches of
 unequal sizes, so that all stages have the same number of microbatches. The trainer uses
 microbatches of equal size, and distributes them over the replicas of a stage
-(``schedule.unequal_widths``). :func:`as_run` converts a plan from the search's form to the
-trainer's form::
+(``schedule.unequal_widths``). :func:`as_run` converts a plan from the form used by the search to
+the form used by the trainer::
 
     3 GPUs, 8 samples      in the search                 in the trainer
     stage 0, 2 replicas    4 microbatches of 1 sample    each replica runs 4 of 8 microbatches
@@ -66,7 +66,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageProfile, St
 def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
     """Predicts the time, memory and price of one step of a plan.
 
-    The time is also predicted for a plan that does not fit into memory, but ``Prediction.fits`` is
+    A plan that does not fit into memory also gets a predicted time, but ``Prediction.fits`` is
     false.
 
     Args:
@@ -75,8 +75,8 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
         runtime: Properties of the training program.
 
     Raises:
-        ConfigError: The profile does not contain a layer's time, or the partition does not cover
-            the model.
+        ConfigError: The profile does not contain a layer's time, or the partition has a different
+            number of layers than the model.
         ScheduleError: The schedule does not support the plan's number of stages or microbatches.
     """
     stages = StageSums.of(plan, inputs, runtime)
@@ -146,21 +146,22 @@ def _stage_predictions(
 class StageSums:
     """Costs of each stage and rank of a plan, summed over layers. Each chunk counts as a stage.
 
-    Times and messages are per microbatch. If sequences are cut into slices, they are for a slice of
-    mean cost.
+    Times and messages are per microbatch. If sequences are cut into slices, they are per slice of
+    average cost.
 
     Attributes:
         durations_s: Times of forward pass, input gradients and weight gradients on the slowest
             replica, in seconds, ``[3, stages]``.
-        launch_s: Part of ``durations_s`` that the CPU spends launching kernels, in seconds, ``[3,
+        launch_s: Part of ``durations_s`` in seconds that the CPU spends launching kernels, ``[3,
             stages]``. A rank can launch kernels while it waits for its input.
-        tp_s: Part of ``durations_s`` that is communication, in seconds, ``[stages]``.
-        latency_s: Latency of the message after each forward and backward pass in seconds, ``[2,
+        tp_s: Part of ``durations_s`` in seconds that is tensor-parallel communication,
+            ``[stages]``.
+        latency_s: Latency of the message after each forward and backward pass, in seconds, ``[2,
             stages]``.
-        occupancy_s: Time for which each of these messages keeps its link busy, in seconds,
-            ``[2, stages]``.
-        reduce_s: Time of the gradient reduction without overlap in seconds, ``[ranks]``.
-        optimizer_s: Time of the optimizer in seconds, ``[ranks]``.
+        occupancy_s: Time in seconds for which each of these messages keeps its link busy, ``[2,
+            stages]``.
+        reduce_s: Time of the gradient reduction in seconds if it is not overlapped, ``[ranks]``.
+        optimizer_s: Duration of the optimizer in seconds, ``[ranks]``.
         memory: Memory needed by each pipeline rank.
         of_rank: 1 if a rank holds a stage, otherwise 0, ``[ranks, stages]``.
         message_bytes: Size of the messages that a stage sends forward and backward for one
@@ -194,11 +195,11 @@ class StageSums:
 
     @classmethod
     def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
-        """Adds up the costs of the layers in each stage.
+        """Adds up the costs of the layers in each stage of ``plan``.
 
         Raises:
-            ConfigError: The profile does not contain a layer's time, or the partition does not
-                cover the model.
+            ConfigError: The profile does not contain a layer's time, or the partition has a
+                different number of layers than the model.
         """
         if sum(plan.partition) != inputs.model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
@@ -246,18 +247,18 @@ class StageSums:
         )
 
     def without_messages(self) -> StageSums:
-        """Returns a copy of the costs with messages that take no time."""
+        """Returns a copy of the costs in which messages take no time."""
         zeros = np.zeros_like(self.latency_s)
         return replace(self, latency_s=zeros, occupancy_s=zeros)
 
 
 _Tables = list[tuple[NodeType, LayerTable]]
-"""Node type and layer table for each kind of replica of a pipeline rank. Replicas of the same kind
-have the same node type and tensor-parallel size."""
+"""Node types and layer tables of a pipeline rank, one pair per kind of replica. Replicas of the
+same kind have the same node type and tensor-parallel size."""
 
 
 def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
-    """Returns a layer table per kind of replica (node type and size) of a pipeline rank."""
+    """Returns a layer table for each kind of replica of the pipeline rank ``stage_place``."""
     nodes = [(inputs.cluster.nodes[replica.node], replica.tp) for replica in stage_place.replicas]
     others = list({node.name: node for node, _ in nodes}.values())
     return [
@@ -404,7 +405,7 @@ def _messages(
 
 
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
-    """Computes the times of the pipeline's ranks, excluding reduction and optimizer.
+    """Computes end times and busy times of the pipeline's ranks, excluding reduction and optimizer.
 
     For a static schedule, the times follow directly from its fixed order. Run-time scheduling rules
     and stages with unequal numbers of replicas are simulated.
@@ -488,8 +489,8 @@ def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
     """Returns the number of W actions per weight gradient that the trainer uses by default.
 
     Args:
-        plan: Plan whose schedule decides the number.
-        splittable: Whether the profile has separate times of weight gradients.
+        plan: Plan whose schedule determines the number.
+        splittable: Whether the profile has separate times for weight gradients.
     """
     if not catalog.is_rule(plan.schedule):
         shape = plan.schedule, plan.pp, plan.chunks, plan.num_microbatches
@@ -501,7 +502,7 @@ def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     """Returns the time in seconds that random variation of durations adds to a step.
 
-    The result is 0 for a run-time scheduling rule, which runs another action while an input is
+    The result is 0 for a run-time scheduling rule, because it runs another action if an input is
     late.
     """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
@@ -510,7 +511,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
         # Approximate the jitter by that of a pipeline with one rank per stage and about the same
-        # work.
+        # amount of work.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
@@ -518,9 +519,9 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns a copy of the plan with equal microbatch sizes, if the trainer can run it.
+    """Returns a copy of the plan with equal microbatch sizes, if the trainer can run this copy.
 
-    Otherwise, or if all stages have equal parallel sizes, the plan is returned unchanged.
+    If it cannot, or if all stages have equal parallel sizes, the plan is returned unchanged.
     """
     is_tp_1 = all(
         replica.tp == 1 for stage_place in plan.places for replica in stage_place.replicas
@@ -571,8 +572,8 @@ def _hop_s(
     """Computes the time of one message between replicas of two successive stages.
 
     Returns:
-        Latency for the slowest pair of replicas, and the time for which its link is busy, both in
-        seconds.
+        Latency between the slowest pair of replicas, and the time for which its link is busy, both
+        in seconds.
     """
     hops = [
         boundary_s(

@@ -2,8 +2,8 @@
 
 No single tool reports everything, so their outputs are combined. Slurm reports all nodes with their
 GPUs and switches. ``nvidia-smi`` and ``doctor`` report the memory and links of a single node. A
-report about a node is used for all of Slurm's nodes with the same GPU and the same number of GPUs.
-Values that no output contains are assumed, and listed as assumptions.
+report about one node is used for all of Slurm's nodes with the same GPU and the same number of
+GPUs. Values that are in none of the outputs are assumed, and reported as assumptions.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import known_gpu, plain_name
 
 _NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}
-"""Bandwidth of one NVLink in one direction in GB/s, by GPU. All other GPUs have 25 GB/s. Source:
-NVIDIA's architecture whitepapers."""
+"""Bandwidth of one NVLink in one direction in GB/s, by GPU. All GPUs that are not listed have 25
+GB/s. Source: NVIDIA's architecture whitepapers."""
 _LANE_GB_PER_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """Bandwidth of one lane in one direction in GB/s, by PCI Express generation."""
 _PCIE_SHARE = 0.8
@@ -33,15 +33,15 @@ _DOWN = ("DOWN", "DRAIN", "FAIL", "UNKNOWN", "FUTURE", "NOT_RESPONDING")
 
 
 def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
-    """Creates a cluster file from the output of tools.
+    """Creates a cluster file from the outputs of tools.
 
     Args:
-        texts: Source and text of each output: ``scontrol show node`` or ``show topology``,
-            ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo -m`` of a node, or
-            ``doctor --json``.
+        texts: Pairs of source and text, one per output. Supported are ``scontrol show node`` or
+            ``show topology``, ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo -m`` of a
+            node, and ``doctor --json``.
 
     Returns:
-        Contents of a cluster file, and the assumptions made for values that no output contains.
+        Contents of a cluster file, and a list of the assumptions that were made for missing values.
 
     Raises:
         ConfigError: A text is not the output of one of these tools, or no node with a known GPU is
@@ -146,7 +146,7 @@ _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 
 
 def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Creates a node's cluster file entry from Slurm's fields.
+    """Creates the cluster file entry of a node from Slurm's fields.
 
     The GPU in the entry may be empty, or only the name of a family such as ``a100``.
     """
@@ -166,7 +166,7 @@ def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
-    """Creates the cluster file entries of nodes from the output of ``sinfo -N``."""
+    """Creates a cluster file entry for each node in ``text``, the output of ``sinfo -N``."""
     head, *lines = (line.split() for line in text.splitlines() if line.strip())
     if "GRES" not in head:
         raise ConfigError(f'{where} has no column GRES; run sinfo -N -o "%N %G %T"')
@@ -178,7 +178,7 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Returns the host names in a Slurm host list.
+    """Returns the host names in the Slurm host list ``text``.
 
     For example, ``a[01-03,7],b`` expands to a01, a02, a03, a7 and b.
     """
@@ -195,11 +195,11 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def describe_node(log: str, matrix: str) -> dict[str, Any]:
-    """Creates a node's cluster file entry from the output of ``nvidia-smi``.
+    """Creates the cluster file entry of a node from the output of ``nvidia-smi``.
 
     Args:
-        log: Output of ``nvidia-smi -q``; may be empty.
-        matrix: Output of ``nvidia-smi topo -m``; may be empty.
+        log: Output of ``nvidia-smi -q``. It may be empty.
+        matrix: Output of ``nvidia-smi topo -m``. It may be empty.
     """
     names = re.findall(r"Product Name\s*: (.+)", log)
     entry: dict[str, Any] = {"gpu": names[0].strip() if names else "", "gpus_per_node": len(names)}
@@ -217,8 +217,8 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
             "latency": "8 us",
         }
     rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    # The table's heading also begins with GPU0. It contains no X (a GPU's link to itself), so the
-    # filter skips it.
+    # The heading of the table also begins with GPU0. The filter skips it, because it contains no X
+    # (which marks a GPU's link to itself).
     ways = [row[1:] for row in rows if "X" in row]
     count = len(ways)
     entry["gpus_per_node"] = entry["gpus_per_node"] or count
@@ -240,7 +240,7 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
 def _with_report(
     node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
 ) -> dict[str, Any]:
-    """Completes Slurm's entry of a node with a report about this node or a similar node.
+    """Completes Slurm's entry of a node with a report about the same node or a similar node.
 
     Args:
         node: Slurm's entry of the node.
@@ -282,7 +282,7 @@ def _with_report(
 def _grouped(
     entries: Sequence[Mapping[str, Any]], switches: Sequence[tuple[int, set[str]]]
 ) -> list[dict[str, Any]]:
-    """Groups equal nodes, as in a cluster file. Nodes on the same switch are neighbours in a group.
+    """Groups equal nodes, as in a cluster file. Nodes on the same switch are adjacent in a group.
 
     Args:
         entries: Entries of single nodes, as in a cluster file.
@@ -295,7 +295,7 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns the switches above a host from level ``least`` upwards, highest first."""
+        """Returns the switches above ``host`` from level ``least`` upwards, highest first."""
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

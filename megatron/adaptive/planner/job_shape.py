@@ -1,8 +1,8 @@
 """Chooses pipeline size, microbatch size and partition for a job with running processes.
 
 Unlike ``search``, which chooses nodes and their order, this module uses every process in rank
-order. Only few choices remain, so all of them are tried. The model is a list of pieces, which are
-the parts between two cut points::
+order. Only few combinations remain, so all of them are tried. The model is a list of pieces, which
+are the parts between two cut points::
 
     for each pipeline size that divides the processes:
         for each microbatch size that divides a replica's samples:
@@ -51,16 +51,16 @@ class Running:
 
     Attributes:
         model: Model as a list of pieces (parts between two cut points).
-        cluster: Nodes of the job. A GPU's memory size is the memory that a process may use.
+        cluster: Nodes of the job. The memory size of a GPU is the memory that a process may use.
         order: Indices of the nodes in rank order.
         batch: Number of samples per step over all replicas.
         schedule: Name of the pipeline schedule.
-        chunks: Number of stages per process, if the schedule allows several numbers.
-        whole: Times of the pieces with weight gradients computed in the backward pass.
-        split: Times of the pieces with weight gradients computed in a separate pass, or ``None`` if
-            the schedule has no such pass. They are used for pipelines with several processes.
-        cap: Maximum activations held by a process under a run-time scheduling rule, in units of one
-            microbatch in all stages of the process. ``None`` for the rule's default.
+        chunks: Number of stages per process, if the schedule lets the user choose it.
+        whole: Times of the pieces if the backward pass computes weight gradients.
+        split: Times of the pieces if a separate pass computes weight gradients, or ``None`` if the
+            schedule has no such pass. They are used for pipelines with several processes.
+        cap: Maximum activations held by a process under a run-time scheduling rule, or ``None`` for
+            the rule's default. The unit is one microbatch in all stages of the process.
     """
 
     model: Model
@@ -74,11 +74,11 @@ class Running:
     cap: float | None = None
 
     def placement(self, pipeline_size: int) -> Placement:
-        """Returns the placement of stages on a pipeline's processes."""
+        """Returns the placement of stages on the ``pipeline_size`` processes of a pipeline."""
         return catalog.placement_for(self.schedule, pipeline_size, self.chunks)
 
     def inputs(self, pipeline_size: int) -> PlanInputs:
-        """Returns model, cluster and measured times for pipelines with a number of processes."""
+        """Returns model, cluster and times for pipelines with ``pipeline_size`` processes."""
         profile = self.whole if pipeline_size == 1 or self.split is None else self.split
         return PlanInputs(self.model, self.cluster, profile)
 
@@ -92,10 +92,10 @@ class Option:
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
         partition: Number of pieces (parts between cut points) of each stage.
-        seconds: Predicted step time in seconds, or a lower bound before the prediction.
-        needed_bytes: Memory in bytes that the fullest process needs.
-        limit_bytes: Memory in bytes that the fullest process may use.
-        fullest: Index in its pipeline of the process with the least free memory.
+        seconds: Predicted step time in seconds. Before the prediction, this is a lower bound.
+        needed_bytes: Memory in bytes that the process with the least free memory needs.
+        limit_bytes: Memory in bytes that the process with the least free memory may use.
+        fullest: Index of the process with the least free memory in its pipeline.
     """
 
     pipeline_size: int
@@ -134,13 +134,14 @@ def choose_option(
     Args:
         running: Running job, with its model and nodes.
         pipeline_sizes: Pipeline sizes to choose from, or empty for all possible sizes.
-        micro_batches: Microbatch sizes in samples to choose from, or empty for all up to ``most``.
+        micro_batches: Microbatch sizes in samples to choose from, or empty for all sizes up to
+            ``most``.
         partition: Function that returns the user's partition for a number of stages, or ``None`` if
-            the partition is not set.
+            the user did not set a partition.
         most: Maximum number of samples per microbatch.
 
     Returns:
-        Options whose step times were predicted, fastest first.
+        Options whose step times were predicted, starting with the fastest.
 
     Raises:
         ConfigError: No pipeline size divides the processes and samples, or no option fits into
@@ -152,7 +153,7 @@ def choose_option(
             shape = _Shape(running, size, micro_batch)
             untimed.append((shape, shape.best(partition(shape.placement.num_stages))))
         except ScheduleError:
-            continue  # the schedule needs more microbatches than the step has
+            continue  # Skip shapes with fewer microbatches per step than the schedule needs.
     if not untimed:
         raise ConfigError(_nothing_divides(running, pipeline_sizes, micro_batches))
     fitting = [(shape, option) for shape, option in untimed if option.fits]
@@ -160,8 +161,8 @@ def choose_option(
         raise ConfigError(_nothing_fits([option for _, option in untimed]))
     options: list[Option] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
-        # Options are sorted by ``option.seconds``, which is still a lower bound, so no later option
-        # can be among the two fastest.
+        # Options are sorted by ``option.seconds``, which is a lower bound at this point. So no
+        # later option can be among the two fastest.
         if len(options) > 1 and option.seconds >= sorted(timed.seconds for timed in options)[1]:
             break
         try:
@@ -220,8 +221,8 @@ class _Shape:
     def _rank(self, rank: int) -> tuple[Any, Any, float]:
         """Returns time and memory of every range of pieces on a rank, and the rank's memory limit.
 
-        Both arrays are ``[pieces + 1, pieces + 1]``. Indices are the first piece and the end of the
-        range.
+        Both arrays have shape ``[pieces + 1, pieces + 1]``. They are indexed by the first piece and
+        the end of the range.
         """
         running = self._running
         count = running.model.num_layers
@@ -246,7 +247,7 @@ class _Shape:
         return seconds, needed, min(node.memory_bytes for node in nodes)
 
     def best(self, fixed: tuple[int, ...] | None) -> Option:
-        """Returns the option with the best partition and a lower bound of its step time.
+        """Returns the option with the best partition, whose ``seconds`` is a lower bound.
 
         If no partition fits into memory, the best partition without a memory limit is returned.
 
@@ -280,7 +281,7 @@ class _Shape:
         )
 
     def _divide(self, *, bounded: bool) -> tuple[int, ...] | None:
-        """Returns the partition that minimizes the slowest stage's time, or ``None`` if none fits.
+        """Returns the partition with the fastest slowest stage, or ``None`` if nothing fits.
 
         Args:
             bounded: Whether the partition must fit into memory. If a rank has several stages, each
@@ -294,7 +295,7 @@ class _Shape:
         return least_largest(costs)
 
     def seconds(self, partition: tuple[int, ...]) -> float:
-        """Predicts the step time under a partition, in seconds."""
+        """Returns the predicted step time in seconds with the partition ``partition``."""
         running = self._running
         chunks = self.placement.num_chunks
         plan = Plan(
@@ -314,19 +315,20 @@ class _Shape:
 def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
     """Divides pieces among stages so that the cost of the most expensive stage is minimal.
 
-    Among equally good divisions, the smallest sum of squared costs wins. For example, pieces with
-    costs 3 1 1 4 on two stages are divided into 3 1 | 1 4, with stage costs 4 and 5.
+    Among equally good divisions, the division with the smallest sum of squared costs is chosen. For
+    example, pieces with costs 3 1 1 4 on two stages are divided into 3 1 | 1 4, with stage costs 4
+    and 5.
 
     Dynamic programming proceeds stage by stage. The best division of the first pieces among k
     stages extends the best division of fewer pieces among k - 1 stages.
 
     Args:
         costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]``, indexed
-            by the first piece and the end of the range. Infinite for ranges that the stage cannot
-            hold.
+            by the first piece and the end of the range. Infinite for ranges that do not fit on the
+            stage.
 
     Returns:
-        Number of pieces of each stage, at least 1, or ``None`` if no division is possible.
+        Number of pieces of each stage (at least 1), or ``None`` if no division is possible.
     """
     size = costs[0].shape[0]
     is_range = np.triu(np.ones((size, size), dtype=bool), 1)
@@ -355,10 +357,10 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
-    """Divides weights among stages so that the largest total of a stage is minimal.
+    """Divides pieces among stages so that the largest total weight of a stage is minimal.
 
     Args:
-        weights: Weight of each piece, for example its time.
+        weights: Weight of each piece, for example its duration.
         num_stages: Number of stages, each with at least one piece.
 
     Returns:
@@ -384,7 +386,7 @@ def _nothing_divides(
 
 
 def _nothing_fits(options: Sequence[Option]) -> str:
-    """Returns the error message for a job without an option that fits into memory."""
+    """Returns the error message for a job if none of ``options`` fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
         f"no pipeline and microbatch size fit into memory: the nearest is {best}, where process "
@@ -395,5 +397,5 @@ def _nothing_fits(options: Sequence[Option]) -> str:
 
 
 def _counted(count: int, name: str, plural: str = "s") -> str:
-    """Returns a number with a noun, in the plural unless the number is 1."""
+    """Returns ``count`` followed by ``name``, in the plural unless ``count`` is 1."""
     return f"{count} {name}{'' if count == 1 else plural}"

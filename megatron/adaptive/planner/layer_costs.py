@@ -1,10 +1,10 @@
 """Computes the time and memory of layers on a node type.
 
 A layer's time is taken from the profile if it was measured. Otherwise it is estimated from the
-GPU's data sheet (:func:`make_estimator`). Matmuls run at 70% of the arithmetic peak. All other
-operations move their operands through memory at 80% of the bandwidth. No pass is faster than its
-kernel launches. Example of a layer with 1e12 FLOPs per forward pass, and 0.5 GB of activations and
-output, on an A100 (312e12 FLOP/s and 1555 GB/s)::
+GPU's data sheet (:func:`make_estimator`). Matrix multiplications run at 70% of the arithmetic peak.
+All other operations move their operands through memory at 80% of the bandwidth. A pass takes at
+least as long as its kernel launches. Example of a layer with 1e12 FLOPs per forward pass, and 0.5
+GB of activations and output, on an A100 (312e12 FLOP/s and 1555 GB/s)::
 
     matmuls            1e12 / (0.7 x 312e12)         4.6 ms
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
@@ -47,27 +47,27 @@ from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.validate import peak_units
 
 CHANNELS_BYTES = 4 * 0.1e9
-"""Memory of NCCL's channels on a rank, in bytes. A rank has two communicators, one per direction,
-for each of its two neighbours in the pipeline, and each communicator takes about 100 MB. Ranks at
-the ends of a pipeline need half of it."""
+"""Memory of NCCL's channels on a rank, in bytes. A rank has two communicators (one per direction)
+for each of its two neighbours in the pipeline. Each communicator takes about 100 MB. Ranks at the
+ends of a pipeline need half of this memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
     """Properties of the training program that are not part of plans.
 
-    By default, the planner predicts for this project's trainer. Comparisons with other programs use
-    a different runtime.
+    By default, the planner predicts the performance of this project's trainer. Comparisons with
+    other programs use a different runtime.
 
     Attributes:
-        context_bytes: Memory in bytes that is not used by tensors: the device context, library
+        context_bytes: Memory in bytes that does not hold tensors: the device context, library
             buffers and code, and NCCL's channels.
         parameter_copies_bytes: Memory of temporary copies during gradient reduction and optimizer
             step, in bytes per parameter.
         sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output,
             so that receivers have to gather the parts.
-        pipeline: Function that computes a pipeline's times in place of the planner. It takes a plan
-            and its ``cost.StageSums``, and returns ``order_timing.ScheduleTimes``, or ``None`` to
+        pipeline: Function that computes a pipeline's times instead of the planner. It takes a plan
+            and its ``cost.StageSums``. It returns ``order_timing.ScheduleTimes``, or ``None`` to
             use the planner's computation.
     """
 
@@ -83,11 +83,11 @@ PLAIN = StageSettings()
 _GRADIENT_BYTES = 4
 """Size in bytes of an element of the accumulated gradients of keys and values."""
 _HOST_MESSAGES = 8
-"""Number of messages with allocated but usually empty buffers in host memory: free slots in the
-queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
+"""Number of messages whose buffers in host memory are allocated but usually empty: free slots in
+the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
 _HOST_BLOCK_BYTES = 2**25
-"""Minimum size of a block that the C library allocates separately, and returns to the system when
-it is freed.
+"""Minimum size in bytes of a block that the C library allocates separately. Such a block is
+returned to the system when it is freed.
 """
 _HOST_FREE_BYTES = 2 * _HOST_BLOCK_BYTES
 """Maximum number of free bytes that the C library keeps at the end of its heap."""
@@ -107,19 +107,19 @@ def in_flight(
 
     A microbatch in one of several chunks counts as ``1 / chunks``. For example, 1F1B on 4 ranks
     with at least 4 microbatches returns (4, 3, 2, 1). If sequences are cut into slices, slices are
-    counted.
+    counted instead of microbatches.
 
     Args:
         schedule: Name of the schedule.
         pp: Number of pipeline ranks.
         chunks: Number of stages per rank.
         num_microbatches: Number of microbatches per step.
-        slices: Number of slices per microbatch. If it is above 1, ``1f1b`` means the ``seq-1f1b``
-            order, and all other schedules are run-time rules.
+        slices: Number of slices per microbatch. If it is above 1, ``1f1b`` stands for the
+            ``seq-1f1b`` order, and all other schedules are run-time rules.
         cap: Limit on the microbatches held under a run-time rule, or ``None`` for the rule's
             default.
-        attention_share: Attention's fraction of the cost of a sequence. If it is not 0, slices of
-            equal cost have different lengths, and the result counts slices of mean length.
+        attention_share: Attention's fraction of the cost of a sequence. If it is above 0, slices of
+            equal cost have different lengths, and the result counts slices of average length.
     """
     if slices > 1:
         most = num_microbatches * slices
@@ -140,12 +140,12 @@ def in_flight(
 
 
 def _in_mean_slices(count: float, slices: int, attention_share: float) -> float:
-    """Returns the maximum length of slices in flight, in slices of mean length.
+    """Returns the maximum total length of slices in flight, in slices of average length.
 
-    The backward passes of a microbatch's slices run in reverse order, so its first slices, which
-    are the longest, stay in memory. This applies to the oldest microbatch, which has begun its
-    backward passes, and to the newest, which has begun its forward passes. The microbatches between
-    them are complete.
+    The backward passes of a microbatch's slices run in reverse order, so its first slices stay in
+    memory. These are the longest slices. This applies to the oldest microbatch, which has begun its
+    backward passes, and to the newest, which has begun its forward passes. All slices of the
+    microbatches between these two are in memory.
 
     Args:
         count: Number of slices in flight.
@@ -208,10 +208,10 @@ def stage_memory(
     runtime: Runtime = OURS,
     context_bytes: float | None = None,
 ) -> StageMemory:
-    """Adds up the memory that a stage needs on its GPU. Arrays describe many stages at once.
+    """Adds up the memory that a stage needs on its GPU. Array arguments describe many stages.
 
     Args:
-        model: Model that provides the bytes per parameter, gradient and optimizer state.
+        model: Model that defines the bytes per parameter, gradient and optimizer state.
         parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         kept_bytes: Size in bytes of the activations that a microbatch keeps in all layers of the
@@ -229,7 +229,7 @@ def stage_memory(
     besides = context + parameters * runtime.parameter_copies_bytes
     sizes = model.precision
     return StageMemory(
-        # Each fp8 weight has two additional one-byte copies, and one of them is transposed.
+        # Each fp8 weight has two additional one-byte copies, and one of these copies is transposed.
         parameter_bytes=parameters * (sizes.parameter_bytes + 2 * sizes.fp8),
         gradient_bytes=parameters * sizes.gradient_bytes,
         optimizer_bytes=settings.state_parameters(parameters, expert_parameters, dp)
@@ -250,13 +250,13 @@ class LayerTable:
 
     Attributes:
         estimated: Whether any time was estimated instead of measured.
-        forward_s: Time of a forward pass in seconds, including tensor-parallel communication.
-        backward_s: Time of computing the input gradients in seconds, including recompute.
-        weight_s: Time of computing the weight gradients in seconds, or 0 if the profile measured
+        forward_s: Duration of a forward pass in seconds, including tensor-parallel communication.
+        backward_s: Time for computing the input gradients in seconds, including recomputation.
+        weight_s: Time for computing the weight gradients in seconds, or 0 if the profile measured
             the backward pass as a whole.
-        launch_s: Part of ``forward_s`` that is kernel launches, in seconds. Kernels can be launched
-            before the input arrives. ``backward_s`` contains the same time.
-        tp_s: Part of ``forward_s`` and ``backward_s`` that is communication, in seconds: the
+        launch_s: Part of ``forward_s`` in seconds that is spent launching kernels. Kernels can be
+            launched before the input arrives. ``backward_s`` contains the same amount.
+        tp_s: Part of ``forward_s`` and ``backward_s`` in seconds that is communication: the
             exchange of tokens between experts and, unless the measured times include them, the
             messages between tensor-parallel ranks.
         pair_s: Time within ``forward_s`` for each pair of tokens that attend to each other, in
@@ -265,8 +265,8 @@ class LayerTable:
         parameters: Number of parameters on the GPU, experts included.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
-        workspace_bytes: Size in bytes of the additional memory in use while the layer runs.
-        waiting_bytes: Additional size in bytes of the data kept between the computation of input
+        workspace_bytes: Size in bytes of the additional memory that is in use while the layer runs.
+        waiting_bytes: Size in bytes of the additional data kept between the computation of input
             gradients and weight gradients.
         gathered_bytes: Size in bytes of the accumulated gradients of keys and values of a whole
             microbatch, or 0 if sequences are not cut into slices.
@@ -297,7 +297,7 @@ def layer_table(
     settings: StageSettings = PLAIN,
     others: Sequence[NodeType] = (),
 ) -> LayerTable:
-    """Returns the times and memory sizes of all layers on a node type.
+    """Returns the times and memory sizes of all layers on the node type ``node``.
 
     The table is computed once and cached in ``inputs.layer_tables``.
 
@@ -309,7 +309,7 @@ def layer_table(
         settings: Settings of the plan. If they cut sequences into slices, the table describes a
             slice.
         others: Types of all nodes that share experts or sequences with this node. The slowest link
-            to any of them is used. If empty, only ``node`` is used.
+            to any of these is used. If empty, only ``node`` is used.
 
     Raises:
         ConfigError: The profile does not contain the time of a layer.
@@ -353,13 +353,13 @@ def known_documents(inputs: PlanInputs) -> RunDocuments:
 
 
 def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
-    """Returns the length of the longest slice of a sequence, relative to the mean length."""
+    """Returns the length of the longest slice of a sequence, relative to the average length."""
     slices, share = settings.slices, model.attention_share
     if slices == 1:
         return 1.0
     try:
         ends = slice_ends(model.sequence, slices, tp if settings.sequence_parallel else 1, share)
-    except ConfigError:  # the trainer refuses to cut such sequences
+    except ConfigError:  # The trainer rejects such sequences, so use the approximate cut points.
         return cut_points(slices, share)[1] * slices
     longest = max(end - start for start, end in pairwise((0, *ends)))
     return longest * slices / model.sequence
@@ -375,12 +375,12 @@ class _LayerSetup:
         tp: Number of tensor-parallel ranks.
         samples: Number of samples per microbatch on each rank. It can be fractional if ranks share
             sequences or sequences are cut into slices.
-        longest_slice: Length of the longest slice, relative to the mean length.
+        longest_slice: Length of the longest slice, relative to the average length.
         settings: Settings of the plan.
-        exchange: Function from :func:`exchange_of` that returns the time to send tokens to their
-            experts.
-        ring: Function from :func:`context_ring` that returns the time to send keys and values to
-            the next rank that shares the sequence.
+        exchange: Function from :func:`exchange_of`. It returns the time in seconds to send tokens
+            to their experts.
+        ring: Function from :func:`context_ring`. It returns the time in seconds to send keys and
+            values to the next rank that shares the sequence.
     """
 
     inputs: PlanInputs
@@ -393,11 +393,11 @@ class _LayerSetup:
     ring: Callable[[float], float]
 
     def measured(self, name: str) -> tuple[LayerKind, LayerTimes]:
-        """Returns a layer's kind and its times, measured or estimated."""
+        """Returns the kind of the layer ``name`` and its times, measured or estimated."""
         base = self.inputs.model.kinds[name]
         kind = self.inputs.model.kinds.get(f"{name}/{self.settings.expert_ranks}", base)
-        # If experts are distributed over ranks, the busiest rank has more work than average, so
-        # scale its times.
+        # If experts are distributed over ranks, the busiest rank has more work than average. So
+        # scale the times to the work of this rank.
         load = kind.forward_flops / (base.forward_flops or 1)
         times = self.inputs.profile.times(
             kind.name, self.node.gpu, self.tp, self.samples, load or 1.0
@@ -427,8 +427,8 @@ class _LayerSetup:
     def passes_keys(self, kind: LayerKind) -> bool:
         """Returns whether ranks that share a sequence exchange keys and values around a ring.
 
-        Attention in Transformer Engine uses a ring. Other attention first gathers all parts of the
-        sequence.
+        Attention in Transformer Engine uses a ring. All other attention implementations gather all
+        parts of the sequence first.
         """
         return not kind.attention_bytes and not self.inputs.model.has_own_kernels
 
@@ -457,12 +457,12 @@ class _LayerBytes(NamedTuple):
 
 
 def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerSeconds:
-    """Returns the times of a layer, including communication and recompute."""
+    """Returns the times of a layer in seconds, including communication and recomputation."""
     tp = setup.tp
     samples = setup.samples
     recompute = setup.settings.recompute
     context_ranks = setup.settings.context_ranks
-    # Tokens are sent to their experts and back in every forward pass, which takes two exchanges.
+    # Every forward pass sends tokens to their experts and back. This takes two exchanges.
     once = 2 * setup.exchange(kind.routed_bytes * samples / tp)
     if tp > 1 and not times.tp_included and kind.tp_bytes:
         link = link_within(setup.inputs, setup.node, tp)
@@ -508,20 +508,20 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
 
 
 def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerBytes:
-    """Returns the parameters of a layer, and its memory per microbatch."""
+    """Returns a layer's number of parameters, and its memory per microbatch in bytes."""
     tp, samples = setup.tp, setup.samples
     model = setup.inputs.model
     recompute, sequence_parallel = setup.settings.recompute, setup.settings.sequence_parallel
     shared = tp if sequence_parallel else 1
     whole = times.kept_bytes
     if whole is None or not model.has_experts:
-        # For models with experts, the measured size already includes sequence parallelism, so it is
-        # not reduced here.
+        # If a model has experts, the measured size already includes the effect of sequence
+        # parallelism, so it is not reduced here.
         whole = kind.kept_bytes(tp) * samples if whole is None else whole
         whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
     if not setup.passes_keys(kind):
-        # Gathered keys and values are kept together with the scores. Selective recompute drops
-        # both.
+        # Gathered keys and values are kept together with the scores. Selective recomputation drops
+        # the keys, values and scores.
         whole += kind.context_bytes / tp * samples * (setup.settings.context_ranks - 1)
     kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * samples
     if recompute == "none" or not kind.counted:
@@ -532,20 +532,19 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         # Without an attention kernel, a slice keeps only its scores with earlier tokens.
         scores = kind.attention_bytes if recompute == "none" else 0.0
         kept -= scores / tp * samples * (slices - 1) / (2 * slices)
-        # Keys and values are kept until the backward pass of the first slice, and their gradients
-        # are accumulated in 32 bits.
+        # Keys and values are kept until the backward pass of the first slice. Their gradients are
+        # accumulated in 32 bits.
         kept += kind.keys_bytes / tp * samples
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
-    # A backward pass with recompute holds all activations of the layer that is recomputed. The
-    # longest slice needs the most memory, except for scores, because it attends to the fewest
-    # tokens.
+    # A backward pass with recomputation holds all activations of the layer that is recomputed. The
+    # longest slice needs the most memory, except for scores: it attends to the fewest tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
     share = setup.inputs.profile.allocator_share.get(setup.node.gpu)
     messages = 0 if share is None else _HOST_MESSAGES
-    # Sequence parallelism gathers whole sequences in a buffer before every matmul.
+    # Sequence parallelism gathers whole sequences in a buffer before every matrix multiplication.
     whole_outputs = messages / shared + (shared > 1 and kind.forward_flops > 0)
     output = kind.output_elements * model.precision.element_bytes * samples * longest
     working += whole_outputs * output
@@ -571,7 +570,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
 
 
 def range_sums(values: Any) -> Any:
-    """Returns the sum of each range of ``n`` values, ``[n + 1, n + 1]``.
+    """Returns the sum of every range of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
 
     Entry ``[begin, end]`` is the sum of ``values[begin:end]``.
     """
@@ -580,7 +579,7 @@ def range_sums(values: Any) -> Any:
 
 
 def range_largest(values: Any) -> Any:
-    """Returns the maximum of each range of ``n`` values, ``[n + 1, n + 1]``.
+    """Returns the maximum of every range of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
 
     Entry ``[begin, end]`` is the maximum of ``values[begin:end]``, or 0 if the range is empty.
     """
@@ -592,11 +591,11 @@ def range_largest(values: Any) -> Any:
 
 
 MATRIX_SHARE = 0.7
-"""Average fraction of the arithmetic peak that a layer's large matmuls achieve.
+"""Average fraction of the arithmetic peak that a layer's large matrix multiplications achieve.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), table 1, and Korthikanti et al. 2022
-(arXiv:2205.05198), table 5, report 44-57% of the peak for whole training steps on A100, in which
-matmuls take about three quarters of the time.
+(arXiv:2205.05198), table 5. They report 44-57% of the peak for whole training steps on A100, of
+which matrix multiplications take about three quarters.
 """
 MEMORY_SHARE = 0.8
 """Fraction of the memory bandwidth that element-wise kernels achieve. Source: BabelStream reports
@@ -605,11 +604,11 @@ LAUNCH_S = 5e-6
 """Time to launch a kernel, in seconds. Source: NVIDIA's CUDA programming guides report a few
 microseconds."""
 _KERNELS = 20
-"""Number of kernels in a transformer layer's forward pass without fusion: 4 matmuls, 2 matmuls in
-the attention, 2 norms, biases, activation, softmax, dropout and additions."""
+"""Number of kernels in a transformer layer's forward pass without fusion: 4 matrix multiplications,
+2 more in the attention, 2 norms, biases, activation, softmax, dropout and additions."""
 _FEW_KERNELS = 4
-"""Number of kernels in the forward pass of any other layer, and in the computation of weight
-gradients.
+"""Number of kernels in the forward pass of a layer that is not a transformer layer, and in the
+computation of weight gradients.
 """
 _OPTIMIZER_MOVES = 7
 """Number of four-byte values that Adam reads or writes per parameter. Adam reads the gradient, the
@@ -622,7 +621,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]
     Returns:
         Function of layer kind, GPU, number of tensor-parallel ranks and samples per microbatch. The
         estimated times do not include communication between tensor-parallel ranks. The function
-        raises ``ConfigError`` for an unknown GPU or kind, and for a GPU that does not support the
+        raises ``ConfigError`` if the GPU or kind is unknown, or if the GPU does not support the
         model's precision.
     """
 
@@ -636,7 +635,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]
 
 
 def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: float) -> LayerTimes:
-    """Estimates the times of a layer from its FLOPs and memory traffic."""
+    """Estimates the times of a layer of kind ``kind`` from its FLOPs and memory traffic."""
     sizes = model.precision
     pace = gpu.peak(sizes.name) * MATRIX_SHARE
     moving = gpu.memory_bytes_per_s * MEMORY_SHARE
@@ -644,12 +643,14 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     if sizes.fp8 and kind.counted:
         linear_s *= gpu.peak(sizes.name) / gpu.peak("fp8")
     attention_s = micro_batch * kind.attention_flops / tp / pace
-    # Kept activations and the output are written once and read at least once, so count them twice.
+    # Activations that are kept and the output are written once and read at least once, so count
+    # each of these bytes twice.
     kept = micro_batch * kind.kept_bytes(tp)
     output = micro_batch * kind.output_elements * sizes.element_bytes
     elements_s = 2 * (kept + output) / moving
     weights = kind.held_parameters(tp)
-    # Matmuls read all weights, even for few samples. A table lookup reads only a few rows.
+    # Matrix multiplications read all weights, even for few samples. A table lookup reads only a few
+    # rows.
     read_s = weights * sizes.parameter_bytes / moving if kind.forward_flops else 0.0
     gradient_s = (
         weights * (sizes.parameter_bytes * sizes.trained + 2 * sizes.gradient_bytes) / moving
@@ -668,7 +669,7 @@ def estimate_optimizer_s(model: Model, gpu: Gpu) -> float:
     """Estimates the optimizer's time per updated parameter, in seconds.
 
     Args:
-        model: Model that provides the bytes per parameter and the fraction of trained parameters.
+        model: Model that defines the bytes per parameter and the fraction of trained parameters.
         gpu: GPU on which the optimizer runs.
     """
     moved = (4 * _OPTIMIZER_MOVES + model.precision.parameter_bytes) * model.precision.trained

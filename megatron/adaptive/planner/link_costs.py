@@ -1,9 +1,9 @@
-"""Computes communication times of messages, all-reduces, exchanges and rings.
+"""Computes the times of messages, all-reduces, all-to-all exchanges and rings.
 
 A link has a latency and a bandwidth (``cluster.LinkSpeed``). A message takes latency + bytes /
 bandwidth. If several GPUs of a node send over its network link at the same time, they share the
-bandwidth. Example of 4 GPUs of a node that each send 100 MB to another node, over one network link
-with 12.5 GB/s and 10 us::
+bandwidth. Example of 4 GPUs of a node that each send 100 MB to a different node, over one network
+link with 12.5 GB/s and 10 us::
 
     bandwidth of each    12.5 / 4 = 3.125 GB/s
     seconds              10 us + 100 MB / 3.125 GB/s = 32 ms
@@ -28,7 +28,7 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 
 def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int = 1) -> float:
-    """Returns the time of a ring all-reduce in seconds.
+    """Returns the time in seconds of a ring all-reduce of ``message_bytes`` bytes.
 
     A ring of n ranks sends ``2 (n - 1)`` successive messages, each with 1/n of the tensor.
 
@@ -48,13 +48,13 @@ def exchange_of(
 ) -> Callable[[float], float]:
     """Returns a function that computes the time of an all-to-all exchange between ranks.
 
-    Exchanges within a node and between nodes run at the same time. Ranks on different nodes share
+    Exchanges within a node overlap with exchanges between nodes. Ranks on different nodes share
     each node's network link.
 
     Args:
-        inputs: Model, cluster and profile that provide the links.
-        node: Type of one node whose ranks take part.
-        others: Types of all nodes that have ranks in the exchange.
+        inputs: Model, cluster and profile. The cluster and the profile define the links.
+        node: Type of one node whose ranks participate.
+        others: Types of all nodes whose ranks participate.
         tp: Number of neighbouring GPUs that form one rank (tensor-parallel size).
         ranks: Number of ranks in the exchange.
 
@@ -86,12 +86,12 @@ def context_ring(
     """Returns a function that computes how long each rank on a ring sends to the next rank.
 
     Args:
-        inputs: Model, cluster and profile that provide the links.
-        node: Type of one node whose ranks take part.
-        others: Types of all nodes whose ranks take part. The slowest link between these is used.
+        inputs: Model, cluster and profile. The cluster and the profile define the links.
+        node: Type of one node whose ranks participate.
+        others: Types of all nodes whose ranks participate. The slowest link between these is used.
         tp: Number of neighbouring GPUs that form one rank (tensor-parallel size).
-        ranks: Number of ranks that share a sequence. If they all fit on a node, the ring stays
-            within the node.
+        ranks: Number of ranks that share a sequence. If all these ranks fit on a node, the ring
+            stays within the node.
 
     Returns:
         Function that takes the number of bytes that each rank sends, and returns the time in
@@ -113,7 +113,7 @@ def context_ring(
 def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
     """Returns the link between ``gpus`` neighbouring GPUs of a node type.
 
-    This is the link of the smallest island that contains these GPUs, if there is one.
+    This is the link of the smallest island that contains these GPUs, if such an island exists.
     """
     if (island := node.island(gpus)) is not None:
         return island[1]
@@ -125,10 +125,10 @@ def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
 def links_out(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], nodes: int
 ) -> list[LinkSpeed]:
-    """Returns the links from a node to all nodes of a group.
+    """Returns the links from ``node`` to all nodes of a group.
 
     Args:
-        inputs: Model, cluster and profile that provide the links.
+        inputs: Model, cluster and profile. The cluster and the profile define the links.
         node: Type of the node.
         others: Node types of the group.
         nodes: Number of nodes in the group.
@@ -145,7 +145,7 @@ def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSp
 
 
 def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSpeed:
-    """Returns the link of the smallest island that contains two replicas."""
+    """Returns the link of the smallest island that contains ``replica`` and ``other``."""
     return _link_at(
         inputs, replica.node, other.node, _common_island(inputs.cluster, replica, other)
     )
@@ -223,11 +223,11 @@ def _flows(
     bytes_per_sample: float,
     sliced: bool,
 ) -> dict[tuple[int, int, int | None], tuple[int, float]]:
-    """Returns the messages between two stages, as their number and the largest size in bytes.
+    """Returns the number and the largest size in bytes of the messages between two stages.
 
     Messages are grouped by sending node, receiving node, and index of an island that contains both
-    replicas. Samples of a round of microbatches are numbered consecutively over the replicas of a
-    stage. If the stages have different numbers of replicas, a replica sends each receiver the
+    replicas. The samples of a round of microbatches are numbered consecutively over the replicas of
+    a stage. If the stages have different numbers of replicas, a replica sends each receiver the
     samples that the receiver needs::
 
         3 replicas of 2 samples send    | 0 1 | 2 3 | 4 5 |
@@ -284,8 +284,8 @@ def reduction(
     """Returns a function that computes the time of a pipeline rank's gradient reduction.
 
     The replicas form one ring per tensor-parallel rank. Rings of all pipeline ranks that leave a
-    node share its network link. If all replicas are on one node and the profile contains a measured
-    all-reduce for it, the measured time is used instead.
+    node share its network link. If all replicas are on one node and the profile contains an
+    all-reduce measured on this node type, the measured time is used instead.
 
     Args:
         places: GPUs of all pipeline ranks.
@@ -331,16 +331,16 @@ def reduction(
 
 
 def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
-    """Returns the part of an overlapped gradient reduction that the backward pass does not hide.
+    """Returns the part of a gradient reduction that does not overlap with the backward pass.
 
     A layer's reduction starts after the last microbatch's backward pass of the layer. Reductions
-    that are still running when this backward pass ends take additional time. This includes at least
-    one layer's reduction. All arguments are numbers, or arrays of the same shape.
+    that are still running when this backward pass ends take additional time. At least one layer's
+    reduction always takes additional time. All arguments are numbers, or arrays of the same shape.
 
     Args:
-        whole_s: Time of the whole reduction without overlap, in seconds.
-        backward_s: Time of one microbatch's backward pass, in seconds.
-        layers: Number of layers of the pipeline rank; must be at least 1.
+        whole_s: Duration of the whole reduction without overlap, in seconds.
+        backward_s: Duration of one microbatch's backward pass, in seconds.
+        layers: Number of layers of the pipeline rank. It must be at least 1.
     """
     return np.maximum(whole_s - backward_s, whole_s / layers)
 
@@ -350,7 +350,7 @@ def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
 
 
 def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
-    """Returns the seconds that the first and last stage need to sum up tied-embedding gradients."""
+    """Returns the time in seconds to add up the tied-embedding gradients of two stages."""
     if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
     size = tied_bytes(inputs.model, tp)
@@ -366,7 +366,8 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
     names = {inputs.cluster.nodes[first.node].link_name for first, _ in pairs}
     measured = [inputs.profile.all_reduce.get((name, 2)) for name in names]
     if not leaving and None not in measured:
-        # An all-reduce may be slower than messages between stages, which use a different transport.
+        # Use the measured time if possible, because an all-reduce may be slower than messages
+        # between stages, which use a different transport.
         sharing = max(sharing for _, sharing in segments)
         return max(curve.seconds(size, sharing) for curve in measured if curve is not None)
     return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)

@@ -25,15 +25,15 @@ from megatron.adaptive.planner.profile_file import make_profile
 
 FORMAT = 1
 MESSAGE_ELEMENT_BYTES = 4
-"""Size in bytes of an element in messages between pieces, as profiles assume."""
+"""Size in bytes that profiles assume for each element of a message between pieces."""
 _FORMER_HOST_KEYS = ("cores",)
-"""Keys of earlier file versions, which are ignored."""
+"""Keys that earlier versions wrote to the file. They are ignored."""
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredHost:
-    """Properties of a node, measured by its own processes.
+    """Properties of a node, as measured by the processes on the node.
 
     Attributes:
         host: Host name of the node.
@@ -41,8 +41,8 @@ class MeasuredHost:
         gpu: Name of the node's GPU or CPU, as in the profile.
         processes: Number of the job's processes on the node.
         memory_bytes: Memory in bytes that each process may use.
-        shares_memory: Whether the node's processes share the same memory, so that each may use more
-            if there are fewer processes.
+        shares_memory: Whether the node's processes share the same memory. If so, each process may
+            use more memory if there are fewer processes.
     """
 
     host: str
@@ -65,19 +65,19 @@ class MeasuredModule:
             pass.
         split: Contents of a profile file, measured with weight gradients computed in a separate
             pass, or ``None`` if the schedule has no such pass.
-        element_bytes: Size in bytes of an element in most of the parameters.
+        element_bytes: Size in bytes of each element in most of the parameters.
         hosts: Nodes on which the module was measured.
         batch_size: Number of samples per step over all replicas.
         most: Largest measured microbatch size, in samples.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process.
-        cap: Maximum activations held by a process under a run-time scheduling rule, in units of one
-            microbatch in all stages of the process. ``None`` for the rule's default.
+        cap: Maximum activations held by a process under a run-time scheduling rule, or ``None`` for
+            the rule's default. The unit is one microbatch in all stages of the process.
         pipeline_size: Number of processes per pipeline set by the user, or ``None`` if it may
             change.
         micro_batch_size: Number of samples per microbatch, or ``None`` if it may change.
-        partition: Number of segments (parts between cut points) in each stage, used for pipelines
-            with this number of stages. ``None`` to choose a partition.
+        partition: Number of segments (parts between cut points) in each stage, or ``None`` to
+            choose a partition. It is used for pipelines with this number of stages.
         weights: Cost of each segment set by the user, or ``None`` to use the measured costs.
         is_random: Whether the model draws random numbers that depend on the microbatch.
     """
@@ -108,12 +108,13 @@ class MeasuredModule:
         """Returns the profile with the measured times.
 
         Args:
-            split: Whether to return times with a separate weight-gradient pass, if available.
+            split: Whether to return times with a separate weight-gradient pass if they were
+                measured.
         """
         return make_profile(self.split if split and self.split is not None else self.whole)
 
     def costs(self, micro_batch_size: int) -> tuple[float, ...]:
-        """Returns the time in seconds of each piece on the first node's device.
+        """Returns the time in seconds that each piece takes on the first node's device.
 
         Args:
             micro_batch_size: Number of samples per microbatch. The nearest measured size is used.
@@ -130,7 +131,7 @@ class MeasuredModule:
         return tuple(seconds[layer["kind"]] for layer in self.whole["model"]["layers"])
 
     def write(self, path: Path) -> None:
-        """Writes the measurements to a file. An existing file is replaced atomically.
+        """Writes the measurements to the file ``path``. An existing file is replaced atomically.
 
         Raises:
             OSError: The file cannot be written.
@@ -145,7 +146,7 @@ class MeasuredModule:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredModule | None:
-        """Reads the measurements from a file.
+        """Reads the measurements from the file ``path``.
 
         Returns:
             Measurements, or ``None`` if the file does not exist or was written by an earlier
@@ -192,7 +193,8 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
     """
     counts = Counter(host.type for host in hosts)
     # A dictionary keeps the last value of a key, but at the position where the key occurred first.
-    # So the types keep their order, and each type gets its host with the least memory.
+    # So the types keep their order, and each type gets the values of its host with the least
+    # memory.
     least_last = sorted(hosts, key=lambda host: -host.memory_bytes)
     smallest = {host.type: host for host in (*hosts, *least_last)}
     groups = tuple(
@@ -214,7 +216,7 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
 def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
     """Returns each node's index in a cluster that numbers nodes of the same kind consecutively.
 
-    For kinds a, b, a, the indices are 0, 2, 1.
+    For example, nodes of the kinds a, b and a get the indices 0, 2 and 1.
 
     Args:
         kinds: Kind of each node.
@@ -232,7 +234,7 @@ def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Mo
     Args:
         layers: Value of the key ``model`` in the module's profile.
         name: Name of the model.
-        element_bytes: Size in bytes of an element in most parameters.
+        element_bytes: Size in bytes of each element in most of the parameters.
     """
     precision = Precision(
         name="fp32" if element_bytes == 4 else f"{8 * element_bytes} bit",

@@ -1,4 +1,4 @@
-"""Describes models to the planner as a list of layers, with costs for each kind of layer.
+"""Defines the planner's description of a model: a list of layers with costs per kind of layer.
 
 Each layer of a model has a kind. A kind has parameters, FLOPs and memory sizes::
 
@@ -24,7 +24,7 @@ ATTENTIONS = ("fused", "kernel", "unfused")
 trainer's own layers) do not store scores. ``unfused`` writes all scores to memory and keeps them.
 """
 RECOMPUTE = ("none", "selective", "full")
-"""Parts of the forward pass that the backward pass recomputes: none, only attention, or whole
+"""Parts of the forward pass that the backward pass recomputes: nothing, only attention, or whole
 layers.
 """
 
@@ -35,14 +35,14 @@ class Precision:
 
     Attributes:
         name: Name of the data type, such as ``bf16``.
-        element_bytes: Size in bytes of an activation's element, in memory and in messages.
+        element_bytes: Size in bytes of each element of an activation, in memory and in messages.
         parameter_bytes: Size in bytes of a weight in the copy that layers use.
         gradient_bytes: Size in bytes of a weight's accumulated gradient.
         optimizer_bytes: Size in bytes of a weight's optimizer state and master copy. With a
-            distributed optimizer, replicas divide them.
+            distributed optimizer, replicas divide this memory.
         reduce_bytes: Size in bytes of a gradient in messages between data-parallel replicas.
         trained: Fraction of the weights that are trained, greater than 0 and at most 1.
-        fp8: Whether layers run matmuls in fp8, as with ``--fp8-format hybrid``.
+        fp8: Whether layers run matrix multiplications in fp8, as with ``--fp8-format hybrid``.
     """
 
     name: str = "bf16"
@@ -70,7 +70,7 @@ class Precision:
         )
 
     def with_fp8(self) -> Precision:
-        """Returns a copy with matmuls in fp8.
+        """Returns a copy that uses fp8 for matrix multiplications.
 
         Raises:
             ConfigError: The precision is not bf16.
@@ -81,18 +81,18 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """Returns the sizes that Megatron uses for training with Adam in a data type.
+        """Returns the sizes that Megatron uses for training with Adam in the data type ``name``.
 
         Args:
             name: Name of the data type: ``fp32``, ``fp16`` or ``bf16``.
 
         Raises:
-            ConfigError: ``name`` is not one of these names.
+            ConfigError: The name is unknown.
         """
         if name == "fp32":
             return cls(name=name, element_bytes=4, parameter_bytes=4, optimizer_bytes=8)
         if name == "fp16":
-            # Gradients are in fp16, unless --accumulate-allreduce-grads-in-fp32 is set.
+            # Gradients are in fp16 if --accumulate-allreduce-grads-in-fp32 is not set.
             return cls(name=name, gradient_bytes=2, reduce_bytes=2)
         if name == "bf16":
             return cls(name=name)
@@ -105,33 +105,32 @@ class LayerKind:
 
     Attributes:
         name: Name of the kind, such as ``transformer``, ``embedding`` or ``head``.
-        parameters: Number of parameters divided by tensor parallelism.
+        parameters: Number of parameters that tensor-parallel ranks divide among themselves.
         replicated_parameters: Number of parameters that every tensor-parallel rank holds.
         output_elements: Number of elements passed to the next layer.
         forward_flops: FLOPs of a forward pass, without tensor parallelism.
-        attention_flops: Part of ``forward_flops`` that selective recompute repeats.
-        activation_bytes: Size in bytes of the activations kept for the backward pass and divided
-            among tensor-parallel ranks.
+        attention_flops: Part of ``forward_flops`` that selective recomputation repeats.
+        activation_bytes: Size in bytes of the activations that are kept for the backward pass and
+            divided among tensor-parallel ranks.
         replicated_activation_bytes: Size in bytes of the activations that every tensor-parallel
             rank keeps for the backward pass.
-        attention_bytes: Part of ``activation_bytes`` that selective recompute does not keep.
-        input_bytes: Size in bytes of the layer's input, which is all that full recompute keeps.
-        workspace_bytes: Size in bytes of temporary memory while the layer runs, without tensor
-            parallelism.
+        attention_bytes: Part of ``activation_bytes`` that selective recomputation does not keep.
+        input_bytes: Size in bytes of the layer's input. Full recomputation keeps only this input.
+        workspace_bytes: Size in bytes of the temporary memory that is in use while the layer runs,
+            without tensor parallelism.
         weight_bytes: Size in bytes of the data needed to compute weight gradients: inputs and
-            output gradients of the matmuls that tensor parallelism divides.
+            output gradients of the matrix multiplications that tensor-parallel ranks divide.
         tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass, and again
             in a backward pass.
         expert_parameters: Part of ``parameters`` that belongs to experts. If experts are
             distributed over more ranks, fewer replicas hold each expert.
         context_bytes: Size in bytes of the keys and values that ranks exchange in a forward pass if
-            they share a sequence, without tensor parallelism, or 0 if ranks cannot share
-            a sequence.
+            they share a sequence, without tensor parallelism. 0 if ranks cannot share a sequence.
         keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to,
-            without tensor parallelism, or 0 if the sequence cannot be cut into slices.
-        routed_bytes: Size in bytes of the kept copies of tokens for experts. If experts are
-            distributed over ranks, a forward pass sends this amount to the experts and back, and a
-            backward pass does so again.
+            without tensor parallelism. 0 if the sequence cannot be cut into slices.
+        routed_bytes: Size in bytes of the copies of tokens that are kept for experts. If experts
+            are distributed over ranks, a forward pass sends this amount to the experts and back,
+            and a backward pass does so again.
         group: ``encoder`` or ``decoder`` if a stage must not contain layers of both, otherwise
             empty.
         is_local: Whether attention has a window that limits the number of tokens that a token
@@ -169,11 +168,11 @@ class LayerKind:
     ) -> float:
         """Returns the number of bytes per sample that a rank keeps for the backward pass.
 
-        Full recompute does not apply to embedding and head, which are not counted as layers.
+        Full recomputation does not apply to embedding and head, which are not counted as layers.
 
         Args:
             tp: Number of tensor-parallel ranks.
-            recompute: Kind of activation recompute, one of ``RECOMPUTE``.
+            recompute: Kind of activation recomputation, one of ``RECOMPUTE``.
             sequence_parallel: Whether tensor-parallel ranks divide all activations.
         """
         share = tp if sequence_parallel else 1
@@ -195,14 +194,14 @@ class Model:
         layers: Name of each layer's kind in pipeline order, embedding and head included.
         tokens_per_sample: Number of tokens per sample, used to compute the speed in tokens per
             second.
-        tied_parameters: Number of weights shared by embedding and head, or 0. If they are on
-            different stages, each stage has a copy, and the gradients are summed. The head's kind
-            includes them in its parameters.
+        tied_parameters: Number of weights shared by embedding and head, or 0 if they share no
+            weights. If embedding and head are on different stages, each stage has a copy, and the
+            gradients are added up. The parameters of the head's kind include these weights.
         tied_layers: Indices of the layers that share the tied weights.
-        max_tp: Largest tensor-parallel size that the model's sizes allow.
+        max_tp: Largest tensor-parallel size by which the model's sizes are divisible.
         precision: Sizes in bytes of the numbers in a training run.
-        arguments: Megatron's command-line arguments for the model, which are written to plan files;
-            may be empty.
+        arguments: Megatron's command-line arguments for the model, which are written to plan files.
+            They may be empty.
         expert_ranks: Possible numbers of ranks over which experts are distributed, including 1.
         sequence: Number of tokens per sample that ranks can divide among themselves, or 1 if they
             cannot divide a sample.
@@ -307,7 +306,7 @@ class Model:
         return frozenset(i for i in range(1, len(groups)) if groups[i] != groups[i - 1])
 
     def layer(self, index: int) -> LayerKind:
-        """Returns the kind of a layer by its index."""
+        """Returns the kind of the layer with this index."""
         return self.kinds[self.layers[index]]
 
     def stage_layers(self, counted: Sequence[int]) -> tuple[range, ...]:
@@ -328,8 +327,8 @@ class Model:
                 f" {self.name} has {self.num_counted} layers; make them equal"
             )
         positions = [i for i in range(self.num_layers) if self.layer(i).counted]
-        # A stage ends after its last counted layer. A stage without counted layers is empty, except
-        # that the first stage has the layers before all counted layers.
+        # A stage ends after its last counted layer. A stage without counted layers is empty. The
+        # first stage also contains the layers before the first counted layer.
         ends = [
             positions[num_done - 1] + 1 if num_done else positions[0]
             for num_done in accumulate(counted[:-1])

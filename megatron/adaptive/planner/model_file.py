@@ -1,8 +1,8 @@
 """Reads models from preset names, trainer arguments, model files and profiles.
 
 GPT and Llama presets are defined in ``config.model`` and shared with the trainer. BERT and T5
-presets exist only in the planner, for Megatron-LM's own scripts. The file format is the schema
-``model`` in ``config.schema_files``, which ``docs/reference/planner.md`` describes.
+presets exist only in the planner, for Megatron-LM's own scripts. The file format is defined by the
+schema ``model`` in ``config.schema_files`` and described in ``docs/reference/planner.md``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
 )
 """Vocabulary size of each model family."""
 _SMALL_VOCABULARY = 50303
-"""Vocabulary size of all other presets."""
+"""Vocabulary size of all presets whose family is not listed above."""
 ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 """Arguments that the trainer requires, but that do not affect the model."""
 
@@ -67,7 +67,7 @@ def _only_planned(
 
 
 def _padded(vocabulary: int, multiple: int = 128) -> int:
-    """Returns a vocabulary size rounded up to a multiple, like Megatron's padding."""
+    """Returns ``vocabulary`` rounded up to a multiple of ``multiple``, like Megatron's padding."""
     return -(-vocabulary // multiple) * multiple
 
 
@@ -94,7 +94,7 @@ def preset_names() -> tuple[str, ...]:
 def preset(
     name: str, precision: str = "bf16", *, attention: str | None = None, imbalance: float = 1.0
 ) -> Model:
-    """Returns the model of a preset.
+    """Returns the model of the preset ``name``.
 
     Args:
         name: Name of the preset, one of :func:`preset_names`. Case and hyphens are ignored.
@@ -104,7 +104,7 @@ def preset(
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: There is no such preset. The message suggests the most similar name.
+        ConfigError: The preset does not exist. The message suggests the most similar name.
     """
     by_plain_name = {preset_name.replace("-", ""): preset_name for preset_name in preset_names()}
     name = by_plain_name.get(name.lower().replace("-", ""), name)
@@ -134,19 +134,19 @@ def arguments_model(
 ) -> Model:
     """Returns the model that a list of trainer arguments describes.
 
-    Only arguments about the model and its precision are used. The plan decides the parallel sizes;
-    arguments about data, logs and checkpoints are ignored. Without ``--vocab-size`` or a readable
-    vocabulary file, GPT-2's vocabulary size is used.
+    Only arguments about the model and its precision are used. The plan determines the parallel
+    sizes. Arguments about data, logs and checkpoints are ignored. Without ``--vocab-size`` or a
+    readable vocabulary file, GPT-2's vocabulary size is used.
 
     Args:
         arguments: Command-line arguments of ``pretrain_gpt.py``.
         name: Name that matches profiles with the model.
-        precision: Data type, which overrides ``--fp16`` and ``--bf16``. Without any of these, the
-            data type is fp32, as in a training run.
+        precision: Data type, which overrides ``--fp16`` and ``--bf16``. If the data type is not
+            specified in any way, fp32 is used, as in a training run.
         attention: Attention implementation, one of ``ATTENTIONS``, used if the arguments do not
-            choose one. Defaults to the implementation that training runs without GPUs use. With
-            ``kernel``, the memory of attention scores is still counted if no kernel supports the
-            model's attention.
+            choose an implementation. Defaults to the implementation that training runs without GPUs
+            use. With ``kernel``, the memory of attention scores is still counted if no kernel
+            supports the model's attention.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
@@ -175,7 +175,7 @@ def settings_model(
         name: Name that matches profiles with the model.
         precision: Data type: ``fp32``, ``fp16`` or ``bf16``.
         attention: Attention implementation, one of ``ATTENTIONS``, used if the settings do not
-            choose one.
+            choose an implementation.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
@@ -203,9 +203,9 @@ class _ModelSource(NamedTuple):
 
 
 def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Model:
-    """Builds the model that a source describes.
+    """Builds the model that ``source`` describes.
 
-    The other arguments are the same as for :func:`arguments_model`.
+    The remaining arguments are the same as for :func:`arguments_model`.
     """
     names = {argument.split("=")[0] for argument in source.arguments}
     all_arguments = [*source.parsed, *ANY_RUN]
@@ -218,7 +218,7 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
         world_size=1,
         last_wins=True,
         # The planner may run on a machine without the kernels of the training run, so assume that
-        # they are installed.
+        # these kernels are installed.
         installed=Installed(transformer_engine=True),
         settings=source.settings,
     )
@@ -237,9 +237,9 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
 
 
 def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
-    """Selects the arguments about the model and its precision.
+    """Returns the arguments about the model and its precision.
 
-    A missing vocabulary size is added.
+    If the vocabulary size is missing, it is added.
     """
     groups = (ModelConfig, PrecisionConfig, CoreConfig)
     kept = only_groups(arguments, groups, ("vocab_size",))
@@ -301,7 +301,7 @@ def _vocabulary(arguments: Sequence[str]) -> int:
     """Returns the size of a vocabulary file, or GPT-2's vocabulary size if it cannot be read.
 
     Args:
-        arguments: Argument ``--vocab-file`` with its path, or empty if there is no file.
+        arguments: Argument ``--vocab-file`` with its path, or empty if no file is used.
     """
     try:
         return len(parse_json(read_whole(arguments[-1].partition("=")[2] or arguments[-1])))
@@ -316,14 +316,14 @@ def trainer_shape(
     *,
     device: str = "cpu",
 ) -> TransformerShape:
-    """Returns the sizes of the model that a run with these settings builds.
+    """Returns the sizes of the model that a run with the settings ``config`` builds.
 
     Args:
         config: Settings of the training run.
         name: Name of the model.
         arguments: Command-line arguments from which the settings were read.
-        device: Type of device that trains the model, ``cuda`` or ``cpu``. The attention kernel
-            depends on it.
+        device: Type of the device that trains the model, ``cuda`` or ``cpu``. It determines the
+            attention kernel.
     """
     model = config.model
     core = config.core
@@ -391,7 +391,7 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
 
 
 def _precision(config: PrecisionConfig) -> Precision:
-    """Returns the sizes in bytes of the numbers in a run with these settings."""
+    """Returns the sizes in bytes of the numbers in a run with the settings ``config``."""
     names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     sizes = Precision.named(names[config.dtype_name])
     if config.accumulate_allreduce_grads_in_fp32:
@@ -430,7 +430,7 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     Args:
         text: Arguments, or the name of a file with arguments. Text that begins with ``-`` is parsed
             as arguments. In the file, ``#`` begins a comment.
-        folder: Folder for relative file names.
+        folder: Folder that contains the file if its name is relative.
         where: Source of the text, for error messages.
 
     Raises:
@@ -480,8 +480,8 @@ def read_model(
         precision: Data type of the training run, which overrides the data type of the model.
         default: Data type for models that do not specify a data type.
         attention: Attention implementation, one of ``ATTENTIONS``, used if the model does not
-            choose one.
-        sequence: Number of tokens per sample, for a ``config.json`` only.
+            choose an implementation.
+        sequence: Number of tokens per sample. It is only allowed for a ``config.json``.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
@@ -500,8 +500,8 @@ def read_model(
         model = settings_model(
             settings, name, precision or default, attention=attention, imbalance=imbalance
         )
-        # For such a model, the arguments are only an approximation that is sufficient for planning.
-        # The trainer would build a different model from them, so drop them.
+        # If a feature is missing, the arguments are only an approximation that is sufficient for
+        # planning. The trainer would build a different model from these arguments, so drop them.
         return replace(model, arguments=()) if family.missing_feature else model
     if sequence is not None:
         raise ConfigError(
@@ -520,7 +520,7 @@ def read_model(
 def _of_file(
     document: Any, path: Path, precision: str | None, default: str, attention: str | None
 ) -> Model:
-    """Creates a model from a model file. See :func:`read_model` for the other arguments."""
+    """Creates a model from a model file. The arguments are the same as for :func:`read_model`."""
     where = str(path)
     check_form(document, "model", where)
     name = document.get("name", path.stem)
@@ -586,7 +586,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 def _of_profile(
     document: Mapping[str, Any], where: str, precision: str | None, make: Callable[..., Model]
 ) -> Model:
-    """Returns the model that a profile was measured with."""
+    """Returns the model with which the profile ``document`` was measured."""
     check_form(document, "profile", where)
     model = document["model"]
     if model.get("layers"):

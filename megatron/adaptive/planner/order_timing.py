@@ -1,4 +1,4 @@
-"""Computes the time of a step with a fixed order of actions, in one pass over the actions.
+"""Computes the duration of a step with a fixed order of actions, in one pass over the actions.
 
 A static schedule fixes the order of the actions on every rank. An action starts when its rank is
 free and its input has arrived. So the step time is the critical path: the longest path through
@@ -10,20 +10,20 @@ backward pass, and messages that take no time::
     rank 1         | F0 | B0      | F1 | B1      |
 
 ``F1`` on rank 1 starts at 4: its input arrives at 2, but the rank is busy until 4. Actions are
-visited in topological order, so that each action comes after all actions it depends on
-(:func:`steps_of`). So one visit per action suffices. This order depends only on the schedule and
-is cached.
+visited in topological order, which means that each action comes after all actions it depends on
+(:func:`steps_of`). So one visit per action suffices. The order depends only on the schedule and is
+cached.
 
-A message leaves when its action has ended and the previous message has left the link. It occupies
+A message is sent when its action has ended and the previous message has left the link. It occupies
 the link for its occupancy time, and arrives after an additional latency. Launching an action's
 kernels requires no input, so a rank launches them while it waits for the input.
 
 If a duration increases, the step never gets shorter. The search relies on this property. Schedules
-that choose the next action at run time do not have it, so they are timed by the simulator.
+that choose the next action at run time do not have this property, so they are simulated instead.
 
 :func:`jitter_s` estimates the effect of random variation. Variation does not change the average
-time of a single rank. But in a pipeline, each action waits for the later of two events: its rank is
-free, and its input has arrived. So the mean step time is longer than the step time with mean
+time of a single rank. But in a pipeline, each action waits for the later of two events: its rank
+becomes free, and its input arrives. So the mean step time is longer than the step time with mean
 durations.
 """
 
@@ -62,9 +62,9 @@ class Steps:
     split: bool
 
     def table(self, seconds: Any) -> Any:
-        """Returns a copy of a ``[3, stages]`` table with the times of F, B and W actions.
+        """Returns a copy of ``seconds``, the times of F, B and W actions, ``[3, stages]``.
 
-        If the schedule has no separate W actions, the copy contains the times of W as part of B.
+        If the schedule has no separate W actions, the copy adds the times of W to the times of B.
         """
         copy = np.array(seconds, dtype=np.float64)
         if not self.split:
@@ -94,7 +94,7 @@ class ScheduleTimes:
 
 @lru_cache(maxsize=256)
 def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Steps:
-    """Returns a static schedule's actions in topological order.
+    """Returns the actions of the static schedule ``schedule`` in topological order.
 
     Args:
         schedule: Name of the schedule.
@@ -103,7 +103,7 @@ def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Step
         num_microbatches: Number of microbatches per step.
 
     Raises:
-        ScheduleError: There is no static schedule with this name, or it does not support these
+        ScheduleError: No static schedule has this name, or the schedule does not support these
             sizes.
     """
     placement = catalog.placement_for(schedule, pp, chunks)
@@ -150,7 +150,7 @@ def step_times(
     launch_s: Any = None,
     factors: Any = 1.0,
 ) -> ScheduleTimes:
-    """Computes the end times of all ranks in one step.
+    """Computes end times and busy times of all ranks in one step.
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.
@@ -158,13 +158,13 @@ def step_times(
             stages] float64``. If the schedule has no separate W actions, the last two times are
             added up.
         latency_s: Latency of the message after each stage's forward and backward pass in seconds,
-            ``[2, stages]``. Forward messages go to the next stage, and backward messages to the
-            previous stage, or 0 if no message is sent.
-        occupancy_s: Time for which each of these messages keeps its link busy, in seconds,
-            ``[2, stages]``.
-        launch_s: Part of ``durations_s`` in which the CPU launches kernels, in seconds, ``[3,
-            stages]``. A rank can launch kernels while it waits for the input. ``None`` if there is
-            no such time.
+            ``[2, stages]``, or 0 if no message is sent. Forward messages go to the next stage, and
+            backward messages to the previous stage.
+        occupancy_s: Time in seconds for which each of these messages keeps its link busy, ``[2,
+            stages]``.
+        launch_s: Part of ``durations_s`` in seconds in which the CPU launches kernels, ``[3,
+            stages]``, or ``None`` if launches take no time. A rank can launch kernels while it
+            waits for the input.
         factors: Factors by which the actions' durations are multiplied, in the order of ``steps``,
             ``[actions]``. A single number applies to all actions.
     """
@@ -224,7 +224,7 @@ def _run_steps(
 
 
 _MANY_ROWS = 500
-"""Number of actions above which compiled code is faster, although importing numba takes half a
+"""Number of actions above which compiled code is faster, even though importing numba takes half a
 second per process."""
 
 
@@ -237,16 +237,16 @@ def _compiled_steps() -> Any:
 
 
 DRAWS = 32
-"""Number of steps that are simulated to find the mean delay from jitter. It makes the mean accurate
-to about 10 %."""
+"""Number of steps that are simulated to determine the mean delay from jitter. With this number, the
+mean is accurate to about 10 %."""
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:
-    """Returns the mean time that random variation adds to a step, in seconds. Never negative.
+    """Returns the mean time in seconds (at least 0) that random variation adds to a step.
 
-    Simulates ``DRAWS`` steps in which each action's duration has a lognormal random factor with
-    mean 1. The factor depends only on the action's position in the order. So plans with the same
-    order of actions get the same factors, and their times can be compared.
+    Simulates ``DRAWS`` steps. Each action's duration is multiplied by a lognormal random factor
+    with mean 1. The factor depends only on the action's position in the order. So plans with the
+    same order of actions get the same factors, and their times can be compared.
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.

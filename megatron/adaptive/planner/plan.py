@@ -25,13 +25,13 @@ from megatron.adaptive.planner.documents import RowSettings
 from megatron.adaptive.planner.profile import PlanInputs
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
-"""Megatron-LM's command-line flags for training in fp8. A model that is planned in fp8 has these
-flags among its arguments."""
+"""Megatron-LM's command-line flags for training in fp8. The arguments of a model that is planned in
+fp8 contain these flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """GPUs of one data-parallel replica of a stage, with consecutive indices on one node.
+    """GPUs of one data-parallel replica of a stage. They have consecutive indices on one node.
 
     Attributes:
         node: Index of the node in the cluster.
@@ -65,11 +65,11 @@ class StageSettings:
     """Settings that all stages of a plan share.
 
     Attributes:
-        recompute: Kind of activation recompute, one of ``model_description.RECOMPUTE``.
+        recompute: Kind of activation recomputation, one of ``model_description.RECOMPUTE``.
         distributed_optimizer: Whether replicas divide the optimizer state among themselves.
         overlap_reduce: Whether gradient reduction overlaps with backward passes.
-        sequence_parallel: Whether sequence parallelism is enabled, so that tensor-parallel ranks
-            also divide the activations outside of attention and MLP.
+        sequence_parallel: Whether sequence parallelism is enabled. Tensor-parallel ranks then also
+            divide the activations outside of attention and MLP.
         expert_ranks: Number of consecutive replicas over which the experts are distributed
             (expert-parallel size).
         context_ranks: Number of consecutive ranks that divide each sequence among themselves
@@ -120,8 +120,8 @@ class Plan(StageSettings):
 
     Attributes:
         tp: Tensor-parallel size, or the largest size if stages have different sizes.
-        dp: Number of data-parallel replicas, or that of the first stage if stages have different
-            numbers.
+        dp: Number of data-parallel replicas, or the number of replicas of the first stage if stages
+            have different numbers.
         pp: Number of pipeline ranks.
         chunks: Number of stages (model chunks) per pipeline rank.
         micro_batch: Number of samples per microbatch on one replica of the first stage.
@@ -131,8 +131,8 @@ class Plan(StageSettings):
             ``[pp * chunks]``.
         places: GPUs of each pipeline rank, ``[pp]``. Each context-parallel rank counts as a
             replica, so a stage has ``dp * context_ranks`` replicas.
-        cap: Maximum activations that a rank holds under a run-time rule, in units of a microbatch
-            in all its chunks. ``None`` for the rule's default.
+        cap: Maximum activations that a rank holds under a run-time rule, or ``None`` for the rule's
+            default. The unit is one microbatch in all chunks of the rank.
     """
 
     tp: int
@@ -183,14 +183,14 @@ class Plan(StageSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Memory that one pipeline rank needs on its fullest GPU, in bytes.
+    """Memory in bytes that one pipeline rank needs on its GPU with the least free memory.
 
     Attributes:
         parameter_bytes: Size of the weights in bytes.
         gradient_bytes: Size of the gradients in bytes.
         optimizer_bytes: Size of optimizer state and master weights in bytes.
         activation_bytes: Peak size of the activations under the schedule, in bytes.
-        workspace_bytes: Size of temporary buffers, CUDA context and everything else, in bytes.
+        workspace_bytes: Size in bytes of temporary buffers, CUDA context and all remaining memory.
         limit_bytes: Usable memory of the GPU in bytes.
     """
 
@@ -219,12 +219,13 @@ class StagePrediction:
     """Predicted times and memory of one pipeline rank.
 
     Attributes:
-        forward_s: Time of a microbatch's forward pass through all chunks of the rank, in seconds.
-        backward_s: Time of a microbatch's backward pass through all chunks of the rank in seconds,
-            including weight gradients and recompute.
+        forward_s: Duration of a microbatch's forward pass through all chunks of the rank, in
+            seconds.
+        backward_s: Duration of a microbatch's backward pass through all chunks of the rank in
+            seconds, including weight gradients and recomputation.
         send_s: Time to send a message to the next stage, in seconds.
         bubble: Idle fraction of the pipeline's time, from 0 to 1.
-        memory: Memory that the rank needs on its fullest GPU.
+        memory: Memory that the rank needs on its GPU with the least free memory.
     """
 
     forward_s: float
@@ -242,8 +243,8 @@ class Prediction:
         seconds: Step time in seconds.
         parts: Parts of the step time in seconds, by name, which add up to ``seconds``: ``compute``,
             ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and ``optimizer``. If the
-            profile contains them, there are also ``jitter``, and ``beside`` for all other work in a
-            step.
+            profile contains them, ``jitter`` and ``beside`` (all remaining work in a step) are also
+            present.
         stages: Predicted times and memory of each pipeline rank.
         tokens_per_s: Number of tokens per second processed by the whole job.
         price_per_hour: Price per hour of all nodes in use.
@@ -264,12 +265,12 @@ class Prediction:
 
     @property
     def price_per_step(self) -> float:
-        """Price of a step, computed from its time and the price per hour."""
+        """Price of a step, computed from its duration and the price per hour."""
         return self.price_per_hour * self.seconds / 3600
 
     @property
     def peak_bytes(self) -> float:
-        """Memory in bytes needed by the job's fullest GPU."""
+        """Memory in bytes needed by the GPU of the job that needs the most memory."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 
@@ -326,7 +327,7 @@ def place_stage(
 
 
 def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dict[str, Any]:
-    """Returns the contents of a plan file as a dictionary.
+    """Returns the contents of the plan file for ``plan`` as a dictionary.
 
     If stages have unequal parallel sizes, the file lists the sizes of each stage. The trainer
     supports such plans only without tensor parallelism.
@@ -385,7 +386,7 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
     """Returns the model FLOPs utilization (MFU): the model's FLOP/s divided by the GPUs' peak.
 
     Recomputation is not counted. Returns ``None`` if the GPU table does not contain the peak of a
-    GPU in this precision, or if the model has no FLOPs.
+    GPU in this precision, or if the FLOPs of the model are unknown.
     """
     peak = 0.0
     for node, count in gpus_used(plan).items():
@@ -434,7 +435,7 @@ def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False
 
 
 def conf_text(document: Mapping[str, Any]) -> str:
-    """Returns a plan as shell variables for ``conf.sh``.
+    """Returns the plan in ``document`` as shell variables for ``conf.sh``.
 
     Raises:
         ConfigError: The stages have unequal parallel sizes that the trainer does not support.
@@ -458,12 +459,12 @@ EXPORTS = ("megatron", "torchtitan", "conf", "sbatch", "plan")
 
 
 def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str], file: str) -> str:
-    """Returns a plan in the format of another program.
+    """Returns the plan in ``document`` in the format of another program.
 
     Args:
         document: Contents of the plan file, from :func:`plan_document`.
         form: Name of the format, one of :data:`EXPORTS`.
-        arguments: Trainer arguments that describe the model; may be empty.
+        arguments: Trainer arguments that describe the model. They may be empty.
         file: Name of the plan file that the Slurm command uses.
 
     Raises:
@@ -502,7 +503,7 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
 
 
 def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> str:
-    """Returns a plan as command-line flags of Megatron-LM."""
+    """Returns the plan in ``document`` as command-line flags of Megatron-LM."""
     values = plan_variables(dict(document), "the plan")
     for name in ("SCHEDULE", "PARTITION", "MODEL_CHUNKS"):
         values.pop(name, None)
@@ -518,7 +519,7 @@ def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> st
 
 
 def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
-    """Returns a plan as a TOML configuration file for torchtitan."""
+    """Returns the plan in ``document`` as a TOML configuration file for torchtitan."""
     degrees, sharded = document["degrees"], document["distributed_optimizer"]
     dp, pp = degrees["data"], degrees["pipeline"]
     precision = document["precision"]
@@ -569,7 +570,7 @@ def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
 
 
 def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: str) -> str:
-    """Returns an ``sbatch`` command that runs a plan on a Slurm cluster."""
+    """Returns an ``sbatch`` command that runs the plan in ``document`` on a Slurm cluster."""
     if len(document["placement"]) > 1:
         raise ConfigError(
             "--export sbatch does not support plans with several node types; save the plan with"

@@ -88,7 +88,7 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings in a plan file as text, by key."""
+    """Returns the settings in the plan file ``document`` as text, by key."""
     settings = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
@@ -103,8 +103,8 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 
 _GB = 1e9
 _LEAST_SHARE = 0.001
-"""Minimum difference of a part of the step, as a fraction of the step time, to be listed as a
-reason.
+"""Minimum difference of a part of the step to be listed as a reason, as a fraction of the step
+time.
 """
 
 
@@ -112,10 +112,10 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     """Returns a text table with one row per plan.
 
     Args:
-        rows: Plans with their predictions, best first. At least one is required.
+        rows: Plans with their predictions, starting with the best. The list must not be empty.
         inputs: Model, cluster and profile of layer times.
-        tokens: Number of tokens in the whole training run, to show its time and price. With 0, time
-            and price of the run are omitted.
+        tokens: Number of tokens in the whole training run, used to show its duration and price. If
+            0, these columns are omitted.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
     is_shown = {
@@ -142,7 +142,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
 
 
 def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
-    """Returns the table cells of a plan, by column title."""
+    """Returns the table cells of the plan in ``row``, by column title."""
     plan, prediction = row.plan, row.prediction
     steps = tokens / inputs.step_tokens(plan.global_batch)
     is_packed = plan.slice_tokens is not None
@@ -185,7 +185,7 @@ def placement_text(plan: Plan, cluster: Cluster) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Formats a duration with a suitable unit, from days to milliseconds."""
+    """Returns a duration as text with a suitable unit, from days to milliseconds."""
     for least, unit, word in ((86400, 86400, "d"), (3600, 3600, "h"), (100, 60, "min")):
         if seconds >= least:
             return f"{seconds / unit:.4g} {word}"

@@ -32,14 +32,14 @@ class LayerTimes:
     """Times of a layer per microbatch on one tensor-parallel rank.
 
     Attributes:
-        forward_s: Time of the forward pass, in seconds.
-        backward_input_s: Time of computing the input gradients in seconds, or of the whole backward
-            pass if ``backward_weight_s`` is 0.
-        backward_weight_s: Time of computing the weight gradients, in seconds.
+        forward_s: Duration of the forward pass, in seconds.
+        backward_input_s: Time for computing the input gradients in seconds, or the duration of the
+            whole backward pass if ``backward_weight_s`` is 0.
+        backward_weight_s: Time for computing the weight gradients, in seconds.
         tp_included: Whether the times include communication between tensor-parallel ranks.
-        launch_s: Time of launching kernels in the forward pass in seconds, which is the same in the
-            backward pass. It does not grow with the microbatch size. A rank can launch kernels
-            while it waits for its input.
+        launch_s: Time in seconds that the forward pass spends launching kernels. The backward pass
+            spends the same time. It does not grow with the microbatch size. A rank can launch
+            kernels while it waits for its input.
         kept_bytes: Measured size in bytes of the activations kept for the backward pass, or
             ``None`` to use the size computed from the model.
         source: Origin of the times, ``measured`` or ``estimated``.
@@ -55,18 +55,18 @@ class LayerTimes:
 
     @property
     def backward_s(self) -> float:
-        """Time of the backward pass in seconds, including weight gradients."""
+        """Duration of the backward pass in seconds, including weight gradients."""
         return self.backward_input_s + self.backward_weight_s
 
     def slowed(self, factor: float) -> LayerTimes:
-        """Returns a copy with all times multiplied by a factor."""
+        """Returns a copy with all times multiplied by ``factor``."""
         if factor == 1.0:
             return self
         parts = (*_PARTS, "launch_s")
         return replace(self, **{name: getattr(self, name) * factor for name in parts})
 
     def scaled(self, factor: float) -> LayerTimes:
-        """Returns a copy with times and kept bytes, except launch times, multiplied by a factor."""
+        """Returns a copy with all values except launch times multiplied by ``factor``."""
         fixed = min(self.launch_s, self.forward_s, self.backward_input_s)
         return replace(
             self,
@@ -88,16 +88,16 @@ class Profile:
             the links of the cluster.
         intra_links: Measured links within a node, by node type. They replace the links of the
             cluster.
-        all_reduce: Measured all-reduces within a node, by node type and number of ranks. Each is
-            stored as a link whose bandwidth is the tensor size in bytes divided by the time of the
-            operation.
+        all_reduce: Measured all-reduces within a node, by node type and number of ranks. Each
+            all-reduce is stored as a link whose bandwidth is the tensor size in bytes divided by
+            the duration of the operation.
         optimizer_s_per_parameter: Optimizer time in seconds per updated parameter, by GPU.
-        launch_s: Additional time per action outside of its layers in seconds, by GPU.
-        step_s: Additional time per step outside of pipeline, reduction and optimizer in seconds, by
-            GPU.
+        launch_s: Additional time in seconds per action that is spent outside of its layers, by GPU.
+        step_s: Additional time in seconds per step that is spent outside of pipeline, reduction and
+            optimizer, by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration.
-        context_bytes: GPU memory in bytes used by a process without tensors, by GPU. For other
-            GPUs, the value in ``layer_costs.Runtime`` is used.
+        context_bytes: GPU memory in bytes used by a process without tensors, by GPU. For GPUs that
+            are not listed, the value in ``layer_costs.Runtime`` is used.
         allocator_share: Additional memory that the allocator holds, as a fraction of activations
             and workspace, by GPU. It is only set for models in host memory.
         estimator: Function that estimates missing times from kind of layer, GPU, number of
@@ -143,8 +143,8 @@ class Profile:
         near = self._nearest(kind, gpu, tp)
         if near is not None:
             sizes = self._sizes[near, gpu, tp]
-            # The key's type is int, but an equal float also finds the entry, so no conversion is
-            # needed.
+            # The declared type of this part of the key is int, but an equal float also finds the
+            # entry. So no conversion is needed.
             times = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
             times = times or self._between(near, gpu, tp, micro_batch, sizes)
             times = times if near == kind else replace(times, source="estimated")
@@ -164,12 +164,12 @@ class Profile:
         )
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
-        """Returns whether :meth:`times` can return times for a kind, measured or estimated."""
+        """Returns whether :meth:`times` can return times for ``kind``, measured or estimated."""
         is_estimated = self.estimator is not None and known_gpu(gpu) is not None
         return is_estimated or self._nearest(kind, gpu, tp) is not None
 
     def _nearest(self, kind: str, gpu: str, tp: int) -> str | None:
-        """Returns the most similar measured kind of layer, or ``None`` if there is none.
+        """Returns the most similar measured kind of layer, or ``None`` if no kind is similar.
 
         For layers with experts, the nearest measured number of ranks is used. For example,
         ``experts/8`` replaces ``experts/16``.
@@ -272,7 +272,7 @@ class PlanInputs:
         return (whole - pairs) * self.documents.mean_tokens / length + pairs * squares
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the time of an action outside of its layers on the slowest node, in seconds."""
+        """Returns the time in seconds of an action outside of its layers on the slowest node."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 

@@ -1,12 +1,12 @@
 """Reads, merges and writes profile files, and converts measurements of cut points to profiles.
 
-The file format is the schema ``profile`` in ``config.schema_files``, which
-``docs/reference/planner.md`` describes.
+The file format is defined by the schema ``profile`` in ``config.schema_files`` and described in
+``docs/reference/planner.md``.
 
-Users can plan for a model that the planner does not support, if they can time its pieces between
-cut points, at which the model can be divided among stages. Such measurements are a CSV file with a
-header, or a JSON list of objects with the same keys. Each row describes a piece on a GPU with a
-microbatch size::
+Users can plan for a model that the planner does not support, if they can measure the times of its
+pieces. A piece is the part between two cut points, at which the model can be divided among stages.
+Such measurements are a CSV file with a header, or a JSON list of objects with the same keys. Each
+row describes a piece on a GPU with a microbatch size::
 
     cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes
     0,v100,4,0.0021,0.0043,31000000,2097152,8388608
@@ -43,7 +43,7 @@ _SAME = 0.02
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a profile file, or the profile in a tried plan, and validates it.
+    """Reads a profile file, or the profile in a tried plan, from ``path``, and validates it.
 
     Raises:
         ConfigError: The file cannot be read, or an entry is invalid.
@@ -76,12 +76,12 @@ def profile_of_plan(content: Any, where: str) -> Any:
 
 
 def load_all(paths: Sequence[Path]) -> dict[str, Any]:
-    """Reads profile files of one model, and merges their measurements into one profile."""
+    """Reads profile files of the same model, and merges their measurements into one profile."""
     return merge([(str(path), load(path)) for path in paths])
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:
-    """Writes a profile file.
+    """Writes ``content`` to the profile file ``path``.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -107,20 +107,21 @@ def document(
 ) -> dict[str, Any]:
     """Creates the contents of a profile file from measurements.
 
-    Each argument is the value of the key with the same name. ``None`` omits the key.
+    Each argument is the value of the key with the same name. If it is ``None``, the key is omitted.
 
     Args:
         model: Name of the model, and its arguments or layers.
         layers: Rows with the times of layers, in seconds.
-        made: Time of the measurement, from :func:`timestamp`.
+        made: Date and time of the measurement, from :func:`timestamp`.
         nodes: Properties of the measured nodes, by type of node.
         links: Rows with the latency and bandwidth of links between GPUs.
         all_reduce: Rows with the bandwidth of all-reduces within a node.
         optimizer_s_per_parameter: Optimizer time in seconds per parameter, by GPU.
-        step_s: Time per step outside of pipeline, reduction and optimizer in seconds, by GPU.
-        action_sigma: Standard deviation of the logarithm of an action's time, or 0 if times do not
-            vary.
-        launch_s: Time per action outside of its layers in seconds, by GPU.
+        step_s: Time in seconds per step that is spent outside of pipeline, reduction and optimizer,
+            by GPU.
+        action_sigma: Standard deviation of the logarithm of an action's duration, or 0 if durations
+            do not vary.
+        launch_s: Time in seconds per action that is spent outside of its layers, by GPU.
 
     Raises:
         ConfigError: An entry is invalid.
@@ -147,14 +148,14 @@ def timestamp() -> str:
 
 
 def cut_kind(number: int) -> str:
-    """Returns the name of the layer kind for a piece between two cut points."""
+    """Returns the name of the layer kind for the piece with the index ``number``."""
     return f"cut-{number}"
 
 
 def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Merges profiles of one model, for example from nodes of different types.
+    """Merges profiles of the same model, for example from nodes of different types.
 
-    If several profiles contain the same measurement, the last measurement is used.
+    If several profiles contain the same measurement, the last profile's value is used.
 
     Args:
         parts: Names and validated contents of the profile files.
@@ -186,7 +187,7 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
             rows = {key_of(row): row for row in merged.get(key, [])}
             rows.update({key_of(row): row for row in part.get(key, [])})
             merged[key] = list(rows.values())
-    # All nodes wait for the node with the most variation, so its value applies to the whole job.
+    # All nodes wait for the node with the most variation, so use its value for the whole job.
     merged["action_sigma"] = max(part.get("action_sigma", 0.0) for _, part in parts)
     return merged
 
@@ -198,7 +199,8 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
         content: Contents of the file, validated by :func:`load`.
 
     Raises:
-        ConfigError: A layer was measured twice, or a link has no bandwidth.
+        ConfigError: Two rows describe the same layer, GPU, tensor-parallel size and microbatch
+            size.
     """
     layers: dict[tuple[str, str, int, int], LayerTimes] = {}
     for index, row in enumerate(content["layers"]):
@@ -252,7 +254,7 @@ def _gpu(name: str) -> str:
 
 
 def _by_gpu(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns values by GPU, using the names in the table of GPUs."""
+    """Returns ``values`` with each GPU's name replaced by its name in the table of GPUs."""
     return {_gpu(name): value for name, value in values.items()}
 
 
@@ -296,7 +298,7 @@ def renamed(
 ) -> tuple[dict[str, Any], list[str]]:
     """Renames the node types in a profile to the names used in a cluster.
 
-    If the cluster has no node type with the profile's name, but exactly one type with the same GPU,
+    If the cluster does not contain the profile's node type, but exactly one type with the same GPU,
     this type is used. For types that remain unknown, the planner ignores the measured links and
     all-reduces.
 
@@ -305,8 +307,8 @@ def renamed(
         gpus: GPU name of each node type in the cluster.
 
     Returns:
-        Updated contents, and the names of types with measured links that the cluster does not
-        contain.
+        Updated contents, and the names of node types with measured links or all-reduces that the
+        cluster does not contain.
     """
     names: dict[str, str] = {}
     for name, facts in content.get("nodes", {}).items():
@@ -334,7 +336,8 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
     """Reads a file with measurements of a model's pieces between cut points.
 
     Args:
-        path: Path of the file, which is JSON if the name ends with ``.json``, otherwise CSV.
+        path: Path of the file. It is read as JSON if its name ends with ``.json``, otherwise as
+            CSV.
         name: Name of the model.
         precision: Data type of the messages between pieces.
 
@@ -382,7 +385,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 
 def _rows(path: Path) -> list[Any]:
-    """Returns the rows of a JSON list, or of a CSV file with numbers converted."""
+    """Returns the rows of a JSON list, or the rows of a CSV file with numbers converted."""
     hint = "name a file of measurements per cut point"
     if path.suffix.lower() == ".json":
         return list(read_json(path, hint))
@@ -393,7 +396,7 @@ def _rows(path: Path) -> list[Any]:
 
 
 def _number(text: Any) -> Any:
-    """Converts text to a number, or returns it unchanged if it is not a number."""
+    """Converts text to a number. Returns other text unchanged."""
     for kind in (int, float):
         with suppress(ValueError, TypeError):
             return kind(text)
@@ -401,7 +404,7 @@ def _number(text: Any) -> Any:
 
 
 def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
-    """Checks that a profile contains a model's kinds of layers. Numbers of layers may differ.
+    """Checks that a profile contains all of a model's kinds of layers.
 
     Args:
         content: Contents of the profile file.
@@ -409,13 +412,14 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
         where: Name of the profile file, for error messages.
 
     Raises:
-        ConfigError: The profile does not contain a kind of layer, or sizes or precision differ.
+        ConfigError: The profile does not contain a kind of layer, or a size or the precision
+            differs.
     """
     measured = content["model"]
     subject = f"{where} describes model {measured['name']}"
     advice = "measure the model that is being planned, or remove --profile"
-    # The suffix after "/" is the number of ranks over which experts are distributed, which may
-    # differ, so ignore it.
+    # The suffix after "/" is the number of ranks over which experts are distributed. It may differ,
+    # so ignore it.
     kinds = {row["kind"].partition("/")[0] for row in content["layers"]}
     missing = [kind for kind in model.kinds if kind.partition("/")[0] not in kinds]
     if missing:

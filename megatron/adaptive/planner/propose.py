@@ -1,8 +1,8 @@
-"""Finds the best plans for a user's request, or explains why there is no plan.
+"""Finds the best plans for a user's request, or explains why no plan is possible.
 
-If there is no plan, the error message identifies the stage that does not fit into memory, or the
-limits that contradict each other. It also lists changes that would help. Each of these was tested:
-fewer restrictions, more nodes, or more memory per GPU.
+If no plan is possible, the error message identifies the stage that does not fit into memory, or the
+limits that contradict each other. It also lists changes that would help. Each of these changes was
+tested: fewer restrictions, more nodes, or more memory per GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
 SCHEDULES = selectable_names(lambda spec: spec.planned == "by default")
-"""Schedules that are considered by default."""
+"""Schedules that the planner considers by default."""
 
 _COLOUR = "#1f77b4"
 _SPEED, _PRICE = "tokens per second", "price of a million tokens"
@@ -60,9 +60,9 @@ class Request:
 
     Attributes:
         global_batch: Number of samples per step.
-        objective: Quantity to minimise, and limits for plans.
-        options: Settings that the search may choose from. Here, ``partition`` excludes embedding
-            and head, as in ``--partition``. In the search itself, it includes them.
+        objective: Quantity to minimize, and limits for plans.
+        options: Settings that the search may choose from. In this class, ``partition`` excludes
+            embedding and head, as in ``--partition``. In the search, it includes them.
     """
 
     global_batch: int
@@ -75,9 +75,9 @@ class Proposal:
     """Plans found for a user's request.
 
     Attributes:
-        rows: Plans that the trainer accepts, best first.
+        rows: Plans that the trainer accepts, starting with the best.
         result: Result of the search, including its lower bound on the objective.
-        refused: Reasons why the trainer refuses other plans that the search found.
+        refused: Reasons why the trainer rejects the remaining plans that the search found.
     """
 
     rows: tuple[PlanRow, ...]
@@ -86,10 +86,10 @@ class Proposal:
 
 
 def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) -> Profile:
-    """Adds estimated layer times for all GPUs of a cluster that a profile does not contain.
+    """Adds estimated layer times to ``profile`` for all GPUs of a cluster that it does not contain.
 
     Args:
-        profile: Measured profile, or ``None`` if nothing was measured.
+        profile: Measured profile, or ``None`` if there are no measurements.
         model: Model to plan for.
         cluster: Cluster to plan for.
 
@@ -110,7 +110,7 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
 
 
 def propose(inputs: PlanInputs, request: Request) -> Proposal:
-    """Finds the best plans for a user's request.
+    """Finds the best plans for the request ``request``.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -158,16 +158,16 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer accepts, and the reasons why it refuses the others."""
+    """Returns the plans that the trainer accepts, and the reasons for rejecting all other plans."""
     rules = [_refusal(row, inputs) for row in rows]
     accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
     return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
 
 
 def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns the reason why the trainer refuses a plan, or an empty string.
+    """Returns the reason why the trainer rejects the plan in ``row``, or an empty string.
 
-    Plans for a model that was not described by the trainer's arguments cannot be checked, so they
+    If the model was not described by the trainer's arguments, its plans cannot be checked, so they
     are accepted.
     """
     document = plan_document(row.plan, inputs, row.prediction)
@@ -186,7 +186,7 @@ def brief(plan: Plan) -> str:
 
 
 def _rows(entries: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
-    """Predicts the time, memory and price of plans found by a search."""
+    """Predicts the time, memory and price of the plans in ``entries``."""
     plans = [entry.plan for entry in entries]
     return tuple(PlanRow(plan=plan, prediction=predict(plan, inputs)) for plan in plans)
 
@@ -202,7 +202,7 @@ def searcher_for(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Adds embedding and head to the layers per stage, which ``--partition`` does not include."""
+    """Adds embedding and head to the layers per stage, because ``--partition`` excludes them."""
     if not partition:
         return ()
     try:
@@ -218,11 +218,11 @@ def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...
 
 
 def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
-    """Finds the plans that no other plan beats in both time and price per step, fastest first.
+    """Finds the plans on the Pareto front of time and price per step, starting with the fastest.
 
     Args:
         inputs: Model, cluster and profile of layer times.
-        request: User's request. The quantity to minimise is ignored.
+        request: User's request. The quantity to minimize is ignored.
 
     Raises:
         ConfigError: The cluster has no prices, or no plan satisfies the limits.
@@ -251,8 +251,8 @@ def pareto(
 
     A part of the cluster can be faster or cheaper than the whole cluster. Each level of the search
     contains the nodes that it uses. So one pass over the shapes (combinations of parallel sizes)
-    covers all parts, without a separate search for each. Levels that a known plan beats in both
-    time and price are skipped. Example::
+    covers all parts, without a separate search for each part. Levels are skipped if a known plan is
+    better in both time and price. Example::
 
         plan    nodes    step     price per step
         1       4        10 ms    8
@@ -261,7 +261,7 @@ def pareto(
 
     Args:
         searcher: Searcher for the model, the whole cluster and the options.
-        objective: Limits on time and price, or ``None`` for no limits. The quantity to minimise is
+        objective: Limits on time and price, or ``None`` for no limits. The quantity to minimize is
             ignored.
 
     Returns:
@@ -281,7 +281,7 @@ def pareto(
 
 
 class _Points(Best):
-    """Keeps the plans on the Pareto front, fastest first.
+    """Keeps the plans on the Pareto front, sorted by step time.
 
     The search visits levels (sets of nodes) in ascending order of the lower bound of their step
     time.
@@ -298,8 +298,8 @@ class _Points(Best):
         most = self.objective.most_seconds(price, math.inf)
         hourly = price / 3600
         for point in self.points:
-            # A new plan is only useful if it is faster or cheaper than this point. At its price per
-            # hour, it is cheaper if its step takes less than ``as_expensive_s``.
+            # A new plan is only useful if it is faster or cheaper than this point. At the new
+            # plan's price per hour, it is cheaper if its step takes less than ``as_expensive_s``.
             as_expensive_s = point.value / hourly if hourly else math.inf
             most = min(most, max(point.seconds, as_expensive_s))
         return most
@@ -325,9 +325,10 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
     """Writes a Pareto front as an HTML page, a PNG image and plan files.
 
     Args:
-        rows: Plans with their predictions, fastest first.
+        rows: Plans with their predictions, starting with the fastest.
         inputs: Model, cluster and profile of layer times.
-        folder: Folder for ``front.html``, ``front.png``, ``front.json`` and ``plan-N.json``.
+        folder: Folder in which ``front.html``, ``front.png``, ``front.json`` and ``plan-N.json``
+            are written.
 
     Raises:
         ConfigError: The folder is not writable.
@@ -362,14 +363,14 @@ def _title(rows: Sequence[PlanRow], inputs: PlanInputs) -> str:
 
 
 def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
-    """Writes an HTML page with charts of plans, as a single self-contained file.
+    """Writes a self-contained HTML page with charts of plans to the file ``path``.
 
-    The first chart shows the speed and price of all plans. Without prices, it shows the memory of
-    the fullest GPU instead of the price. Two more charts describe the first plan: the memory of
-    each rank, and a simulated step.
+    The first chart shows the speed and price of all plans. If nodes have no prices, it shows the
+    highest memory use of a GPU instead. Two more charts describe the first plan: the memory of each
+    rank, and a simulated step.
 
     Args:
-        rows: Plans with their predictions, best first.
+        rows: Plans with their predictions, starting with the best.
         inputs: Model, cluster and profile of layer times.
         path: Path of the file to write.
 
@@ -464,7 +465,7 @@ def _add_timeline(figure: Any, step: SimResult) -> None:
 
 
 def _write_picture(prices: list[float], speeds: list[float], title: str, path: Path) -> None:
-    """Writes a chart of plans by price and speed, as a PNG file."""
+    """Writes a chart of plans by price and speed to the PNG file ``path``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -480,7 +481,7 @@ def _write_picture(prices: list[float], speeds: list[float], title: str, path: P
 
 
 def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs) -> None:
-    """Raises an error if a request is inconsistent or does not fit the model or the cluster.
+    """Checks that a request is consistent and fits the model and the cluster.
 
     Args:
         request: User's request, with a partition that excludes embedding and head.
@@ -517,7 +518,7 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
 
 
 def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None:
-    """Raises an error if the model or the nodes cannot be divided among the requested ranks.
+    """Checks that the model and the nodes can be divided among the requested ranks.
 
     Raises:
         ConfigError: A number of ranks does not divide the experts, the sequence, the heads or a
@@ -552,18 +553,18 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
 
 
 def _flags(options: Mapping[str, tuple[int, ...]]) -> str:
-    """Formats options as command-line flags with their values."""
+    """Returns options as command-line flags with their values."""
     return " and ".join(f"--{name} {_list(values)}" for name, values in options.items() if values)
 
 
 def _list(values: Sequence[int]) -> str:
-    """Formats numbers as a comma-separated list, as the value of a flag."""
+    """Returns numbers as a comma-separated list, as in the value of a flag."""
     return ",".join(map(str, values))
 
 
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""Factors for the number of nodes that are tried, to find a cluster with enough memory."""
+"""Factors by which the number of nodes is multiplied to find a cluster with enough memory."""
 _CLOSE = 1e-3
 """Relative accuracy of the lowest possible price in an error message."""
 _LIMITS = {
@@ -574,7 +575,7 @@ _LIMITS = {
 NO_LIMIT_BYTES = 1e15
 """Number of bytes added to each GPU's memory to make every model fit."""
 _MORE = 16
-"""Number of additional plans to search for if the trainer refuses some plans."""
+"""Number of additional plans to search for if the trainer rejects some plans."""
 _MOST_BARS = 20_000
 """Maximum number of actions in a timeline on a report page."""
 _NEAR = 0.01
@@ -587,10 +588,10 @@ _MOST_CPU_S = 2.0
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
-    """Returns an error message with the stage that does not fit into memory, and possible remedies.
+    """Returns an error message with the stage that exceeds the memory, and possible remedies.
 
-    The stage belongs to the nearest plan, which needs the least additional memory per GPU. It is
-    determined by bisection.
+    The stage belongs to the nearest plan, which is the plan that needs the least additional memory
+    per GPU. Bisection finds this plan.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -652,7 +653,7 @@ def _explain_rows(inputs: PlanInputs, request: Request) -> str:
 
 
 def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> Plan | None:
-    """Returns a plan that fits, from a short search with the settings that save the most memory."""
+    """Returns a plan that fits into memory, or ``None``, after a short search for small plans."""
     lean = replace(
         options,
         recompute=("full",) if "full" in options.recompute else options.recompute[-1:],
@@ -680,7 +681,7 @@ def _remedies(
     """Yields descriptions of changes that make a plan fit, with the smallest change of each kind.
 
     Args:
-        find: Function that returns a plan that fits, or ``None`` if there is none.
+        find: Function that returns a plan that fits into memory, or ``None`` if no plan fits.
         cluster: Cluster on which no plan fits.
         options: Options for which no plan fits.
     """
@@ -707,8 +708,8 @@ def _remedies(
             try:
                 larger = replace(cluster, groups=tuple(groups))
             except ConfigError:
-                # a cluster may have no link between two nodes of a type if it has only one such
-                # node
+                # A cluster file may contain only one node of this type. Then the link between two
+                # such nodes may be missing.
                 break
             if find(larger, options):
                 yield f"{group.count * times} nodes of {group.type.name} instead of {group.count}"
@@ -735,12 +736,12 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns the lowest possible value of a limit if all other limits are satisfied, as text.
+    """Returns the lowest possible value of a limit as text if all other limits are satisfied.
 
     Args:
         searcher: Searcher for the user's request.
         name: Name of the limit, a field of ``Objective``.
-        others: Values of the other limits, by name.
+        others: Values of all other limits, by name.
     """
     if name == "most_price_per_step":
         cheapest = searcher.search(replace(Objective(**others), least="cost")).plans[0]

@@ -6,26 +6,27 @@ The search is a branch and bound over three levels of choices::
       level     nodes in use, number of stages, class of the first stage
         plan    class and layers of every stage
 
-1. Every shape gets a quick lower bound (:meth:`Searcher._work_s`): its total work, divided evenly
-   over all GPUs.
+1. Every shape gets a quick lower bound (:meth:`Searcher._work_s`), which is its total work divided
+   evenly over all GPUs.
 2. Shapes are visited in ascending order of their estimated step time. Each visit computes the
    bounds of all levels of the shape (``search_kernel``), and searches the most promising level.
    This finds good plans early.
-3. Then shapes are searched completely, lowest bound first. A shape or level is skipped if its bound
-   is not below the time of the best plan so far. If everything else has been searched, the best
-   plan is optimal.
+3. Then shapes are searched completely, starting with the lowest bound. A shape or level is skipped
+   if its bound is not below the time of the best plan so far. If all remaining shapes and levels
+   have been skipped or searched, the best plan is optimal.
 
 The search times a limited number of pipelines within a limited number of CPU seconds. If a limit
 ends the search early, the result contains a bound on how much better an unsearched plan can be. For
 example, :attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the
-unsearched plans is 97 ms. If there are too many possible orders of nodes, only some of them are
-searched. A weaker bound over all orders then applies (``stage_classes.capacity_bound``).
+unsearched plans is 97 ms. If too many orders of nodes are possible, only some of them are searched.
+A weaker bound over all orders then applies (``stage_classes.capacity_bound``).
 
 The search itself times only the 1F1B schedule. Its order of actions is fixed, so shorter durations
 never make a plan slower, and lower bounds are valid. If other schedules are allowed, the fastest
-1F1B pipeline of each shape and set of nodes is also timed under every other schedule. For schedules
-with several chunks per rank, its layers are partitioned again. The fastest result is kept. With
-other schedules, the search uses a bound that holds for every schedule (:meth:`Searcher._work_s`).
+1F1B pipeline of each shape and set of nodes is also timed under each of these schedules. For
+schedules with several chunks per rank, its layers are partitioned again. The fastest result is
+kept. If other schedules are allowed, the search uses a bound that holds for every schedule
+(:meth:`Searcher._work_s`).
 
 If sequences may be cut into slices, shapes with slices are searched after all others, in the same
 way. For the search, such a shape is a pipeline of 1F1B whose microbatches are the slices. No
@@ -86,7 +87,9 @@ from megatron.adaptive.schedule.catalog import is_rule
 _FEW_LEVELS = 2000
 """Maximum number of levels (sets of nodes with a first stage) per shape during its first visit."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels of a small shape, which is searched fully during its first visit."""
+"""Maximum number of levels of a small shape. Small shapes are searched fully during their first
+visit.
+"""
 _CHUNKED = {
     "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
     "v-half": ((2,), ("v-half",)),
@@ -102,18 +105,18 @@ _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
 _MOST_SLICES = 1024
-"""Maximum number of slices of all microbatches of a step. With more slices, pipelines have hardly
-any idle time left to save."""
+"""Maximum number of slices of all microbatches of a step. With this many slices, pipelines already
+have almost no idle time."""
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate per shape, set of nodes, and number of stages."""
 _FORWARD_BACK = 2.5
-"""Maximum step time of a 1F1B pipeline, relative to the best step time so far, for which other
-schedules are timed. A 1F1B step takes at most the time of one microbatch through all stages plus
-the work of the busiest rank. Both are lower bounds for every schedule, so no other schedule takes
-less than half as long."""
+"""Other schedules are timed if the 1F1B step time is at most this factor times the best step time
+so far. A 1F1B step takes at most the time of one microbatch through all stages plus the work of the
+busiest rank. Both are lower bounds for every schedule, so no other schedule takes less than half as
+long."""
 _NO_HOPE = 1.08
-"""Maximum step time of an initial partition into chunks, relative to the best step time so far, for
-which the partition is improved further."""
+"""An initial partition into chunks is improved if its step time is at most this factor times the
+best step time so far."""
 _HAND_OVERS = 30
 """Maximum number of pipelines to time while moving layers between stages."""
 
@@ -152,7 +155,7 @@ class _Goal(NamedTuple):
         seconds: Lower bound of the step time in seconds.
         level: Index of the level in ``DpStates``.
         price: Price per hour of the level's nodes.
-        likely_s: Estimated step time in seconds. If other schedules than 1F1B are allowed, it is
+        likely_s: Estimated step time in seconds. If schedules other than 1F1B are allowed, it is
             lower than the bound for 1F1B.
     """
 
@@ -168,10 +171,10 @@ class _Bounded(NamedTuple):
 
     Attributes:
         shape: Combination of parallel sizes and settings that all pipelines of the shape use.
-        levels: Levels of the shape. Each is a set of nodes with the class of its first stage.
+        levels: Levels of the shape. Each level is a set of nodes with the class of its first stage.
         arrays: Costs of all possible stages, and graph of levels, as ``search_kernel.ShapeArrays``.
         bounds: Lower bounds of all levels, computed by ``search_kernel.bound_levels``.
-        goals: Levels whose bound is below the best plans so far, lowest bound first.
+        goals: Levels whose bound is below the best plans so far, starting with the lowest bound.
     """
 
     shape: SearchShape
@@ -235,7 +238,8 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules have less idle time than 1F1B. Estimates assume a third of it.
+        # Other schedules have less idle time than 1F1B. Estimates assume a third of 1F1B's idle
+        # time.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -245,10 +249,10 @@ class Searcher:
         self.placements = 0
 
     def search(self, objective: Objective | None = None) -> SearchResult:
-        """Finds the best plans for an objective.
+        """Finds the best plans for ``objective``.
 
         Args:
-            objective: Quantity to minimise, and limits. Defaults to the step time without limits.
+            objective: Quantity to minimize, and limits. Defaults to the step time without limits.
         """
         goal = objective or Objective()
         best = Best(self.options.top * max(1, len(self.options.slice_tokens)), goal)
@@ -263,14 +267,14 @@ class Searcher:
         )
 
     def _search_shapes(self, shapes: Sequence[SearchShape], best: Best) -> float:
-        """Searches shapes within a time limit.
+        """Searches shapes until the CPU time limit is reached.
 
         Args:
-            shapes: Shapes to search, lowest estimated step time first.
+            shapes: Shapes to search, starting with the lowest estimated step time.
             best: Best plans so far. Better plans are added to it.
 
         Returns:
-            Lower bound of the value of all plans that were not searched.
+            Lower bound of the value (step time or price) of all plans that were not searched.
         """
         visited = []
         self._until = search_s() + self.options.most_cpu_s * len(self._counts)
@@ -294,9 +298,10 @@ class Searcher:
         return left_out
 
     def _handed_over(self, entry: Found) -> Found:
-        """Moves layers between stages to speed up a plan under its chosen schedule.
+        """Moves layers between the stages of a plan to speed it up under its chosen schedule.
 
-        If 1F1B is the only schedule, the search has already found the best partition.
+        The plan is returned unchanged if 1F1B is the only schedule, because the search has already
+        found the best partition.
         """
         plan = entry.plan
         if self._exact or self.options.partition or not plan.uniform or self.model.splits:
@@ -306,7 +311,7 @@ class Searcher:
         return replace(entry, plan=plan, seconds=seconds, value=value)
 
     def shapes(self) -> list[SearchShape]:
-        """Returns all shapes (combinations of parallel sizes), lowest estimated step time first."""
+        """Returns all shapes (combinations of parallel sizes), sorted by estimated step time."""
         options = self.options
         shapes = []
         for classes, microbatches, shared in self._class_sets():
@@ -381,14 +386,14 @@ class Searcher:
         return tuple(is_on for is_on in choices if divided or not is_on)
 
     def _guess_s(self, shape: SearchShape) -> float:
-        """Estimates the step time on all GPUs as if all stages were equal, in seconds."""
+        """Estimates the step time of ``shape`` on all GPUs in seconds, as if stages were equal."""
         stages = min(self._most_stages((stage_class,)) for stage_class in shape.classes)
         return shape.bound_s * (1 + (stages - 1) * self._idle / shape.choice.microbatches)
 
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int, int]]:
         """Yields sets of stage classes that a pipeline may combine.
 
-        Each set is returned with the number of microbatches per step and the number of ranks that
+        Each item also contains the number of microbatches per step and the number of ranks that
         share a sequence.
         """
         waves: dict[int, list[StageClass]] = {}
@@ -450,9 +455,9 @@ class Searcher:
 
         - Work, gradient reductions and optimizer, divided evenly over the nodes. Rank r is idle
           until each of the r stages before it has run the forward pass of at least one layer.
-        - Time of one microbatch's forward and backward pass through all layers.
-        - Memory: a microbatch's activations stay in memory between its forward and backward pass.
-          So the number of microbatches in flight is limited by the memory that is not used by
+        - Duration of one microbatch's forward and backward pass through all layers.
+        - Memory limit: a microbatch's activations stay in memory between its forward and backward
+          pass. So the number of microbatches in flight is limited by the memory that is not used by
           weights.
 
         Args:
@@ -489,7 +494,7 @@ class Searcher:
             whole_s *= 1 + float(lost[0]) / microbatches
         whole_s = max(whole_s, float(each_s.min()))
         if self.options.unequal:
-            # The other two bounds do not apply here, because the trainer may run smaller
+            # The last two bounds do not apply here, because the trainer may run smaller
             # microbatches.
             return whole_s
         free = most_rate(memories, most_stages) - min(sums.held_bytes for sums in totals)
@@ -499,14 +504,14 @@ class Searcher:
         return max(whole_s, min(sums.way_s for sums in totals), stay / max(free, 1.0))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
-        """Returns the maximum number of stages of a pipeline."""
+        """Returns the maximum number of stages of a pipeline with these classes."""
         if self.options.pp:
             return max(self.options.pp)
         narrow = min(stage_class.tp * stage_class.dp for stage_class in classes)
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
     def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
-        """Computes bounds for the sets of nodes of a shape, and lists the sets worth searching."""
+        """Computes bounds for the levels of ``shape``, and lists the levels worth searching."""
         most = self._most_stages(shape.classes)
         blocks = tuple((stage_class.nodes, stage_class.block) for stage_class in shape.classes)
         key = (blocks, most, most_levels)
@@ -551,7 +556,7 @@ class Searcher:
             if not self._exact:
                 seconds = self._work_s(shape.classes, shape.choice, used, stages, exactly=True)
             if seconds < best.most_seconds(price):
-                # The best schedule probably has only a fraction of 1F1B's idle time, so the
+                # The best schedule probably has only a fraction of 1F1B's idle time. So the
                 # estimate contains only this fraction.
                 idle = (stages - 1) / shape.choice.microbatches
                 likely_s = ordered_s * (1 + self._idle * idle) / (1 + idle)
@@ -569,7 +574,7 @@ class Searcher:
     def visit(
         self, shape: SearchShape, best: Best, most_leaves: int, *, finish: bool = True
     ) -> list[tuple[float, float]]:
-        """Searches all sets of nodes of a shape whose bound is below the best plans so far.
+        """Searches all levels (sets of nodes) of a shape whose bound is below the best plans.
 
         Args:
             shape: Combination of parallel sizes to search, from :meth:`shapes`.
@@ -578,7 +583,7 @@ class Searcher:
             finish: Whether to also time the pipelines under schedules other than 1F1B.
 
         Returns:
-            Lower bound in seconds and price per hour for each set of nodes (level) that was not
+            Lower bound in seconds and price per hour of each set of nodes (level) that was not
             searched completely.
         """
         if max(shape.bound_s, shape.least_s) >= best.most_seconds(self._least_price):
@@ -594,16 +599,16 @@ class Searcher:
                 missed.append((goal.seconds, goal.price))
                 continue
             bound = self._search_goal(bounded, goal, best, most_leaves, finish)
-            # If only 1F1B is allowed, the search covers all pipelines of the level. For other
-            # schedules, only the level's own bound is valid.
+            # If only 1F1B is allowed, the search covers all pipelines of the level. If other
+            # schedules are allowed, only the level's bound is valid.
             missed.append((bound if self._exact else goal.seconds, goal.price))
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 
     def _visit_first(self, shape: SearchShape, best: Best) -> None:
-        """Computes bounds for a shape's sets of nodes, and searches the most promising set.
+        """Computes bounds for all levels of a shape, and searches the most promising level.
 
-        If there are too many possible orders of nodes, only orders with adjacent nodes of the same
-        type are searched.
+        If too many orders of nodes are possible, only orders with adjacent nodes of the same type
+        are searched.
         """
         bounded = self._bounded(shape, best, min(_FEW_LEVELS, self.options.most_levels))
         shape.least_value = bounded.goals[0][0] if bounded.goals else math.inf
@@ -613,13 +618,13 @@ class Searcher:
             shape.least_value = max(bound, least)
         is_small = len(bounded.levels.used) <= _SMALL_LEVELS
         for goal in sorted(bounded.goals, key=lambda goal: goal.likely_s)[:1]:
-            # A small shape is searched with the same limit as in its second visit. Otherwise, the
+            # Small shapes are searched with the same limit as in their second visit. Otherwise, the
             # result would depend on the order of the first visits.
             most_leaves = self.options.most_leaves if is_small else 10
             self._search_goal(bounded, goal, best, most_leaves, finish=True)
 
     def _capacity_s(self, shape: SearchShape) -> float:
-        """Returns a lower bound of a shape's step time, and stores it in the shape.
+        """Returns a lower bound of the step time of ``shape`` in seconds, and stores it there.
 
         The result is the larger of the shape's current bound and ``stage_classes.capacity_bound``.
         """
@@ -628,7 +633,7 @@ class Searcher:
         return shape.bound_s
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
-        """Searches a shape completely, and returns a lower bound for all skipped plans."""
+        """Searches a shape completely, and returns a lower bound of the value of skipped plans."""
         if shape.least_value >= best.worst_value():
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
@@ -642,7 +647,7 @@ class Searcher:
         """Searches the pipelines of a level (set of nodes and first stage).
 
         Returns:
-            Lower bound in seconds for the pipelines that were not searched, or infinity if all were
+            Lower bound in seconds of the pipelines that were not searched, or infinity if all were
             searched.
         """
         shape, arrays = bounded.shape, bounded.arrays
@@ -677,7 +682,7 @@ class Searcher:
             key = shape.key(bounded.levels.used[level], stages)
             if self._islands:
                 # The kernel assumes that neighbours always share an island (a group of GPUs with
-                # fast links), so the plan is timed again here.
+                # fast links). This may be wrong, so the plan is timed again.
                 seconds = predict(plan, self.inputs).seconds
             allowed = "1f1b" in self.options.schedules and plan.uniform and not plan.is_cut
             if allowed and seconds < best.most_seconds(price):
@@ -699,7 +704,7 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields plans for a 1F1B pipeline under other schedules, with their step times.
+        """Yields plans for a 1F1B pipeline under other schedules, with their step times in seconds.
 
         Plans that do not fit into memory are skipped.
 
@@ -709,7 +714,7 @@ class Searcher:
             bounded: Shape of the pipeline, with the bounds of its levels.
             best: Best plans so far.
             price: Price per hour of the pipeline's nodes.
-            least_s: Step time in seconds under 1F1B, or infinity if it is not known.
+            least_s: Step time in seconds under 1F1B, or infinity if it is unknown.
         """
         names = [name for name in self.options.schedules if name != "1f1b" or least_s == math.inf]
         if plan.is_cut:
@@ -731,8 +736,8 @@ class Searcher:
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:
                     continue
-                # All chunks have equal work in the best case, up to rounding. The time in this
-                # case is a lower bound.
+                # All chunks have equal work in the best case, up to rounding. The time in this case
+                # is a lower bound.
                 waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
                 even_s = work_s * (microbatches + waits)
                 known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf
@@ -744,7 +749,7 @@ class Searcher:
                     )
                     cuts = pipeline.best(_HAND_OVERS, _NO_HOPE * least_s)
                 except ScheduleError:
-                    continue  # the schedule needs more microbatches than the step has
+                    continue  # Skip schedules that need more microbatches than the step has.
                 self.timed += 1
                 for name in chosen if cuts else ():
                     chunked = self._plan(classes, shape.choice, list(cuts), chunks, name)

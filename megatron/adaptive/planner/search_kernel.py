@@ -1,7 +1,7 @@
-"""Finds the fastest 1F1B pipeline by branch and bound, in code compiled by numba.
+"""Finds the fastest 1F1B pipeline by branch and bound, in code that numba compiles.
 
-A pipeline is a chain of stages. The search decides for each stage which class of nodes it runs on
-and which layers it holds. The search has two passes:
+A pipeline is a chain of stages. For each stage, the search chooses the class of nodes that runs it,
+and its layers. The search has two passes:
 
 1. Dynamic programming from the last stage to the first computes lower bounds for the time of the
    rest of a pipeline, given its first stage and first layer.
@@ -69,8 +69,9 @@ _events.register("numba:compile", _compiling)
 def search_s() -> float:
     """Returns the CPU seconds of this process, excluding the time that numba spent compiling.
 
-    Time limits of a search use these seconds. Code is compiled only once per machine. If compile
-    time were included, the first search on a machine would find worse plans than later searches.
+    Time limits of a search are measured in these seconds. Code is compiled only once per machine.
+    If compile time were included, the first search on a machine would find worse plans than later
+    searches.
     """
     compiled_s: float = _compiling.duration if _compiling.done else 0.0
     return time.process_time() - compiled_s
@@ -88,13 +89,13 @@ class ShapeArrays(NamedTuple):
     indexed by a stage's first layer and the layer after its last layer.
 
     Attributes:
-        forward: Time of a microbatch's forward pass in seconds, ``[c, n + 1, n + 1]``.
-        backward: Time of a backward pass in seconds, including weight gradients, ``[c, n + 1, n +
-            1]``.
-        weight: Time of computing only the weight gradients in seconds, ``[c, n + 1, n + 1]``.
-        launch: Time of launching the kernels of forward and backward pass in seconds, which may
-            happen before the input arrives, ``[2, c, n + 1, n + 1]``.
-        after: Time of gradient reduction and optimizer in seconds, ``[c, n + 1, n + 1]``.
+        forward: Duration of a microbatch's forward pass in seconds, ``[c, n + 1, n + 1]``.
+        backward: Duration of a backward pass in seconds, including weight gradients, ``[c, n + 1, n
+            + 1]``.
+        weight: Time for computing only the weight gradients in seconds, ``[c, n + 1, n + 1]``.
+        launch: Time in seconds for launching the kernels of forward and backward pass, ``[2, c, n +
+            1, n + 1]``. Kernels may be launched before the input arrives.
+        after: Duration of gradient reduction and optimizer in seconds, ``[c, n + 1, n + 1]``.
         base: Memory independent of microbatches minus the memory limit, in bytes, with an entry per
             node type of a class, ``[c, tables, n + 1, n + 1]``.
         kept: Size of a microbatch's activations in bytes, ``[c, tables, n + 1, n + 1]``.
@@ -102,9 +103,9 @@ class ShapeArrays(NamedTuple):
             direction (0 after a forward pass, 1 after a backward pass), the kind of the edge, the
             sender's class, the receiver's class, and the number of layers before the boundary.
         occupancy: Time in seconds for which a message occupies its link, indexed like ``latency``.
-        tied: Time of the all-reduce of tied embeddings in seconds, ``[2, c, c]``. The first index
-            is 1 if the first and last stage are in the same block of nodes, otherwise 0. The other
-            indices are the classes of these two stages.
+        tied: Duration of the all-reduce of tied embeddings in seconds, ``[2, c, c]``. The first
+            index is 1 if the first and last stage are in the same block of nodes, otherwise 0. The
+            remaining indices are the classes of these two stages.
         level_class: Index of the class of each level's first stage, ``[levels]``.
         level_follow: Number of stages that follow each level's first stage, ``[levels]``.
         level_edges: Index of each level's first edge, followed by the number of edges, ``[levels +
@@ -193,11 +194,11 @@ class Walk(NamedTuple):
         reach: Time from each stage's last backward pass to the end of all earlier stages, plus the
             value of ``head``, in seconds, ``[stages + 1]``.
         bound: Lower bound of the step time from all earlier stages in seconds, ``[stages + 1]``.
-        seconds: Time of forward pass, time of backward pass, and end of the last backward pass in
-            seconds, ``[3, stages]``.
+        seconds: Duration of the forward pass, duration of the backward pass, and end of the last
+            backward pass in seconds, ``[3, stages]``.
         launch: Kernel launch times of forward and backward pass in seconds, ``[2, stages]``.
         messages: Message times in seconds, ``[4, stages]``: latency after a forward pass, latency
-            after a backward pass, and link occupancy after each.
+            after a backward pass, and link occupancy after each of these passes.
         counters: Number of completed forward and backward passes, ``[2, stages]``.
         arrive: Arrival time of each input in seconds, ``[2, stages, m]``. The first index is 0 for
             forward and 1 for backward passes.
@@ -234,8 +235,9 @@ def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
 def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, link: float) -> float:
     """Returns the minimum time from a stage's first input to the end of its last backward pass.
 
-    The bound is the maximum of ``span`` and ``rounds`` in the module's docstring, and of the time
-    on a link that each microbatch occupies for ``link`` seconds.
+    The result is in seconds. It is the maximum of ``span`` and ``rounds`` in the module's
+    docstring, and of the time that all microbatches need on a link if each occupies it for ``link``
+    seconds.
     """
     m = shape.microbatches
     f, b = shape.forward[c, low, high], shape.backward[c, low, high]
@@ -263,10 +265,10 @@ def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, f
 
 @_compiled
 def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> None:
-    """Lowers a level's bounds so that they are valid for pipelines that continue over an edge.
+    """Lowers a level's bounds so that they are valid for pipelines that continue over ``edge``.
 
-    Each range of layers is tried as a stage before the rest of the pipeline, whose bounds are
-    known.
+    Each range of layers is tried as a stage before the rest of the pipeline. The bounds of this
+    rest are already known.
     """
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
@@ -278,7 +280,7 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
     for low in range(n - j):
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
-            # Adding layers to a stage that is too slow or too large does not help, so skip larger
+            # If a stage is too slow or too large, adding layers does not help. So skip larger
             # ranges.
             if m * (f + b) >= cap or not _fits(shape, c, low, high, held):
                 break
@@ -304,7 +306,7 @@ def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
 
     Args:
         shape: Costs and graph of levels, as ``ShapeArrays``.
-        cap: Time limit in seconds. Entries of slower pipelines stay infinite.
+        cap: Time limit in seconds. Entries of slower pipelines remain infinite.
         bounds: ``LevelBounds`` to fill. All entries are initially infinite.
     """
     n = shape.forward.shape[1] - 1
@@ -329,7 +331,7 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
     """Simulates 1F1B on ``p`` stages with ``m`` microbatches. Writes end times to ``seconds[2]``.
 
     A stage's end time is the end of its last backward pass. Kernels can be launched before the
-    input arrives. A message leaves when its action has ended and the previous message has left the
+    input arrives. A message is sent when its action has ended and the previous message has left the
     link.
     """
     arrive = walk.arrive
@@ -345,8 +347,8 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
             ahead = min(p - 1 - i, m)
             while True:
                 forwards, backwards = walk.counters[0, i], walk.counters[1, i]
-                # A stage prefers a forward pass until ``ahead`` + 1 microbatches wait for their
-                # backward pass.
+                # Choose a forward pass until ``ahead`` + 1 microbatches wait for their backward
+                # pass.
                 kind = 0 if forwards < m and forwards - backwards <= ahead else 1
                 number = walk.counters[kind, i]
                 if number == m or arrive[kind, i, number] == _INF:
@@ -367,7 +369,7 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
 
 @_compiled
 def leaf_s(shape: Any, walk: Any, p: int) -> float:
-    """Returns the step time of a walk's ``p`` stages in seconds, or infinity if they do not fit."""
+    """Returns the step time of ``p`` stages in seconds, or infinity if they exceed the memory."""
     n = shape.forward.shape[1] - 1
     walk.cuts[p] = n
     for i in range(p):
@@ -400,7 +402,7 @@ def leaf_s(shape: Any, walk: Any, p: int) -> float:
 def _list_children(
     shape: Any, walk: Any, depth: int, best: float, bounds: Any, tied: float
 ) -> None:
-    """Lists a stage's children whose bound is below ``best`` seconds, lowest bound first."""
+    """Lists a stage's children with a bound below ``best`` seconds in ascending order of bounds."""
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
     level, low = walk.levels[depth], walk.cuts[depth]
@@ -438,7 +440,7 @@ def _list_children(
 
 @_compiled
 def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: float) -> None:
-    """Assigns a child's layers to its stage, and moves on to the next stage."""
+    """Assigns the layers of ``child`` to the current stage, and moves on to the next stage."""
     edge, high = walk.edges[depth, child], walk.nexts[depth, child]
     low, level = walk.cuts[depth], walk.levels[depth]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -459,7 +461,7 @@ def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tie
 
 @_compiled
 def _begin(walk: Any, goal: int) -> None:
-    """Starts the search at the first stage of a level."""
+    """Starts the search at the first stage of the level ``goal``."""
     walk.levels[0] = goal
     walk.reach[0] = -_INF
     walk.bound[0] = 0.0
@@ -471,7 +473,7 @@ def _begin(walk: Any, goal: int) -> None:
 def search_level(
     shape: Any, walk: Any, goal: int, bounds: Any, cap: float, most_leaves: int, best: Any
 ) -> tuple[float, float, int]:
-    """Finds the fastest pipeline that begins with a level and contains all layers.
+    """Finds the fastest pipeline that begins with the level ``goal`` and contains all layers.
 
     Args:
         shape: Costs and graph of levels, as ``ShapeArrays``.
@@ -479,13 +481,15 @@ def search_level(
         goal: Index of the level.
         bounds: Lower bounds of all levels, filled by :func:`bound_levels`.
         cap: Time limit in seconds. Slower pipelines are ignored.
-        most_leaves: Maximum number of pipelines to time. Multiplied by the number of stages, it
-            also limits the number of partial pipelines to extend.
-        best: Output for the fastest pipeline, if a pipeline is faster than ``cap``.
+        most_leaves: Maximum number of pipelines to time. The number of partial pipelines to extend
+            is limited to this number multiplied by the number of stages.
+        best: Output for the fastest pipeline. It is only written if a pipeline is faster than
+            ``cap``.
 
     Returns:
-        Step time of the fastest pipeline in seconds, or ``cap`` if there is none. Lowest bound of
-        the pipelines skipped because of ``most_leaves``, or infinity. Number of timed pipelines.
+        Step time of the fastest pipeline in seconds, or ``cap`` if no pipeline is faster. Lowest
+        bound of the pipelines skipped because of ``most_leaves``, or infinity. Number of timed
+        pipelines.
     """
     p = shape.level_follow[goal] + 1
     first = shape.level_class[goal]
@@ -519,8 +523,7 @@ def search_level(
             is_over = leaves >= most_leaves or opened >= most_leaves * p
             is_spent = bound >= best_s or is_over
             if bound < best_s and is_over:
-                # Children are sorted by bound, so this is the lowest bound among the skipped
-                # children.
+                # Children are sorted by bound, so this bound is the lowest of all skipped children.
                 left_out = min(left_out, bound)
         if is_spent:
             depth -= 1

@@ -11,8 +11,8 @@ arrow points to the level of the next stage::
     [a] a      <-  [b] a + b      <-  [a] 2a + b
     [b] b      <-  [a] a + b      <-  [a] 2a + b
 
-Orders that use the same nodes and begin with the same class share a level: ``a a b`` and ``a b a``
-both lead to the level "[a] 2a + b". So a small number of levels represents many orders.
+Orders share a level if they use the same nodes and begin with the same class: ``a a b`` and ``a b
+a`` both lead to the level "[a] 2a + b". So a small number of levels represents many orders.
 
 If several stages fit on a node, they form a block. A level then also contains the number of stages
 that its block still needs. Until the block is complete, no other node can be added.
@@ -39,7 +39,7 @@ class DpStates:
 
     Attributes:
         arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, by name.
-        used: For each level, the number of nodes of each type in use.
+        used: Number of nodes of each type that each level uses.
         complete: Indices of the levels whose blocks of stages are complete.
         placements: Number of orders of nodes that the complete levels represent.
         whole: Whether the levels cover every order of nodes.
@@ -61,9 +61,9 @@ def make_dp_states(
 ) -> DpStates:
     """Finds the levels of all orders of nodes, or of some orders if there are too many levels.
 
-    If there are too many levels, blocks of stages on nodes of the same type are grouped into runs.
-    Runs of 2 blocks are tried first, then of 4, 8 and so on, until the number of levels is small
-    enough.
+    If the number of levels is too large, blocks of stages on nodes of the same type are grouped
+    into runs. Runs of 2 blocks are tried first, then of 4, 8 and so on, until the number of levels
+    is small enough.
 
     Args:
         classes: Stage classes (parallel sizes and node types) that a pipeline can use.
@@ -78,8 +78,8 @@ def make_dp_states(
         states = _states_of_runs(classes, counts, most_stages, most, run)
         if states is not None:
             return states
-        # If some orders are skipped, the search cannot prove optimality. Then more levels are not
-        # worth the time.
+        # If some orders are skipped, the search cannot prove optimality. In this case, it is not
+        # worth the time to search more levels.
         run *= 2
         most = min(most, _FEW)
 
@@ -104,8 +104,8 @@ class _Level(NamedTuple):
 
 
 _Edges = dict[_Level, list[tuple[_Level | None, int]]]
-"""Edges of each level, as a list of pairs. A pair contains the level of the next stage, or None at
-the end of the pipeline, and the kind of the edge (1 within a block of nodes, otherwise 0)."""
+"""Edges of each level, as a list of pairs. A pair contains the level of the next stage (``None`` at
+the end of the pipeline) and the kind of the edge (1 within a block of nodes, otherwise 0)."""
 
 
 def _states_of_runs(
@@ -115,9 +115,9 @@ def _states_of_runs(
     most_levels: int,
     run: int,
 ) -> DpStates | None:
-    """Finds the levels in which equal blocks form runs, or returns ``None`` if there are too many.
+    """Finds the levels in which equal blocks form runs. Returns ``None`` for too many levels.
 
-    A run consists of ``run`` adjacent blocks of one class, or fewer if no more nodes are free.
+    A run consists of ``run`` adjacent blocks of the same class, or fewer if no more nodes are free.
     """
     edges: _Edges = {}
     wave: dict[_Level, None] = {}
@@ -154,7 +154,7 @@ def _opened(
     follow: int,
     run: int,
 ) -> list[_Level]:
-    """Returns the levels that add a stage on unused nodes."""
+    """Returns the levels that add a stage on unused nodes, at most one per class."""
     levels = []
     for c, stage_class in enumerate(classes):
         room = min(
@@ -167,7 +167,7 @@ def _opened(
 
 
 def _count_orders(used: tuple[int, ...]) -> int:
-    """Returns the number of distinct node orders, given the number of nodes of each type."""
+    """Returns the number of distinct orders of nodes if ``used`` contains the nodes per type."""
     orders = math.factorial(sum(used))
     for count in used:
         orders //= math.factorial(count)
@@ -175,7 +175,7 @@ def _count_orders(used: tuple[int, ...]) -> int:
 
 
 def _pack(edges: _Edges, whole: bool) -> DpStates:
-    """Numbers the levels, and stores levels and edges in arrays."""
+    """Numbers the levels, and returns levels and edges as arrays."""
     numbers = {level: number for number, level in enumerate(edges)}
     first, sources, kinds = [0], [], []
     for level in edges:

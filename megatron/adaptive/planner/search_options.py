@@ -1,4 +1,4 @@
-"""Defines options, objective and results of a search, and keeps its best plans."""
+"""Defines options, objective and results of a search, and stores its best plans."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan
 
 LEAST_TOKENS = 4096
-"""Minimum number of tokens per rank if ranks share a sequence (context parallelism). It applies
-only if the user does not choose the number of ranks."""
+"""Minimum number of tokens per rank if ranks share a sequence (context parallelism). It only
+applies if the user does not choose the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,12 @@ class SearchOptions:
     """Settings that the search may choose, and its limits.
 
     Attributes:
-        tp: Tensor-parallel sizes to choose from. If empty, all sizes that fit into a node are
-            tried.
-        dp: Data-parallel sizes (numbers of replicas) to choose from; if empty, all possible sizes
-            are tried.
-        pp: Numbers of pipeline ranks to choose from; if empty, all possible numbers are tried.
-        micro_batch: Microbatch sizes in samples to choose from; if empty, all possible sizes are
-            tried.
-        recompute: Kinds of activation recompute to choose from, a subset of ``RECOMPUTE``.
+        tp: Tensor-parallel sizes to choose from, or empty for all sizes that fit into a node.
+        dp: Data-parallel sizes (numbers of replicas) to choose from, or empty for all possible
+            sizes.
+        pp: Numbers of pipeline ranks to choose from, or empty for all possible numbers.
+        micro_batch: Microbatch sizes in samples to choose from, or empty for all possible sizes.
+        recompute: Kinds of activation recomputation to choose from, a subset of ``RECOMPUTE``.
         distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
         overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
         sequence_parallel: Settings of sequence parallelism to choose from if ``tp`` is above 1. It
@@ -48,10 +46,10 @@ class SearchOptions:
         top: Number of plans to return.
         most_leaves: Maximum number of pipelines to time per shape (combination of parallel sizes)
             and set of nodes.
-        most_levels: Maximum number of levels (sets of nodes with a first stage) per shape. If this
-            is not enough, some orders of nodes are skipped.
+        most_levels: Maximum number of levels (sets of nodes with a first stage) per shape. If a
+            shape has more levels, some orders of nodes are skipped.
         most_cpu_s: CPU seconds per node type after which the search skips combinations of parallel
-            sizes, which increases the reported gap.
+            sizes. Skipping increases the reported gap.
     """
 
     tp: tuple[int, ...] = ()
@@ -78,11 +76,11 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Quantity to minimise, and limits for plans.
+    """Quantity to minimize, and limits for plans.
 
     Attributes:
-        least: Quantity to minimise: ``time`` for seconds per step, or ``cost`` for price per step.
-        most_seconds_per_step: Maximum time per step, in seconds.
+        least: Quantity to minimize: ``time`` for seconds per step, or ``cost`` for price per step.
+        most_seconds_per_step: Maximum step time in seconds.
         most_price_per_hour: Maximum price per hour of the nodes in use.
         most_price_per_step: Maximum price per step, which is a run's budget divided by its number
             of steps.
@@ -94,7 +92,7 @@ class Objective:
     most_price_per_step: float = math.inf
 
     def value(self, seconds: float, price_per_hour: float) -> float:
-        """Returns the quantity to minimise: seconds per step, or price per step."""
+        """Returns the quantity to minimize: seconds per step, or price per step."""
         return seconds if self.least == "time" else seconds * price_per_hour / 3600
 
     def most_seconds(self, price_per_hour: float, worst_value: float) -> float:
@@ -106,7 +104,7 @@ class Objective:
         """
         if price_per_hour > self.most_price_per_hour:
             return 0.0
-        # The result is an exclusive bound, but a plan exactly at a limit is allowed, so return the
+        # The result is an exclusive bound, but a plan exactly at a limit is allowed. So return the
         # next larger number.
         most = math.nextafter(self.most_seconds_per_step, math.inf)
         hourly = price_per_hour / 3600
@@ -136,10 +134,11 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Best plans of a search, and how far from optimal they may be.
+    """Best plans of a search, with a bound on how far from optimal they may be.
 
     Attributes:
-        plans: Best plans, best first, or empty if no plan fits into memory.
+        plans: Plans in the order of their value, starting with the best, or empty if no plan fits
+            into memory.
         bound: Lower bound of the objective's value for all plans in the search space. If stages can
             mix node types in too many ways, it applies only to the mixtures that were searched.
         timed: Number of pipelines that were simulated exactly.
@@ -161,7 +160,7 @@ class SearchResult:
 
 
 class Best:
-    """Keeps the best plans so far, and at most one per shape and set of nodes.
+    """Stores the best plans so far, and at most one plan per shape and set of nodes.
 
     Args:
         top: Maximum number of plans to keep.
@@ -174,13 +173,13 @@ class Best:
         self._found: dict[Any, Found] = {}
 
     def worst_value(self) -> float:
-        """Returns the value (step time or price) that another plan must beat to be kept."""
+        """Returns the value (step time or price) that a further plan must beat to be kept."""
         if len(self._found) < self._top:
             return math.inf
         return max(entry.value for entry in self._found.values())
 
     def value(self, seconds: float, price: float) -> float:
-        """Returns the value by which plans are ranked: step time or price; lower is better."""
+        """Returns the step time or price by which plans are ranked. Lower values are better."""
         return self.objective.value(seconds, price)
 
     def most_seconds(self, price: float) -> float:
@@ -188,7 +187,7 @@ class Best:
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Keeps a plan if it is among the best plans, and the best plan for its key."""
+        """Keeps ``plan`` if it is among the best plans, and the best plan with this ``key``."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:

@@ -1,15 +1,15 @@
 """Prepares the search: classes of equivalent stages, and their costs for all ranges of layers.
 
 A cluster has a huge number of possible plans, but most of them are equivalent, because nodes of the
-same type are interchangeable. This module makes use of this in two steps:
+same type are interchangeable. This module uses this property in two steps:
 
 1. *Classes* (:func:`stage_classes`). A class describes the nodes of a stage: the number of nodes of
-   each type, and the stage's parallel sizes, but not which nodes. If a stage needs only a part of a
-   node, the stages of a class form *blocks* that fill a node. For example, a node of 4 GPUs holds a
-   block of 2 stages with 2 GPUs each.
+   each type, and the stage's parallel sizes, but not which nodes are used. If a stage needs only a
+   part of a node, the stages of a class form *blocks* that fill a node. For example, a node of 4
+   GPUs holds a block of 2 stages with 2 GPUs each.
 2. *Arrays* (:class:`Tables`). A *shape* is a combination of parallel sizes, microbatch size,
-   recompute and optimizer. For a shape, the arrays contain the time and memory of stages of every
-   class for every range of layers. They are computed by the same functions as predictions, so
+   recomputation and optimizer. For a shape, the arrays contain the time and memory of stages of
+   every class for every range of layers. They are computed by the same functions as predictions, so
    search and prediction agree on every plan.
 
 ``search_levels`` enumerates the orders in which stages of these classes can follow each other.
@@ -55,12 +55,12 @@ class StageClass:
     """A set of interchangeable stages with equal parallel sizes, on nodes of the same types.
 
     Attributes:
-        nodes: Number of nodes of each type that a block of stages fills, in the cluster's order of
-            types.
+        nodes: Number of nodes of each type that a block of stages fills, in the order of the
+            cluster's types.
         tp: Tensor-parallel size, in GPUs per replica.
         dp: Number of replicas. Each rank that shares a sequence counts as a replica.
         micro_batch: Number of samples per microbatch on each replica.
-        block: Number of stages in a block, which is a group of stages that together fill their
+        block: Number of stages in a block. A block is a group of stages that together fill their
             nodes.
     """
 
@@ -79,7 +79,7 @@ class StageClass:
 def stage_classes(
     cluster: Cluster, *, tp: int, dp: int, micro_batch: int
 ) -> tuple[StageClass, ...]:
-    """Returns the classes of stages with the given parallel sizes.
+    """Returns the classes of stages with the parallel sizes ``tp`` and ``dp``.
 
     A stage uses an equal part of a node, or several whole nodes, which may have different types. If
     node types can be mixed in many ways, only the mixtures with the fewest types are returned.
@@ -106,9 +106,9 @@ def stage_classes(
 
 
 def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
-    """Takes nodes of a type from a list, using a single island if one is large enough.
+    """Takes nodes of a type from a list, using a single island if an island is large enough.
 
-    An island is a group of GPUs that are connected by faster links than other GPUs.
+    An island is a group of GPUs with fast links to each other.
 
     Args:
         free: Indices of the type's free nodes, in ascending order. The taken nodes are removed.
@@ -167,12 +167,12 @@ class Totals(NamedTuple):
     """Times and sizes summed over all layers, as if a single stage on one node type held them.
 
     Attributes:
-        work_s: Time of a microbatch's forward and backward pass, in seconds.
-        least_s: Time of the shortest forward pass of a layer in seconds, except for the first and
-            the last layer.
+        work_s: Duration of a microbatch's forward and backward pass, in seconds.
+        least_s: Duration of the shortest forward pass of a layer in seconds, except for the first
+            and the last layer.
         way_s: Time from the start of a microbatch to the end of its backward pass in seconds,
             excluding weight gradients that are computed in a separate pass.
-        after_s: Lower bound of the time of gradient reduction and optimizer, in seconds.
+        after_s: Lower bound of the time for gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
         stay: Lower bound of the size of the kept activations multiplied by the time for which they
@@ -195,11 +195,11 @@ class LayerRanges(NamedTuple):
     after its last layer.
 
     Attributes:
-        forward: Time of a forward pass in seconds.
-        backward: Time of a backward pass in seconds, excluding weight gradients.
-        weight: Time of computing the weight gradients, in seconds.
-        launch: Part of ``forward`` that is kernel launches, in seconds. ``backward`` contains the
-            same time.
+        forward: Duration of a forward pass in seconds.
+        backward: Duration of a backward pass in seconds, excluding weight gradients.
+        weight: Time for computing the weight gradients, in seconds.
+        launch: Part of ``forward`` in seconds that is spent launching kernels. ``backward``
+            contains the same amount.
         parameters: Number of parameters per GPU, including experts.
         experts: Number of parameters per GPU that belong to experts.
         base: Memory independent of microbatches minus the memory limit, in bytes. Infinite if the
@@ -218,7 +218,7 @@ class LayerRanges(NamedTuple):
 
 
 class Tables:
-    """Computes the costs of all possible stages as arrays, and caches arrays shared by shapes.
+    """Computes the costs of all possible stages as arrays, and caches arrays that shapes share.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -241,7 +241,7 @@ class Tables:
         self._sizes = [0.0, *(size * inputs.model.precision.element_bytes for size in outputs)]
 
     def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Returns the cached result for a key, or computes and caches it."""
+        """Returns the cached result for ``key``, or computes and caches it."""
         if key not in self._kept:
             self._kept[key] = compute()
         return self._kept[key]
@@ -255,7 +255,7 @@ class Tables:
                 skipped.
 
         Returns:
-            GPUs of the stage, or ``None`` if there are not enough nodes.
+            GPUs of the stage, or ``None`` if the cluster has too few nodes.
         """
         nodes: list[int] = []
         for index, count in enumerate(stage_class.nodes):
@@ -277,7 +277,7 @@ class Tables:
         ]
 
     def layers(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerTable:
-        """Returns the times and memory sizes of all layers on a node type.
+        """Returns the times and memory sizes of all layers on the node type ``node``.
 
         Raises:
             ConfigError: The profile does not contain the time of a layer.
@@ -295,14 +295,14 @@ class Tables:
     def totals(
         self, node: NodeType, stage_class: StageClass, choice: ShapeChoice, whole: bool = True
     ) -> Totals:
-        """Sums up time and memory over all layers, as if a single stage held all layers.
+        """Adds up time and memory over all layers, as if a single stage held all layers.
 
         Args:
             node: Type of the stage's nodes.
             stage_class: Class of the stage.
             choice: Settings of the stage.
-            whole: Whether the backward pass also computes weight gradients. Otherwise, a separate
-                pass computes them.
+            whole: Whether the backward pass also computes weight gradients. If not, a separate pass
+                computes them.
         """
         table = self.layers(node, stage_class, choice)
         key = (
@@ -351,12 +351,13 @@ class Tables:
             after_s=after,
             held_bytes=float(held.total_bytes),
             kept_bytes=float(table.kept_bytes.sum()),
-            # A layer's activations stay in memory while all later layers run forward and backward.
+            # A layer's activations stay in memory while all later layers run their forward and
+            # backward passes.
             stay=float((table.kept_bytes * way[::-1].cumsum()[::-1]).sum()),
         )
 
     def _least_reduce_s(self, stage_class: StageClass, size: float) -> float:
-        """Returns a lower bound of the time of a class's gradient reduction, in seconds."""
+        """Returns a lower bound of the seconds for a gradient reduction of ``size`` bytes."""
         if stage_class.block > 1 or sum(stage_class.nodes) == 1:
             stage_place = self.place(stage_class)
             if stage_place is None:
@@ -372,9 +373,9 @@ class Tables:
         return min(all_reduce_s(way, size, stage_class.dp, stage_class.tp) for way in ways)
 
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
-        """Returns whether sequence parallelism never needs more memory than ``choice`` does.
+        """Returns whether sequence parallelism always needs at most as much memory as ``choice``.
 
-        If it does not, the search skips ``choice``, because sequence parallelism is never slower.
+        If so, the search skips ``choice``, because sequence parallelism is always at least as fast.
         """
         parallel = replace(choice, sequence_parallel=True)
         for stage_class in classes:
@@ -387,7 +388,7 @@ class Tables:
         return True
 
     def pipeline_s(self, stage_class: StageClass, choice: ShapeChoice) -> float:
-        """Returns the time of a microbatch through all layers on a class's slowest node type."""
+        """Returns the seconds of a microbatch in all layers on a class's slowest node type."""
         return max(
             self.totals(node, stage_class, choice).work_s for node in self.types(stage_class)
         )
@@ -398,8 +399,8 @@ class Tables:
         tables = max(len(row["base"]) for row in rows)
         for row in rows:
             for name in ("base", "kept"):
-                # All classes need the same number of tables in the array. A class with fewer tables
-                # repeats its first table, which does not change the result.
+                # All classes need the same number of tables in the array. If a class has fewer
+                # tables, repeat its first table, which does not change the result.
                 row[name] += row[name][:1] * (tables - len(row[name]))
         arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         arrays["launch"] = arrays["launch"].swapaxes(0, 1)
@@ -415,9 +416,9 @@ class Tables:
         forward = np.maximum.reduce([row.forward for row in rows])
         inputs = np.maximum.reduce([row.backward for row in rows])
         weight = np.maximum.reduce([row.weight for row in rows])
-        # Compute the launch time as predictions do, so that both agree: the slowest node type's
-        # time including kernel launches, minus the slowest node type's time without kernel
-        # launches.
+        # Compute the launch time in the same way as predictions, so that both agree. It is the
+        # slowest node type's time including kernel launches, minus the slowest node type's time
+        # without kernel launches.
         forward_work = np.maximum.reduce([row.forward - row.launch for row in rows])
         inputs_work = np.maximum.reduce([row.backward - row.launch for row in rows])
         action_s = np.triu(np.ones_like(forward), 1) * action
@@ -435,7 +436,7 @@ class Tables:
         }
 
     def ranges(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerRanges:
-        """Computes the times and sizes of all ranges of layers on a node type."""
+        """Computes the times and sizes of all ranges of layers on the node type ``node``."""
         table = self.layers(node, stage_class, choice)
         names = (
             "forward_s",
@@ -471,9 +472,9 @@ class Tables:
         experts: Any,
         backward: Any,
     ) -> Any:
-        """Returns the time of gradient reduction and optimizer for all ranges of layers.
+        """Returns the time for gradient reduction and optimizer for all ranges of layers.
 
-        The array has shape ``[n + 1, n + 1]`` and contains seconds.
+        The array has shape ``[n + 1, n + 1]`` and contains times in seconds.
         """
         ranks = choice.expert_ranks
 
@@ -483,7 +484,7 @@ class Tables:
             shared = parameters - experts if ranks > 1 else parameters
             whole = np.zeros_like(parameters)
             for part, stride in ((shared, 1), (experts, ranks))[: 1 + (ranks > 1)]:
-                # Many ranges of layers have equal sums, up to rounding, so each distinct sum is
+                # Many ranges of layers have equal sums, up to rounding. So each distinct sum is
                 # timed only once.
                 values, where = np.unique(np.round(part, 3), return_inverse=True)
                 sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
@@ -513,7 +514,9 @@ class Tables:
             first = self.place(sender)
             second = first if kind else self.place(receiver, skip=sender.nodes)
             if first is None or second is None or (kind and a != b):
-                continue  # stages of these two classes are never neighbours in this way
+                # Skip this combination, because stages of these two classes are never neighbours in
+                # this way.
+                continue
             if not kind or sender.block > 1:
                 # Each rank that shares a sequence sends only its part of the sequence. If sequences
                 # are cut, a message has one slice.
@@ -526,8 +529,8 @@ class Tables:
                     )
                     for size in parts
                 ]
-                # A message takes the same time forward and backward, so both directions get the
-                # same values.
+                # A message takes the same time in both directions, so both directions get the same
+                # values.
                 latency[:, kind, a, b], occupancy[:, kind, a, b] = np.array(rows)[where].T
             if self.model.tied_parameters:
                 # The cache key omits the microbatch size, because the embedding's size does not
@@ -541,10 +544,10 @@ class Tables:
 
 
 def only_partition(after: Any, partition: Sequence[int]) -> Any:
-    """Returns ``after`` with infinity for each layer range that is not a stage of a partition.
+    """Returns ``after`` with infinity for each layer range that is not a stage of ``partition``.
 
     Args:
-        after: Time of reduction and optimizer in seconds, ``[..., n + 1, n + 1]``.
+        after: Time for reduction and optimizer in seconds, ``[..., n + 1, n + 1]``.
         partition: Number of layers of each stage.
     """
     cuts = np.concatenate([[0], np.cumsum(partition)])
@@ -556,19 +559,19 @@ def only_partition(after: Any, partition: Sequence[int]) -> Any:
 def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
     """Returns an upper bound of the total rate of a pipeline's stages.
 
-    Fills the fastest node types first, as if a stage could be divided freely among nodes of its
-    type. A rate may also be another additive quantity, such as memory in bytes.
+    The bound fills the fastest node types first, as if a stage could be divided freely among nodes
+    of its type. Instead of rates, the values can be any additive quantity, such as memory in bytes.
 
     Args:
         rates: Index of the node type, rate of one stage, and number of stages on all nodes of the
-            type. A rate is in microbatches per second or bytes. A type may have several entries for
-            different parallel sizes.
+            type. A rate is in microbatches per second or bytes. A type may have several entries
+            with different parallel sizes.
         most_stages: Maximum number of stages of a pipeline.
     """
     by_type: dict[int, tuple[float, float]] = {}
     for index, rate, stages in rates:
         fastest, most = by_type.get(index, (0.0, 0.0))
-        # The fastest stage and the highest total rate may come from different parallel sizes.
+        # The fastest stage and the highest total rate may have different parallel sizes.
         fastest, most = max(fastest, rate), max(most, rate * stages)
         by_type[index] = (fastest, most)
     left = float(most_stages)
@@ -583,20 +586,21 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
 def capacity_bound(
     tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
-    """Returns a lower bound of the step time on all nodes of a cluster, in seconds.
+    """Returns a lower bound in seconds of the step time on all nodes of a cluster.
 
     For a time T in seconds, the function computes how many layers all stages together can process
-    within T. If this is less than the model's number of layers, no plan takes T or less. Bisection
-    finds the largest such T. Example with 10 layers. Two stages of type a need 1 s per layer for
-    the whole step, and one stage of type b needs 2 s per layer::
+    within T. If this number is less than the model's number of layers, no plan takes T or less.
+    Bisection finds the largest such T. Example with 10 layers. Two stages of type a need 1 s per
+    layer for the whole step, and one stage of type b needs 2 s per layer::
 
         T = 3 s    3 + 3 + 1 =  7 layers   too few
         T = 4 s    4 + 4 + 2 = 10 layers   enough, so the bound is 4 s
 
     A stage holds at most the layers that fit into memory with one microbatch. Its time includes
     gradient reduction and optimizer. Each additional stage of a node type starts one layer's
-    forward pass later, and has that much less time. A stage on several node types counts as a stage
-    of its slowest type. If stages have different parallel sizes, there is no bound.
+    forward pass later, so its available time is shorter by this amount. A stage on several node
+    types counts as a stage of its slowest type. If stages have different parallel sizes, no bound
+    is computed.
 
     Args:
         tables: Times and memory sizes of the layers.
@@ -605,9 +609,11 @@ def capacity_bound(
         choice: Settings shared by all stages.
 
     Returns:
-        Time in seconds, 0 if there is no bound, or infinity if the layers do not fit into memory.
+        Lower bound in seconds, 0 if no bound was computed, or infinity if the layers do not fit
+        into memory.
     """
-    n = tables.model.num_layers - 2  # the first and the last layer may take almost no time
+    # Ignore the first and the last layer, because they may take almost no time.
+    n = tables.model.num_layers - 2
     if n < 1 or len({stage_class.widths for stage_class in classes}) != 1:
         return 0.0
     types = list[tuple[float, Any]]()
@@ -637,10 +643,10 @@ def capacity_bound(
 
 
 def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> int:
-    """Returns the maximum number of layers that all stages can process within a time limit.
+    """Returns the maximum number of layers that all stages can process in ``seconds`` seconds.
 
-    A stage counts for its slowest node type. So a slow type may get stages whose nodes are partly
-    of faster types, but not vice versa: the k fastest types together have at most the number of
+    A stage counts for its slowest node type. So a slow type may get stages that partly use nodes of
+    faster types, but not the reverse: the k fastest types together have at most the number of
     stages that fit on their nodes. Under such nested limits, a greedy choice is optimal, because
     the sets of stages form a matroid: take the stages that process the most layers first.
 
@@ -654,7 +660,7 @@ def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: floa
     gains = []
     for index, (_, row) in enumerate(order):
         # The first stage may hold only the model's first layer, which is ignored here. So the
-        # second stage does not need to wait for a layer.
+        # second stage may start without waiting for a layer.
         left = seconds - waits * np.maximum(np.arange(min(rooms[index], len(row) + 2)) - 1, 0)
         gains += [(int(each), index) for each in np.searchsorted(row, left, side="right")]
     total = 0
@@ -681,11 +687,11 @@ def _least_s(
         node: Type of the stage's nodes.
         stage_class: Parallel sizes of the stage.
         choice: Settings of the stage.
-        sums: Totals of the stage classes that use this node type, which provide the time of
+        sums: Totals of the stage classes that use this node type. They contain the time for
             reduction and optimizer.
 
     Returns:
-        Time in seconds by number of layers, in ascending order, ``[n - 2]``. Infinite if no stage
+        Times in seconds by number of layers, in ascending order, ``[n - 2]``. Infinite if no stage
         with this number of layers fits into memory.
     """
     ranges = tables.ranges(node, stage_class, choice)

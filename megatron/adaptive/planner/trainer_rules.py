@@ -27,14 +27,15 @@ _MOST_ITEMS = 8192
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
-    """Returns the reason why the trainer rejects a model with a plan's flags, or an empty string.
+    """Returns the reason why the trainer rejects a model with these flags, or an empty string.
 
-    A model that was not described by the trainer's arguments cannot be checked, so it is accepted.
+    If the model was not described by the trainer's arguments, it cannot be checked, so it is
+    accepted.
 
     Args:
         model: Model to train.
         flags: Flags of the plan.
-        world_size: Number of processes of the plan, or ``None`` for 1.
+        world_size: Number of processes of the plan, or ``None`` for a single process.
     """
     arguments = [
         argument for argument in model.arguments if argument not in ("--fp16", "--bf16", *FP8_FLAGS)
@@ -70,7 +71,7 @@ def slices_refusal(model: Model) -> str:
 
 
 def usual_slices(model: Model) -> tuple[int, ...]:
-    """Returns the numbers of slices to try for a model by default."""
+    """Returns the numbers of slices to try by default for ``model``."""
     most = model.sequence // _USUAL_TOKENS
     if most < 2 or slices_refusal(model):
         return (1,)
@@ -78,7 +79,7 @@ def usual_slices(model: Model) -> tuple[int, ...]:
 
 
 def check_slices(options: SearchOptions, model: Model) -> None:
-    """Checks the numbers of slices that the search may choose.
+    """Checks that the search may use the numbers of slices in ``options``.
 
     Raises:
         ConfigError: The model's sequences cannot be cut into this number of slices, or none of the

@@ -5,13 +5,13 @@ have experts, attention windows, latent attention, and multi-token prediction la
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for FLOPs; Korthikanti et al. 2022
 (arXiv:2205.05198), section 4, for activations. Grouped queries and gated feed-forward blocks are
-added, and each element is counted with its own size. DeepSeek-AI 2024 (arXiv:2412.19437), section
-2, for latent attention and multi-token prediction.
+added, and each element is counted with its actual size. DeepSeek-AI 2024 (arXiv:2412.19437),
+section 2, for latent attention and multi-token prediction.
 
 Attention without a fused kernel computes and stores all scores. A fused kernel skips scores outside
-of a window, and the masked half of a causal model. It stores one number per row of scores.
+of a window, and the masked half of a causal model. It stores only one number per row of scores.
 
-The FLOPs per token in expert layers are those of the experts to which the token is routed. If
+The FLOPs per token in expert layers are the FLOPs of the experts to which the token is routed. If
 experts are distributed over ranks, the busiest rank has ``imbalance`` times the average work.
 Therefore, layers with experts have a separate kind for each number of ranks. For example,
 ``experts/8`` is the kind for 8 ranks.
@@ -44,38 +44,39 @@ class TransformerShape:
         decoder_layers: Number of layers in T5's decoder.
         hidden: Hidden size, which is the number of elements per token between layers.
         heads: Number of attention heads.
-        query_groups: Number of key and value heads, equal to ``heads`` without grouped queries.
+        query_groups: Number of key and value heads, equal to ``heads`` if queries are not grouped.
         head_width: Number of elements in a head's queries and keys.
         ffn: Inner width of the feed-forward block.
-        sequence: Number of tokens per sample, in the encoder for ``t5``.
+        sequence: Number of tokens per sample. For ``t5``, this is the number in the encoder.
         decoder_sequence: Number of tokens per sample in T5's decoder.
-        positions: Number of rows in the table of learned positions, or 0 if there is no such table.
+        positions: Number of rows in the table of learned positions, or 0 if the model has no such
+            table.
         vocabulary: Number of rows in the embedding, with Megatron's padding.
         gated: Whether the feed-forward block has a gate (SwiGLU).
         biases: Whether linear layers have biases.
         norm_biases: Whether normalizations have biases (LayerNorm, but not RMSNorm).
         tied: Whether embedding and head share their weights.
-        dropout: Whether the model has dropout, whose masks are kept for the backward pass.
+        dropout: Whether the model has dropout. Dropout masks are kept for the backward pass.
         fused_attention: Whether attention does not store scores, as in FlashAttention.
         own_attention: Whether the trainer's own layers compute attention with torch's kernels
             instead of Transformer Engine.
         precision: Sizes in bytes of the numbers in a training run.
-        arguments: Megatron's command-line arguments for the same model; may be empty.
+        arguments: Megatron's command-line arguments for the same model. They may be empty.
         query_biases: Whether queries, keys and values have biases even if other layers do not.
         query_norms: Whether queries and keys are normalized.
-        latent_rank: Width of the latent vector of keys and values, or 0 without latent attention.
-        query_rank: Width of the latent vector of queries, or 0 if there is no such vector.
+        latent_rank: Width of the latent vector of keys and values, or 0 if attention is not latent.
+        query_rank: Width of the latent vector of queries, or 0 if the model has no such vector.
         rotary_width: Width of the part of a head with rotary positions in latent attention.
         value_width: Width of a head's values in latent attention.
         window: Number of tokens that a token attends to, or 0 for all previous tokens.
         window_layers: Whether each layer has the attention window, or empty if all layers have it.
-        experts: Number of experts per layer, or 0 without experts.
-        expert_layers: Whether each layer has experts, or empty if all layers have them.
+        experts: Number of experts per layer, or 0 if the model has no experts.
+        expert_layers: Whether each layer has experts, or empty if all layers have experts.
         top_k: Number of experts to which each token is routed.
         expert_ffn: Inner width of an expert.
         shared_ffn: Inner width of the shared expert, which processes all tokens.
         capacity: Maximum number of tokens per expert divided by the average, or 0 for no limit.
-        padded: Whether each expert's input is padded to ``capacity``, so that all experts have the
+        padded: Whether each expert's input is padded to ``capacity``. If so, all experts have the
             same work.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
         predictions: Number of multi-token prediction layers, which are on the last stage.
@@ -151,7 +152,7 @@ class TransformerShape:
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Number of attention weights divided by tensor parallelism, and number replicated."""
+        """Numbers of attention weights that tensor parallelism divides and replicates."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)
@@ -161,7 +162,7 @@ class TransformerShape:
         return split, self.hidden * down
 
     def load(self, spread: int) -> float:
-        """Returns the expert work of the busiest rank, relative to the average.
+        """Returns the expert work of the busiest rank, relative to the average rank.
 
         Args:
             spread: Number of ranks over which the experts are distributed.
@@ -172,7 +173,7 @@ class TransformerShape:
 
 
 def build_model(shape: TransformerShape) -> Model:
-    """Builds a model from the sizes of a transformer.
+    """Builds a model from the sizes of the transformer ``shape``.
 
     The kinds of layers are ``embedding``, ``transformer`` (``experts`` for layers with experts) and
     ``head``. For T5, they are ``embedding``, ``encoder``, ``decoder_embedding``, ``decoder`` and
@@ -210,8 +211,8 @@ def build_model(shape: TransformerShape) -> Model:
         tokens_per_sample=tokens,
         tied_parameters=float(shape.vocabulary * shape.hidden) if tied else 0.0,
         tied_layers=tuple(shared) if tied else (),
-        # Tensor parallelism divides heads and feed-forward widths, so its size must divide all of
-        # them.
+        # Tensor parallelism divides heads and feed-forward widths, so its size must be a divisor of
+        # all of these.
         max_tp=math.gcd(shape.heads, *widths),
         precision=shape.precision,
         arguments=shape.arguments,
@@ -224,7 +225,7 @@ def build_model(shape: TransformerShape) -> Model:
 def _t5_kinds(shape: TransformerShape) -> list[tuple[LayerKind, int]]:
     """Returns T5's kinds of layers in order, with the number of layers of each kind.
 
-    The decoder's layers also pass the encoder's output on to the next layer.
+    The decoder's layers also pass the encoder's output to the next layer.
     """
     encoder_tokens, tokens = shape.sequence, shape.decoder_sequence
     decoder_embedding = _embedding(
@@ -243,14 +244,14 @@ def _t5_kinds(shape: TransformerShape) -> list[tuple[LayerKind, int]]:
 def _add_kinds(
     kinds: dict[str, LayerKind], shape: TransformerShape, names: Sequence[str], spread: int
 ) -> None:
-    """Adds layer kinds with experts distributed over a number of ranks, and the head.
+    """Adds layer kinds with experts distributed over ``spread`` ranks, and the head.
 
     Args:
         kinds: Kinds of layers by name, to which the new kinds are added.
         shape: Sizes of the model.
         names: Name of each layer's kind, without the number of ranks.
-        spread: Number of ranks over which the experts are distributed. With 1, kinds without
-            experts are added too.
+        spread: Number of ranks over which the experts are distributed. If it is 1, kinds without
+            experts are also added.
     """
     tokens = shape.sequence
     causal = shape.family == "gpt"
@@ -282,7 +283,7 @@ def _embedding(
         name: Name of the kind of layer.
         tokens: Number of tokens per sample.
         group: Group of the kind, ``encoder`` or ``decoder`` in a T5.
-        carried: Number of tokens of the encoder's output, which is passed on with the embeddings.
+        carried: Number of tokens of the encoder's output that is passed on with the embeddings.
     """
     element = shape.precision.element_bytes
     width = tokens * shape.hidden
@@ -296,7 +297,7 @@ def _embedding(
         input_bytes=tokens * 8.0,
         workspace_bytes=0.0,
         # Only the forward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
-        # halve it.
+        # halve the size.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,
@@ -321,8 +322,8 @@ def _layer(
         tokens: Number of tokens per sample.
         causal: Whether tokens attend only to previous tokens.
         group: Group of the kind, ``encoder`` or ``decoder`` in a T5.
-        crossed: Number of tokens of the encoder's output for cross-attention, or 0 without
-            cross-attention.
+        crossed: Number of tokens of the encoder's output for cross-attention, or 0 if the layer has
+            no cross-attention.
         spread: Number of ranks over which the layer's experts are distributed.
     """
     element = shape.precision.element_bytes
@@ -333,14 +334,16 @@ def _layer(
     gates = 3 if shape.gated else 2
     inner = ffn + routed * shape.expert_ffn
     scores = _all_scores(shape, tokens, crossed, causal=causal)
-    blocks = 3 if crossed else 2  # attention, cross-attention and feed-forward blocks
+    # Layers consist of an attention block, a feed-forward block and possibly a cross-attention
+    # block.
+    blocks = 3 if crossed else 2
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
     # For the backward pass, dropout keeps its mask, and the probabilities before and after dropout.
     attention_bytes = float(score_area * ((2 if mask else 1) * element + mask))
     # The backward pass needs the gradients of scores before and after the softmax in memory. In 16
     # bits, the softmax kernel applies the causal mask. In 32 bits, a separate mask requires a third
-    # copy.
+    # copy of the scores.
     is_masked = causal and not shape.fused_attention and element > 2
     attention_work = tokens * (queries + pairs) + (3 if is_masked else 2) * score_area
     weights = _layer_weights(shape, crossed, spread)
@@ -370,7 +373,7 @@ def _layer(
 
 
 def _products(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the number of multiply-adds in a layer's matmuls, excluding attention scores.
+    """Returns the number of multiply-adds in a layer's linear parts, excluding attention scores.
 
     The arguments are the same as for :func:`_divided_bytes`.
     """
@@ -393,7 +396,7 @@ class _LayerWeights(NamedTuple):
     """Numbers of parameters in a transformer layer.
 
     Attributes:
-        divided: Number of parameters divided by tensor parallelism.
+        divided: Number of parameters that tensor-parallel ranks divide among themselves.
         replicated: Number of parameters that every tensor-parallel rank holds.
         experts: Part of ``divided`` that belongs to experts.
     """
@@ -404,14 +407,14 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _LayerWeights:
-    """Returns a layer's numbers of parameters. See :func:`_layer` for the arguments."""
+    """Returns a layer's numbers of parameters. The arguments are the same as for :func:`_layer`."""
     hidden, queries, pairs = shape.hidden, shape.queries, shape.keys_values
     attention, latent = shape.attention_weights
     ffn = shape.shared_ffn if shape.experts else shape.ffn
     gates = 3 if shape.gated else 2
     norms = (3 if crossed else 2) * hidden * (2 if shape.norm_biases else 1)
-    # Latent attention normalizes the latent vectors instead of queries and keys. They are counted
-    # below.
+    # Latent attention normalizes the latent vectors instead of queries and keys. The weights of
+    # these normalizations are counted below.
     norms += 2 * shape.head_width * shape.query_norms if not latent else 0
     norms += shape.query_rank + shape.latent_rank
     weights: float = attention + gates * hidden * ffn
@@ -435,7 +438,7 @@ def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _Layer
 
 
 def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the bytes of activations divided by tensor parallelism, excluding scores.
+    """Returns the bytes of activations that tensor parallelism divides, excluding scores.
 
     Args:
         shape: Sizes of the model.
@@ -458,8 +461,8 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
 def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name: str) -> LayerKind:
     """Returns a layer kind for the head together with multi-token prediction layers.
 
-    Each of these layers takes the hidden state and the next token's embedding, and computes its own
-    logits. The last stage therefore has a copy of the embedding.
+    Each multi-token prediction layer takes the hidden state and the next token's embedding, and
+    computes separate logits. So the last stage has a copy of the embedding.
 
     Args:
         shape: Sizes of the model.
@@ -514,7 +517,7 @@ def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) 
     whole = float(_MULTIPLY_ADD * tokens * others * (shape.queries + shape.outputs))
     if not (causal and shape.fused_attention):
         return whole
-    # A row has as many scores as the window is wide, except for the first rows, which have fewer.
+    # A row has as many scores as the window is wide. Only the first rows have fewer scores.
     window_share = min(shape.window or others, others) / others
     return whole * window_share * (1 - window_share / 2)
 
@@ -535,7 +538,7 @@ def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind
         input_bytes=2.0 * width * element,
         workspace_bytes=logits * float(element + _FLOAT_BYTES),
         # Only the backward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
-        # halve it.
+        # halve the size.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,

@@ -8,7 +8,8 @@ predictions for the tried ranks match their measurements::
     optimizer, rest of a step             as measured
     memory besides tensors                plus measured - predicted memory
 
-Messages and collectives are not measured, because a rank is tried without other ranks.
+Messages and collectives are not measured, because a rank is tried without the ranks that it
+communicates with.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _INPUT_S, _WEIGHT_S = "backward_input_s", "backward_weight_s"
 
 @dataclass(frozen=True, kw_only=True)
 class TriedRank:
-    """Measurements of a tried rank.
+    """Measurements of a rank that was tried.
 
     Attributes:
         rank: Global rank.
@@ -45,14 +46,14 @@ class TriedRank:
         memory_bytes: Peak memory of the rank in bytes: the resident memory of the process on a CPU,
             or the memory of tensors and the CUDA context on a GPU.
         busy_s: Median busy time of the rank per step, in seconds.
-        optimizer_s: Median time of the optimizer per step, in seconds.
-        beside_s: Median time per step outside of actions and optimizer, in seconds.
-        forward_s: Median time of a forward pass in seconds, for each chunk of the rank.
-        backward_s: Median time of a backward pass in seconds, for each chunk of the rank. It
-            includes weight gradients unless they are separate actions.
-        weight_s: Median time of computing a microbatch's weight gradients in seconds, for each
+        optimizer_s: Median duration of the optimizer per step, in seconds.
+        beside_s: Median time per step that is spent outside of actions and optimizer, in seconds.
+        forward_s: Median duration of a forward pass in seconds, for each chunk of the rank.
+        backward_s: Median duration of a backward pass in seconds, for each chunk of the rank. It
+            includes weight gradients if they are not separate actions.
+        weight_s: Median time for computing a microbatch's weight gradients in seconds, for each
             chunk, or 0 if they are not separate actions.
-        sigma: Relative standard deviation of the times of equal actions in a step.
+        sigma: Relative standard deviation of the durations of equal actions in a step.
     """
 
     rank: int
@@ -69,7 +70,7 @@ class TriedRank:
 
 
 def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
-    """Returns the tried ranks in a plan file by global rank, or empty if no rank was tried.
+    """Returns the tried ranks in a plan file by global rank. Empty if no rank was tried.
 
     Raises:
         ConfigError: The entry ``tried`` is invalid.
@@ -88,8 +89,8 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
 def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.0) -> Cluster:
     """Returns a cluster for a plan, with a single node whose links take no time.
 
-    The node has the same name as its device, so that links in a profile of this machine apply to
-    it.
+    The node has the same name as its device. So links in a profile of this machine apply to this
+    node.
 
     Args:
         content: Contents of the plan file, which include the parallel sizes.
@@ -107,7 +108,7 @@ _AXES = ("tensor", "pipeline", "data", "context")
 
 
 def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: str) -> Plan:
-    """Returns the plan in a plan file whose stages have equal parallel sizes.
+    """Returns the plan in the plan file ``content``. All its stages have equal parallel sizes.
 
     Args:
         content: Contents of the plan file, which include the parallel sizes.
@@ -156,7 +157,7 @@ def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: s
 
 
 def needed_bytes(plan: Plan, model: Model, cluster: Cluster) -> list[float]:
-    """Returns the memory that the planner predicts for each pipeline rank, in bytes."""
+    """Returns the memory in bytes that the planner predicts for each pipeline rank."""
     no_time = LayerTimes(forward_s=0.0, backward_input_s=0.0)
     profile = Profile(estimator=lambda *key: no_time, context_bytes={cluster.types[0].gpu: 0.0})
     stages = StageSums.of(plan, PlanInputs(model, cluster, profile), OURS)
@@ -180,7 +181,7 @@ def fit_profile(
         document: Contents of a profile file, with a layer of each kind measured in isolation.
         tried: Measured ranks, all on the same device.
         links: Entries ``links`` and ``all_reduce`` of the profile, or empty if communication takes
-            no time. They do not affect the other entries, because the tried ranks did not
+            no time. They do not affect the remaining entries, because the tried ranks did not
             communicate.
 
     Returns:
@@ -216,7 +217,7 @@ def most_bytes(plan: Plan, model: Model) -> float:
 def predicted_step_s(
     plan: Plan, model: Model, cluster: Cluster, document: Mapping[str, Any]
 ) -> float:
-    """Returns the predicted step time of a plan in seconds.
+    """Returns the predicted step time of ``plan`` in seconds.
 
     Messages and all-reduces take no time unless the profile contains measured links.
     """
@@ -246,7 +247,7 @@ class _Fit:
         measured = [sum(sum(getattr(r, n)) for r in self.tried) for n in _MEASURED]
         rate = _ratio(measured[0], forward)
         rows = [{**row, "forward_s": row["forward_s"] * rate} for row in self.document["layers"]]
-        # A backward pass with recompute contains a forward pass.
+        # A backward pass with recomputation contains a forward pass.
         no_backward = [{**row, _INPUT_S: 0.0, _WEIGHT_S: 0.0} for row in rows]
         _, again, _ = self._predicted_s({**self.document, "layers": no_backward})
         _, backward, weight = self._predicted_s({**self.document, "layers": rows})
@@ -280,7 +281,7 @@ class _Fit:
         return StageSums.of(self.plan, replace(self.inputs, profile=profile), OURS)
 
     def _predicted_s(self, document: Mapping[str, Any]) -> tuple[float, float, float]:
-        """Returns the predicted seconds of F, B and W per microbatch, over all tried ranks."""
+        """Returns the predicted seconds of F, B and W per microbatch, summed over tried ranks."""
         plan = self.plan
         placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
         held = [

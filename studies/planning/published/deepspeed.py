@@ -35,18 +35,19 @@ from megatron.adaptive.planner.order_timing import ScheduleTimes
 from megatron.adaptive.planner.plan import Plan
 
 _TURNED = 2023
-"""Year since which gradients are sent before activations."""
+"""First year in which gradients are sent before activations."""
 
 _BUFFER_BYTES = 4 * 2**20
-"""Maximum size of a message that does not wait for its receiver: NCCL's ``NCCL_BUFFSIZE``."""
+"""Maximum size in bytes of a message that does not wait for its receiver: NCCL's ``NCCL_BUFFSIZE``.
+"""
 
 
 def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleTimes | None:
-    """Times a plan's pipeline, or returns ``None`` for schedules other than 1F1B.
+    """Computes the times of a plan's pipeline, or returns ``None`` if its schedule is not 1F1B.
 
     With tensor parallelism, each rank sends its slice of the stage's output together with the
-    sizes. The receiver's CPU reads the sizes before it launches kernels, so nothing hides the
-    launch time.
+    sizes. The receiver's CPU reads the sizes before it launches kernels, so the launch time is not
+    hidden.
     """
     if plan.schedule != "1f1b":
         return None
@@ -65,7 +66,7 @@ def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleT
 
 
 def runtime_of(document: Mapping[str, Any]) -> Runtime:
-    """Returns DeepSpeed's pipeline engine as of the publication year of a data set.
+    """Returns DeepSpeed's pipeline engine in the publication year of a data set.
 
     The document of a data set names the paper and its year. Tensor-parallel ranks send slices of a
     stage's output (``PartitionedTensor.from_meta``).
@@ -76,7 +77,7 @@ def runtime_of(document: Mapping[str, Any]) -> Runtime:
 
 
 class _Call(NamedTuple):
-    """A computation or message of a rank; direction is 0 for forward and 1 for backward."""
+    """Computation or message of a rank. The direction is 0 for forward and 1 for backward."""
 
     what: Literal["compute", "send", "receive"]
     peer: int
@@ -97,10 +98,13 @@ def rendezvous_times(
 
     Args:
         num_microbatches: Number of microbatches of the step.
-        durations_s: Seconds of forward and backward passes, ``[2, stages]``.
-        message_s: Seconds of the message after each forward and backward pass, ``[2, stages]``.
-        launch_s: Part of the durations that is hidden while a rank waits, ``[2, stages]``.
-        buffered: Whether the message does not wait for its receiver, ``[2, stages] bool``.
+        durations_s: Durations of forward and backward passes in seconds, ``[2, stages]``.
+        message_s: Duration of the message after each forward and backward pass in seconds, ``[2,
+            stages]``.
+        launch_s: Part of the durations in seconds that is hidden while a rank waits, ``[2,
+            stages]``.
+        buffered: Whether the message is sent without waiting for its receiver, ``[2, stages]
+            bool``.
         gradients_first: Whether gradients are sent before activations.
     """
     run = _Run(num_microbatches, durations_s, message_s, launch_s, buffered, gradients_first)
@@ -134,7 +138,7 @@ class _Run:
         self.arrived: dict[tuple[int, int, int], float] = {}
 
     def advance(self, rank: int) -> bool:
-        """Runs calls of a rank until it must wait; returns whether any call was run."""
+        """Runs calls of ``rank`` until it must wait. Returns whether any call was run."""
         begin = self.at[rank]
         while self.at[rank] < len(self.calls[rank]):
             call = self.calls[rank][self.at[rank]]
@@ -186,7 +190,7 @@ class _Run:
 def _calls(
     stages: int, stage: int, num_microbatches: int, gradients_first: bool
 ) -> tuple[_Call, ...]:
-    """Returns the calls of one rank in a step."""
+    """Returns the calls of the rank that holds ``stage`` in a step."""
     found: list[_Call] = []
     for compute, messages in _program(stages, stage, num_microbatches):
         found += messages if gradients_first else reversed(messages)
@@ -199,7 +203,7 @@ def _program(
 ) -> Iterator[tuple[list[_Call], list[_Call]]]:
     """Yields the computation of a rank in each slot, and the messages before it.
 
-    Forward passes are in slots with the same parity as the rank, backward passes in the other
+    Forward passes are in slots with the same parity as the rank, and backward passes in all other
     slots.
     """
     before = -1

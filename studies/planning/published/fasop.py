@@ -1,9 +1,9 @@
 """Reads FASOP's published inputs and best plans: profiles of three models on two GPUs.
 
 Source: Hwang, Lee, Oh, Yi, FASOP, HPDC 2024; github.com/AvatarHwang/FASOP at 93cb38b. Times are for
-a forward pass at microbatch size 1 in fp16. FASOP doubles these times for the backward pass,
-and uses a table to scale both with the microbatch size. The memory of layers follows FASOP's
-rule, which is equation 1 of Korthikanti et al., arXiv 2205.05198, without sequence parallelism.
+a forward pass at microbatch size 1 in fp16. FASOP doubles these times for the backward pass, and
+uses a table to scale both with the microbatch size. The memory of layers follows FASOP's rule,
+which is equation 1 of Korthikanti et al., arXiv 2205.05198, without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class FasopPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class FasopRun(PlanInputs):
-    """One of FASOP's searches; its node types are ``A`` and ``B``.
+    """Input and results of one of FASOP's searches. Its node types are ``A`` and ``B``.
 
     Attributes:
         name: Name such as ``gpt2XL-het``.
         global_batch: Number of samples in a step.
-        plans: FASOP's plans, best first.
+        plans: FASOP's plans, starting with the best.
     """
 
     name: str
@@ -63,7 +63,7 @@ class FasopRun(PlanInputs):
     plans: tuple[FasopPlan, ...]
 
     def plan(self, one: FasopPlan) -> Plan:
-        """Converts a plan of FASOP to a plan of this project."""
+        """Converts the FASOP plan ``one`` to a plan of this project."""
         free = {
             name: [i for i, node in enumerate(self.cluster.nodes) if node.name == name]
             for name in "AB"
@@ -90,7 +90,7 @@ class Fasop:
     """FASOP's data set, read from a folder.
 
     Args:
-        folder: Folder that contains ``layer_times.csv`` and the other files.
+        folder: Folder that contains ``layer_times.csv`` and the remaining files of the data set.
 
     Raises:
         ConfigError: A file is missing or invalid.
@@ -109,14 +109,14 @@ class Fasop:
         return tuple(name for name in self._clusters["runs"] if not name.endswith("pareto"))
 
     def run(self, name: str, counts: dict[str, int] | None = None) -> FasopRun:
-        """Returns one of FASOP's searches.
+        """Returns one of FASOP's searches with its results.
 
         Args:
             name: Name of the search.
-            counts: Number of nodes of each type; defaults to the nodes of the search.
+            counts: Number of nodes of each type. Defaults to the nodes of the search.
 
         Raises:
-            ConfigError: There is no search with this name.
+            ConfigError: The data set does not contain a search with this name.
         """
         if name not in self._clusters["runs"]:
             raise ConfigError(
@@ -135,7 +135,7 @@ class Fasop:
         )
 
     def model(self, name: str) -> Model:
-        """Returns a model with the layers of its profile, including embedding and head."""
+        """Returns the model ``name`` with all layers of its profile, including the head."""
         told = self._models[name]
         rows = [(kind, count) for kind, count in told["layer_kinds"]]
         # A model with two embeddings has an encoder and a decoder with separate layers.
@@ -171,7 +171,7 @@ class Fasop:
         )
 
     def profile(self, name: str) -> Profile:
-        """Returns the durations of a model; backward passes take twice the forward time."""
+        """Returns the layer times of a model. A backward pass takes twice the forward time."""
         scale = {
             (row["gpu"], row["layer_kind"], int(row["microbatch_size"])): float(
                 row["time_multiplier"]
@@ -205,7 +205,7 @@ class Fasop:
 
 
 def _node(told: dict[str, Any]) -> NodeType:
-    """Returns a node type with bandwidths in bytes; links within a node are not shared."""
+    """Returns a node type with bandwidths in bytes. Links within a node are not shared."""
     return NodeType(
         name=told["symbol"],
         gpu=told["gpu"],

@@ -1,4 +1,4 @@
-"""Reads the files of published data sets, and defines their measured runs."""
+"""Reads published data sets, and defines the runs whose measurements they contain."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun(PlanInputs):
-    """A measured run and the inputs of its prediction; the profile was measured separately.
+    """Measured run and the inputs of its prediction. The profile was measured separately.
 
     Attributes:
         plan: Plan of the run.
-        seconds: Duration of a step, or ``None`` if only the memory is known.
-        peak_bytes: Maximum peak memory of a GPU, or ``None`` if it is unknown.
+        seconds: Measured step time in seconds, or ``None`` if only the memory is known.
+        peak_bytes: Maximum peak memory of a GPU in bytes, or ``None`` if it is unknown.
         runtime: Properties of the training program that affect the prediction.
     """
 
@@ -33,22 +33,22 @@ class MeasuredRun(PlanInputs):
     runtime: Runtime = OURS
 
     def predicted(self) -> Prediction:
-        """Predicts the duration and memory of the run."""
+        """Predicts the step time and memory of the run."""
         return predict(self.plan, self, self.runtime)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file as dictionaries; raises the errors of :func:`_read`."""
+    """Returns the rows of a CSV file as dictionaries. Raises the errors of :func:`_read`."""
     return _read(path, lambda file: list(csv.DictReader(file)))
 
 
 def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file; raises the errors of :func:`_read`."""
+    """Returns the content of a JSON file. Raises the errors of :func:`_read`."""
     return _read(path, json.load)
 
 
 def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
-    """Returns the parsed content of a file.
+    """Returns the content of the file ``path``, parsed by ``parse``.
 
     Raises:
         ConfigError: The file cannot be read.

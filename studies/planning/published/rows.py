@@ -57,19 +57,19 @@ from studies.planning.published.files import MeasuredRun, part, read_csv, read_j
 _TILE = 64
 
 _ETHERNET = 0.92
-"""Share of the nominal speed that NCCL reaches over Ethernet: 0.115 of 0.125 GB/s and 2.86 of 3.125
-GB/s in the measurements published with Sailor (SOSP 2025)."""
+"""Fraction of the nominal speed that NCCL reaches over Ethernet. In the measurements published with
+Sailor (SOSP 2025), NCCL reached 0.115 of 0.125 GB/s and 2.86 of 3.125 GB/s."""
 
 _REACHED = 0.8
-"""Share of a GPU's memory bandwidth that passes over long vectors reach."""
+"""Fraction of a GPU's memory bandwidth that passes over long vectors reach."""
 
 _OPTIMIZER_BYTES = 52
-"""Bytes per parameter that a mixed-precision Adam step reads and writes: conversion of the gradient
-to fp32 (2 + 4), norm (4), clipping (8), Adam (28: reads gradient, weight and two moments, writes
-weight and moments), conversion of the weight to fp16 (4 + 2)."""
+"""Number of bytes per parameter that a mixed-precision Adam step reads and writes: conversion of
+the gradient to fp32 (2 + 4), norm (4), clipping (8), Adam (28: reads gradient, weight and two
+moments, writes weight and moments), conversion of the weight to fp16 (4 + 2)."""
 
 _LAUNCHED = 0.05
-"""Maximum share of matrix multiplications in a forward pass that is treated as launch time."""
+"""Maximum fraction of matrix multiplications in a forward pass that is treated as launch time."""
 
 
 def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
@@ -134,7 +134,7 @@ def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, f
 
 
 Times = Mapping[tuple[str, str, int], list[tuple[str, float]]]
-"""Kind and forward time of every layer, by model, GPU and tensor-parallel size."""
+"""Kind and forward time in seconds of every layer, by model, GPU and tensor-parallel size."""
 
 
 def _times(folder: Path) -> Times:
@@ -158,7 +158,7 @@ class _SetTimes:
         self.models, self.model, self.times = models, model, times
 
     def of(self, gpu: str, tp: int) -> Iterator[tuple[str, float, float, float]]:
-        """Yields kind, forward time, launch time and all-reduce time of each layer."""
+        """Yields kind, forward time, launch time and all-reduce time of each layer, in seconds."""
         launch = self._launch(tp)
         for kind, seconds in self.times[self.model, gpu, tp]:
             fixed = exchange = 0.0
@@ -171,7 +171,7 @@ class _SetTimes:
         return fmean(seconds for one, seconds in self.times[model, gpu, tp] if one == kind)
 
     def _launch(self, tp: int) -> float:
-        """Returns the shortest forward time that is launch time only, or 0 if there is none."""
+        """Returns the shortest forward time in seconds that is only launch time, or 0."""
         found = []
         for (model, gpu, width), layers in self.times.items():
             described, card = self.models[model], known_gpu(gpu)
@@ -197,7 +197,7 @@ class _SetTimes:
 
 
 def _width(described: Mapping[str, Any], kind: str) -> int:
-    """Returns the hidden size of a kind of transformer layer, or 0 for other layers."""
+    """Returns the hidden size of a kind of transformer layer, or 0 for all other layers."""
     if not kind.startswith("transformer"):
         return 0
     return int(described["hidden_size" + kind.removeprefix("transformer")])
@@ -258,7 +258,7 @@ _SENT = "boundary_activation_elements_per_sample"
 
 
 def _sizes(described: Mapping[str, Any], key: str) -> dict[str, float]:
-    """Returns the numbers under a key, preferring numbers that were derived from shapes."""
+    """Returns the numbers under ``key``, preferring numbers that were derived from shapes."""
     given = described.get(f"{key}_from_shapes") or described[key]
     return {name: float(value) for name, value in given.items() if isinstance(value, (int, float))}
 
@@ -272,9 +272,9 @@ def _parameters(described: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
-    """Returns the number of elements that each layer sends; undescribed layers keep the size."""
+    """Returns the number of elements that each layer sends. Undescribed layers keep the size."""
     sizes, sent = _sizes(described, _SENT), []
-    # The image of a generator grows in an undescribed layer; all such layers get the final size.
+    # The image of a generator grows in an undescribed layer. All such layers get the final size.
     last = sizes.get(kinds[0], min(sizes.values()))
     for i, kind in enumerate(kinds):
         if kind == "other":

@@ -35,13 +35,13 @@ from studies.planning.published.deepspeed import runtime_of
 from studies.planning.published.files import MeasuredRun, part, read_csv, read_json
 
 _SIZES_BYTES = tuple(2.0**power * 1e6 for power in range(10))
-"""Message sizes at which the fitted curves are evaluated, 1 to 512 MB; the curves are invalid below
-1 MB.
+"""Message sizes in bytes at which the fitted curves are evaluated, from 1 to 512 MB. The curves are
+invalid below 1 MB.
 """
 
 _MEMORY = {"parameter_copies_bytes": 8.0, "context_bytes": 3e9}
-"""Memory according to the first data set's rule: 24 bytes per parameter in fp32, of which 16 are
-weight, gradient and two moments, and about 3 GB for contexts, libraries, NCCL's buffers and
+"""Memory in bytes according to the first data set's rule: 24 bytes per parameter in fp32, of which
+16 are weight, gradient and two moments, and about 3 GB for contexts, libraries, NCCL's buffers and
 fragmentation. This is the only number in this module that comes from measured runs."""
 
 _LOSS_COPIES = 3
@@ -101,7 +101,7 @@ def _run(
 def _model(
     name: str, tokens: int, precision: Precision, memory: Sequence[Mapping[str, str]]
 ) -> Model:
-    """Returns a model; comparing parameters of two sizes shows which part is tensor-parallel."""
+    """Returns a model. Parameter counts of two sizes show which part is tensor-parallel."""
     counted = {(int(row["tp"]), int(row["layer_index"])): row for row in memory}
     widths = sorted({tp for tp, _ in counted})
     low, high = widths[0], widths[min(1, len(widths) - 1)]
@@ -162,7 +162,8 @@ def _cluster(
         pair = {(one, other), (other, one)}
         known = [x for x in links if x["scope"] == scope and (x["from_gpu"], x["to_gpu"]) in pair]
         if not known and scope == "inter_node" and one == other and one in single:
-            return found(one, one, "intra_node")  # the cluster has only one node of this type
+            # This happens if the cluster has only one node of this type.
+            return found(one, one, "intra_node")
         if not known:
             raise ConfigError(
                 f"{folder}: network.json has no {scope} link between {one} and {other}; add"

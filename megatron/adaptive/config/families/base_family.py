@@ -1,7 +1,7 @@
 """Defines :class:`Family`, the base class for families of Hugging Face models.
 
 A family is a subclass in a file of this folder, where ``registry.py`` finds it. Its attributes are
-tables of keys, settings and weights. :meth:`Family.adjust` computes settings that no table can
+tables of keys, settings and weights. :meth:`Family.adjust` computes settings that tables cannot
 express.
 """
 
@@ -41,18 +41,18 @@ from megatron.adaptive.config.own_code import line_of_error
 from megatron.adaptive.errors import ConfigError
 
 _LONGEST = 4096
-"""Maximum default of ``--seq-length`` in tokens."""
+"""Maximum number of tokens that is used as the default of ``--seq-length``."""
 
 
 class Family:
     """Describes the Hugging Face models of an architecture.
 
     A subclass sets at least ``model_types``, ``settings``, ``layer_weights`` and ``outer_weights``,
-    or inherits them from another family.
+    or inherits these attributes from a different family.
 
     Attributes:
-        model_types: Values of ``model_type`` in ``config.json`` that belong to the family. They are
-            not inherited.
+        model_types: Values of ``model_type`` in ``config.json`` that belong to the family. This
+            attribute is not inherited.
         settings: Trainer settings of all models of the family, by the names of their fields in
             ``config/model.py`` or in megatron-core.
         needed: Maps settings to additional keys that all models of the family must have.
@@ -61,9 +61,9 @@ class Family:
         attention_keys: Maps each setting of attention sizes to its optional key in the file.
         other_keys: Additional keys that :meth:`adjust` reads, or that have no effect.
         defaults: Values that ``transformers`` uses for the family if keys are absent.
-        window_period: Number n if every n-th layer attends to all tokens and the other layers have
-            a sliding window, or 0 if all layers have the window. It is used if the file does not
-            specify which layers have the window.
+        window_period: Number n if every n-th layer attends to all tokens and the remaining layers
+            have a sliding window, or 0 if all layers have the window. It is used if the file does
+            not specify which layers have the window.
         refuse: Maps each key for which only some values are supported to a function that checks the
             value.
         missing_feature: Feature that the trainer's layers do not support, or empty if the trainer
@@ -77,7 +77,7 @@ class Family:
             their matrices are stacked by rows. ``{}`` is the index of an expert.
         outer_weights: Maps the names of modules outside of layers in the folder's files to their
             names in megatron-core.
-        predicts: Whether multi-token prediction layers may follow the other layers.
+        predicts: Whether multi-token prediction layers may follow the transformer layers.
         is_transposed: Whether matrices of linear layers are stored as ``[inputs, outputs]``.
         is_grouped: Whether a single matrix contains the rows of queries, keys and values, sorted by
             groups of heads as in megatron-core.
@@ -131,12 +131,12 @@ class Family:
         return _inverted(self.outer_weights)
 
     def is_in_layer(self, name: str) -> bool:
-        """Returns whether the name of a tensor in the folder's files belongs to a layer."""
+        """Returns whether the tensor ``name`` in the folder's files belongs to a layer."""
         return name.startswith(self.layer_prefix.partition("{}")[0])
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """Keys that are read or have no effect. Other keys are rejected unless ``null``."""
+        """Keys that are read or have no effect. All other keys must be absent or ``null``."""
         return (READ | WITHOUT_EFFECT).union(self._own_keys, self.other_keys)
 
     @property
@@ -145,7 +145,7 @@ class Family:
         return frozenset(key for table in tables for keys in table.values() for key in keys)
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds ``defaults``, and copies keys of the rotary embedding to the top level.
+        """Adds ``defaults`` to ``config``, and copies keys of the rotary embedding to the top.
 
         Args:
             config: Contents of the file.
@@ -153,7 +153,7 @@ class Family:
         rotation = scaling_of(config)
         if "full_attention" in rotation:
             # Layers with a sliding window have separate rotation settings. The trainer's layers
-            # support only a different base, so copy only the base.
+            # support only a different base for these layers, so copy only the base.
             in_windows = rotation.get("sliding_attention") or {}
             key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
             rotation = rotation["full_attention"] or {}
@@ -167,7 +167,7 @@ class Family:
         return {**self.defaults, **config, **inner}
 
     def read(self, config: Mapping[str, Any], where: str, sequence: int | None = None) -> Settings:
-        """Returns the settings of a model.
+        """Returns the settings of the model that ``config`` describes.
 
         Args:
             config: Contents of ``config.json``.
@@ -212,14 +212,14 @@ class Family:
             self.adjust(config, settings)
         except ConfigError:
             raise
-        except Exception as error:  # a user's method may raise anything
+        except Exception as error:  # A user's method may raise any exception.
             raise ConfigError(
                 f"{where}: adjust of {type(self).__name__} ({line_of_error(error)}) raised"
                 f" {type(error).__name__}: {error}"
             ) from error
 
     def _read_keys(self, config: Mapping[str, Any], has_experts: bool, where: str) -> Settings:
-        """Returns the settings that are derived from a single key each."""
+        """Returns the settings that are each derived from a single key."""
         needed = {**SIZES, **(EXPERTS if has_experts else {}), **self.needed}
         optional = {**COMMON, **self.keys, **(ROUTER if has_experts else {}), **self.attention_keys}
         settings: Settings = {}

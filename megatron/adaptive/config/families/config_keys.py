@@ -1,4 +1,4 @@
-"""Lists keys of ``config.json`` that several families share, and validates their values.
+"""Lists keys of ``config.json`` that several families share, and checks their values.
 
 Each table maps settings of the trainer to the keys that may contain their values. The first key
 that is present in the file is used.
@@ -73,12 +73,12 @@ SETTINGS = frozenset(setting for table in _SHARED for setting in table).union(
 ) - {"attention_dropout", "hidden_dropout"}
 """Settings that describe a model and that a family may determine."""
 DEFAULTS: Settings = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""Defaults of settings with absent keys, if they differ from the trainer's defaults."""
+"""Defaults of settings with absent keys that differ from the trainer's defaults."""
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of GELU approximated by a hyperbolic tangent."""
 
-# Integer settings whose values may have a decimal point in a file, such as 10000.0.
+# Files may contain these integer settings with a decimal point, such as 10000.0.
 _BASES = ("rotary_base", "window_rotary_base")
 _ABOVE_0 = ("softmax_scale",)
 _OTHER_WHOLE = frozenset(
@@ -91,8 +91,8 @@ _OTHER_WHOLE = frozenset(
 _OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
 _OF_ROTATION = (*_OF_YARN, "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 
-# Keys that do not affect layers (generation, training, origin, notes), or that code reads without a
-# table.
+# These keys do not affect layers (generation, training, origin, notes), or code reads them without
+# a table.
 WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range
@@ -136,7 +136,7 @@ def whole_keys(*tables: Keys) -> frozenset[str]:
     """Returns the keys whose values must be integers.
 
     Args:
-        tables: Tables of the model's family, which are added to those of this module.
+        tables: Tables of the model's family, which are added to the tables of this module.
     """
     return _OTHER_WHOLE.union(
         key
@@ -148,7 +148,7 @@ def whole_keys(*tables: Keys) -> frozenset[str]:
 
 
 def plain_value(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a key if it is a number or a string, otherwise ``None``."""
+    """Returns the value of ``key`` if it is a number or a string, otherwise ``None``."""
     value = config.get(key)
     return value if isinstance(value, int | float | str) else None
 
@@ -189,7 +189,7 @@ def _checked(value: Any, setting: str, key: str, where: str) -> int | float:
 
 
 def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """Returns a number of heads or layers, from the first key that is present in the file.
+    """Returns a number of heads or layers, from the first of ``keys`` that is present.
 
     Raises:
         ConfigError: The value is not an integer from 1 to 10,000.
@@ -201,13 +201,13 @@ def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> in
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite number and not a boolean."""
+    """Returns whether ``value`` is a finite number and not a boolean."""
     is_any_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_any_number and abs(value) < math.inf
 
 
 def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) -> None:
-    """Checks that numbers in the file have the correct type, so that none is rounded.
+    """Checks that numbers in the file have the correct type, so that no number is rounded.
 
     Args:
         config: Contents of the file.
@@ -215,8 +215,8 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
         where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: A value that must be an integer is not, a value of the rotary embedding is not
-            a number, or the scaling factor of the rotary embedding is missing.
+        ConfigError: A value is not an integer although it must be, a value of the rotary embedding
+            is not a number, or the scaling factor of the rotary embedding is missing.
     """
     for key in sorted(whole & config.keys()):
         if config[key] is not None and type(config[key]) is not int:
@@ -243,6 +243,6 @@ def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def kind_of_rotation(config: Mapping[str, Any]) -> str:
-    """Returns the name of the scaling of rotary frequencies in transformers."""
+    """Returns the name that transformers uses for the scaling of rotary frequencies."""
     scaling = scaling_of(config)
     return str(scaling.get("rope_type", scaling.get("type", "default")))

@@ -63,7 +63,7 @@ class _Latent(Llama):
             del settings["moe_router_dtype"]
 
     def rotation(self, config: Mapping[str, Any]) -> Settings:
-        """Returns the settings that scale rotary frequencies with YaRN, if the model uses it."""
+        """Returns the settings that scale rotary frequencies with YaRN, if the model uses YaRN."""
         return latent_rotation(config)
 
 

@@ -16,7 +16,8 @@ def _activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Ve
 
 
 def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
-    # Gemma's files contain "gelu" under the old key hidden_act, but mean the tanh approximation.
+    # Gemma's files contain "gelu" under the old key hidden_act, although the models use the tanh
+    # approximation.
     supported = ("gelu", *TANH)
     return Verdict(
         value is None or value in supported, "another activation", " or ".join(supported)
@@ -50,7 +51,7 @@ class Gemma(Llama):
     }
 
 
-# Defaults of keys that may be absent in a config.json of Gemma 2 or 3.
+# These keys may be absent in a config.json of Gemma 2 or 3.
 _DEFAULTS: Mapping[str, Any] = {
     **Llama.defaults,
     "tie_word_embeddings": True,

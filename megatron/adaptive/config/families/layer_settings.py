@@ -62,8 +62,8 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
 
     Args:
         config: Contents of the file.
-        period: Number n if every n-th layer attends to all tokens unless the file specifies
-            otherwise, or 0 if all layers have the window.
+        period: Number n if every n-th layer attends to all tokens, or 0 if all layers have the
+            window. It is ignored if the file specifies which layers have the window.
         layers: Number of layers in the model.
         where: Path of the file, for error messages.
 
@@ -91,7 +91,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
         return {}
     if window < 0:
         raise ConfigError(f"{where}: sliding_window must be a non-negative integer, got {window}")
-    # megatron-core's window does not include the token itself, so subtract 1.
+    # megatron-core's window excludes the token itself, so subtract 1.
     settings: Settings = {"window_size": (window - 1, 0)}
     if not all(have_window):
         every = have_window.index(False) + 1
@@ -102,13 +102,13 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
 
 
 def layer_pattern(values: Sequence[bool]) -> str:
-    """Formats a boolean per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
+    """Returns a boolean per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
     runs = [(int(value), len(list(group))) for value, group in groupby(values)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)
 
 
 def scaled_rotation(config: Mapping[str, Any]) -> Settings:
-    """Returns the settings that scale rotary frequencies, or none if scaling is not supported."""
+    """Returns the settings that scale rotary frequencies, or ``{}`` for unsupported scaling."""
     scaling = scaling_of(config)
     kind = kind_of_rotation(config)
     factor = scaling.get("factor")

@@ -40,11 +40,11 @@ settings read from the file.
 
 
 def only(supported: Any, feature: str) -> Check:
-    """Returns a check that accepts only ``null`` and a single value.
+    """Returns a check that accepts only ``null`` and the value ``supported``.
 
     Args:
         supported: Value that the trainer's layers support.
-        feature: Model feature that other values request, for the error message.
+        feature: Model feature that all other values request, for the error message.
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
@@ -57,7 +57,7 @@ def never(feature: str) -> Check:
     """Returns a check that accepts only falsy values, such as ``null``.
 
     Args:
-        feature: Model feature that other values request, for the error message.
+        feature: Model feature that all other values request, for the error message.
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
@@ -179,4 +179,4 @@ REFUSE: Mapping[str, Check] = {
     "num_experts_per_tok": _chosen_experts,
     "topk_method": _choice_of_experts,
 }
-"""Checks that all families share, by key."""
+"""Checks that all families share, by the key that they check."""

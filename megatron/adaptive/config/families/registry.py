@@ -1,4 +1,4 @@
-"""Finds the family of a model among the families of this folder and users' own families.
+"""Finds the family of a model among the families of this folder and users' families.
 
 For error messages, it also lists how unsupported models differ from supported families.
 """
@@ -23,8 +23,8 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features of unsupported models that no supported family has, and that cannot be recognized from
-# the keys in the file.
+# Supported families do not have these features of unsupported models. The features cannot be
+# recognized from the keys in the file.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -46,7 +46,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and gates of attention",
     "smollm3": _UNROTATED,
 }
-# Keys that are reported as differences of an unknown model, even though `refuse` checks them.
+# These keys are reported as differences of an unknown model, even though `refuse` checks them.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
@@ -63,8 +63,7 @@ def built_in_families() -> Mapping[str, Family]:
             if not inspect.isclass(kind) or kind.__module__ != module.__name__:
                 continue
             if issubclass(kind, Family):
-                # Base classes have no model types, and model types are not inherited, so skip base
-                # classes.
+                # Skip base classes, which have no model types. Model types are not inherited.
                 types = vars(kind).get("model_types", ())
                 families |= dict.fromkeys(types, kind())
     return families
@@ -84,13 +83,13 @@ def model_settings(hf_family: str | None = None) -> frozenset[str]:
 
 
 def supported_types() -> list[str]:
-    """Returns the model types that the trainer can build."""
+    """Returns the model types for which the trainer can build models."""
     families = built_in_families()
     return [name for name, family in families.items() if not family.missing_feature]
 
 
 def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
-    """Returns the family of a ``model_type``, or ``None`` if there is none.
+    """Returns the family of a ``model_type``, or ``None`` if no family contains this type.
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
@@ -108,13 +107,13 @@ def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
 
 
 def own_family(name: str) -> Family:
-    """Imports a user's own family.
+    """Imports a user's family.
 
     Args:
         name: Class as ``package.module:Class``, or name of an entry point.
 
     Raises:
-        ConfigError: There is no such class, or it is not a family with model types.
+        ConfigError: The class does not exist, or it is not a family with model types.
     """
     kind = find_object(name, group=ENTRY_POINTS, subject="family")
     if kind is None:
@@ -126,19 +125,19 @@ def own_family(name: str) -> Family:
 
 
 def _published_family(model_type: str) -> Family | None:
-    """Returns the family that an installed package provides for a ``model_type``."""
-    if ":" in model_type:  # this would be the path of a class, not an entry point
+    """Returns the family that an installed package provides for ``model_type``, or ``None``."""
+    if ":" in model_type:  # A name with a colon would be the path of a class, not an entry point.
         return None
     kind = find_object(model_type, group=ENTRY_POINTS, subject="family")
     return None if kind is None else _instance(kind, model_type)
 
 
 def _instance(kind: Any, name: str) -> Family:
-    """Returns a user's family after validating its tables.
+    """Returns an instance of a user's family ``kind`` after checking its tables.
 
     Raises:
-        ConfigError: The class is not a family, or a table contains an unknown name, as described in
-            the message.
+        ConfigError: The class is not a family, or a table contains an unknown name. The message
+            describes the problem.
     """
     if not inspect.isclass(kind) or not issubclass(kind, Family):
         raise ConfigError(
@@ -165,7 +164,7 @@ def _instance(kind: Any, name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = None) -> Family:
-    """Returns the family of a model.
+    """Returns the family of the model that ``config`` describes.
 
     Args:
         config: Contents of ``config.json``.
@@ -173,8 +172,8 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Raises:
-        ConfigError: There is no family for this ``model_type`` (the message suggests the most
-            similar one), or the user's family has other model types.
+        ConfigError: No family has this ``model_type`` (the message suggests the most similar type),
+            or the user's family has other model types.
     """
     name = config["model_type"]
     if hf_family is not None and name not in (types := own_family(hf_family).model_types):
@@ -195,7 +194,7 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
 
 
 def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
-    """Describes how an unsupported model differs from the nearest family."""
+    """Returns text about how an unsupported model differs from the family ``nearest``."""
     family = built_in_families()[nearest]
     expected = family.known_keys.union(family.refuse).difference(_CHECKED)
     strange = {key for key, value in config.items() if value and key not in expected}
