@@ -47,7 +47,7 @@ from megatron.adaptive.schedule.workload import Workload
 VISITS = 500_000_000
 """Maximum number of actions whose times are computed, summed over all attempts.
 
-This takes about a second.
+Computing the times of this many actions takes about a second.
 """
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
@@ -186,7 +186,7 @@ def trace(o: OrderGraph, step: int) -> int:
 
 
 def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
-    """Moves an action from one index of a rank's order to another."""
+    """Moves the action at ``index`` in the order of ``rank`` to index ``to``."""
     moved = o.rows[rank, index]
     way = 1 if to > index else -1
     while index != to:
@@ -196,7 +196,7 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index closest to ``to`` that an action can move to.
+    """Returns the index closest to ``to`` to which the action at ``index`` can move.
 
     The action must not pass another action of the same kind and chunk, because microbatches must
     stay in ascending order.
@@ -221,7 +221,7 @@ def holds(o: OrderGraph, rank: int) -> bool:
 def anneal(o: OrderGraph, orders: int) -> int:
     """Improves the order of actions by attempting ``orders`` random changes.
 
-    The best order is written to ``best``. Returns its step time.
+    Writes the best order to ``best`` and returns its step time in picoseconds.
     """
     step = best = finish(o)
     hottest = 0

@@ -251,7 +251,7 @@ def is_rule(name: str) -> bool:
 
 
 def _spec_of(name: str) -> ScheduleSpec:
-    """Returns the ScheduleSpec of a static schedule or run-time rule."""
+    """Returns the ScheduleSpec of the static schedule or run-time rule called ``name``."""
     spec = _find_spec(name)
     if spec is None or spec.kind not in ("fixed", "rule"):
         raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
@@ -259,7 +259,7 @@ def _spec_of(name: str) -> ScheduleSpec:
 
 
 def _find_spec(name: str) -> ScheduleSpec | None:
-    """Returns the ScheduleSpec with this name, or ``None`` if there is none.
+    """Returns the ScheduleSpec called ``name``, or ``None`` if it does not exist.
 
     Raises:
         ScheduleError: A user's schedule with this name cannot be imported.
@@ -275,7 +275,7 @@ def _find_spec(name: str) -> ScheduleSpec | None:
 def splits_backward(name: str) -> bool:
     """Returns whether a static schedule contains separate weight-gradient actions (W).
 
-    Returns False for run-time rules, for which this is a setting of the run.
+    Returns False for run-time rules, because the settings of the run decide whether they use W.
 
     Raises:
         ScheduleError: The name is unknown.
@@ -408,7 +408,7 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns the error message of a schedule that requires equal numbers of slices."""
+    """Returns the error message if schedule ``name`` requires equal numbers of slices."""
     return (
         f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
         "dfc or bfc"
@@ -421,8 +421,8 @@ def _orders_of_unequal(
     """Returns the actions of a static schedule for microbatches with different numbers of slices.
 
     Raises:
-        ScheduleError: The schedule is not the schedule for evaluations, which alone supports
-            different numbers of slices.
+        ScheduleError: The schedule is not meant for evaluations. Only the schedule for evaluations
+            supports different numbers of slices.
     """
     spec = _spec_of(name)
     if spec.is_selectable:

@@ -40,7 +40,7 @@ _ALIKE = 0.01
 _GAIN = 0.005
 """Minimum relative gain of a setting over previously simulated settings, which need less memory."""
 _FAR = 3.0
-"""Maximum residual for the second fit, relative to the median residual."""
+"""Largest residual that the second fit includes, as a multiple of the median residual."""
 
 
 class Timed(NamedTuple):
@@ -124,8 +124,8 @@ def fit(rows: Sequence[Timed], *, has_fixed: bool = True) -> CostParts:
 
     Args:
         rows: Measured actions, at least one.
-        has_fixed: Whether an action has a fixed time. If not, the whole duration is attributed to
-            tokens and pairs.
+        has_fixed: Whether to fit a fixed time per action. If False, the whole duration is
+            attributed to tokens and pairs.
     """
     table = np.array(rows, dtype=float)
     parts = _least_squares(table, has_fixed=has_fixed)
@@ -191,7 +191,7 @@ def choose_tokens(
             offered = list(_candidates(works, placement, setting, tokens))
             planned += len(offered) * sum(step.num_actions(setting) for step in works)
             for candidate in offered:
-                # Finish at least one candidate for each length that was started.
+                # Simulate at least one candidate for each length, even after the time limit.
                 if tokens in best and time.monotonic() >= until_s:
                     break
                 step_s = statistics.fmean(step.seconds(candidate, planned) for step in works)
@@ -214,7 +214,7 @@ def choose_tokens(
 
 
 class _Step(NamedTuple):
-    """One step to simulate.
+    """A step to simulate.
 
     Attributes:
         work: Durations of all actions and messages.
@@ -250,14 +250,15 @@ class _Step(NamedTuple):
         return cls(work, counts, least, tokens * mean_slices(counts))
 
     def num_actions(self, setting: Setting) -> int:
-        """Returns the number of actions of all ranks."""
+        """Returns the number of actions of all ranks in the step."""
         stages_and_items: int = self.work.durations_ps[0].size
         return stages_and_items * (2 + setting.weight_pieces)
 
     def seconds(self, candidate: Candidate, planned: int) -> float:
         """Returns the simulated duration of the step.
 
-        A cap that is too small for the step is raised, as in a real step.
+        If the cap is too small for the step, the smallest sufficient cap is used, as in a real
+        step.
 
         Args:
             candidate: Run-time rule with its settings.
@@ -291,7 +292,7 @@ def _candidates(
     usual = max(
         default_cap(placement, step.num_microbatches, mean_slices(step.counts)) for step in steps
     )
-    # A cap of ``None`` stands for each step's own default cap.
+    # If the cap is ``None``, each step uses its default cap.
     caps: list[float | None] = [None] if usual <= with_rounding(most) else []
     caps += [cap for cap in (usual / 1.5, 2 * usual) if 1 <= cap <= with_rounding(most)]
     if setting.cap is not None or not caps:

@@ -31,7 +31,7 @@ Numbers = tuple[float, ...]
 
 
 def squares_of(rows: Sequence[Numbers]) -> list[float]:
-    """Returns the sum over microbatches of each product of two numbers of the same microbatch.
+    """Returns the product of each pair of numbers, summed over all microbatches.
 
     Args:
         rows: Numbers of each microbatch. There must be at least one microbatch.
@@ -48,7 +48,7 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
 
 
 def products_of(rows: Sequence[Numbers], costs: Sequence[float]) -> list[float]:
-    """Returns, for each number, its sum over microbatches weighted by their costs."""
+    """Returns, for each column of ``rows``, its sum over microbatches weighted by ``costs``."""
     return [
         sum(row[index] * cost for row, cost in zip(rows, costs, strict=True))
         for index in range(len(rows[0]))
@@ -133,7 +133,7 @@ class StageFit:
 
     @property
     def mean_cost(self) -> float:
-        """Returns the mean cost of the added microbatches.
+        """Returns the mean cost of the microbatches that were added.
 
         The last number of each microbatch must be 1.
         """

@@ -1,8 +1,8 @@
 """Creates static schedules for stages in a loop: GPipe, 1F1B, variants of both, and Varuna.
 
-**1f1b**: A rank runs one warm-up forward pass for each stage after its own, then alternates forward
-and backward passes. The example has four ranks and six microbatches; ``F0-3`` is the forward pass
-of microbatch 3 in chunk 0::
+**1f1b**: A rank runs one warm-up forward pass for each later stage, then alternates forward and
+backward passes. The example has four ranks and six microbatches; ``F0-3`` is the forward pass of
+microbatch 3 in chunk 0::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 F0-4 B0-1 F0-5 B0-2 B0-3 B0-4 B0-5
     rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 F0-4 B0-2 F0-5 B0-3 B0-4 B0-5
@@ -120,8 +120,8 @@ pass. At any time, a rank follows these rules:
 3. Otherwise, wait.
 
 So waits are filled by forward passes that 1F1B would delay. A rank holds at most 4 microbatches for
-each stage after its own, and the last rank holds 1. With recomputation it holds only the stage's
-input of each microbatch. To limit memory, use ``adaptive``.
+each later stage, and the last rank holds 1. With recomputation it holds only the stage's input of
+each microbatch. To limit memory, use ``adaptive``.
 
 Deviations from the paper: Here, recomputation is part of B, so it starts when the gradient has
 arrived; in the paper, it ends at that time. So no rank waits between a recomputation and its

@@ -126,7 +126,8 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
         # and a W without a chunk stands for the oldest W that has not run yet.
         steady = ["F0+", "B1", "F1+", "B0"] * (num_microbatches - 2 * ranks + rank + 1)
         if after == 0:
-            steady[0] = "F0"  # not a pair, because the next B belongs to the same microbatch
+            # This F is not paired, because the next B belongs to the same microbatch.
+            steady[0] = "F0"
         alone = ["B1", "B0"] * (rank + 1)
         lanes: list[str] = []
         left: deque[str] = deque()
@@ -242,7 +243,7 @@ def _repeated_block(num_ranks: int, num_microbatches: int) -> list[_Row]:
 
 
 def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
-    """Moves an action to the first free slot that the memory limit allows; returns this slot."""
+    """Moves the action in ``slot`` to the first free slot that ``cap`` allows, and returns it."""
     action = row.pop(slot)
     for target in range(earliest, slot):
         if target not in row:

@@ -44,11 +44,11 @@ It left enough memory for the rest of all begun microbatches, and for a microbat
 as m in every later chunk. Slices that started since then used memory that was reserved for them. So
 the first slice of m fits.
 
-**Chunk shares.** One chunk may fill the cap while others get no memory, because the first stages
-run ahead and their backward passes come much later. By Little's law, the number of microbatches
-that a stage holds in a steady pipeline is proportional to the time between its forward and backward
-pass. That time is proportional to the number of stages that follow. So under the cap C of a rank
-with V chunks, a chunk at stage s of S may hold
+**Chunk shares.** One chunk may fill the cap while other chunks get no memory, because the first
+stages run ahead and their backward passes come much later. By Little's law, the number of
+microbatches that a stage holds in a steady pipeline is proportional to the time between its forward
+and backward pass. That time is proportional to the number of stages that follow. So under the cap C
+of a rank with V chunks, a chunk at stage s of S may hold
 
     K = max(1, floor(C V (S - s) / sum of (S - s') over the rank's chunks))
 

@@ -66,7 +66,7 @@ def has_code(loop: Any) -> bool:
 
 def is_cached(loop: Any) -> bool:
     """Returns whether the disk cache contains the compiled code of a function."""
-    if not hasattr(loop, "stats"):  # a plain function, because NUMBA_DISABLE_JIT is set
+    if not hasattr(loop, "stats"):  # numba returns plain functions if NUMBA_DISABLE_JIT is set.
         return False
     folder = Path(loop.stats.cache_path)
     return any(folder.glob(f"*{glob.escape(loop.py_func.__qualname__)}-*.nbi"))
@@ -112,7 +112,7 @@ def compile_function(module: ModuleType, main: Callable[..., Any]) -> Callable[.
 
 
 def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[..., Any]:
-    from numba import njit  # imported here because the import takes half a second
+    from numba import njit  # numba is imported only here because the import takes half a second.
 
     # The compiled code uses no Python objects, so it can release the GIL (nogil).
     common: dict[str, Any] = {"_nrt": False, "nogil": True}

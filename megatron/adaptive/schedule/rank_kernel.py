@@ -102,8 +102,9 @@ PROMISED = 21
 HEAD = 22
 
 # Offsets from HEAD, in blocks of one number per chunk.
-DONE = 3  # distance from the counts of started actions to the counts of finished actions
-FLAGS = 6  # distance from HEAD to the flags of arrived inputs
+# This is the distance from the counts of started actions to the counts of finished actions.
+DONE = 3
+FLAGS = 6  # This is the distance from HEAD to the flags of arrived inputs.
 
 State = list[int]
 """State of one rank as integers: a list in plain Python, an ``int64`` array in compiled code."""
@@ -123,13 +124,13 @@ def lane_count(s: State, kind: int, chunk: int) -> int:
 
     This is also the index of the chunk's next action of this kind.
 
-    Each W of a weight gradient that is split into several is counted.
+    If a weight gradient is split into several W actions, each of them is counted.
     """
     return s[HEAD + kind * s[CHUNKS] + chunk]
 
 
 def first_of(s: State, item: int) -> int:
-    """Returns the first item of the microbatch that an item belongs to."""
+    """Returns the first item of the microbatch that contains ``item``."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices
@@ -137,7 +138,7 @@ def first_of(s: State, item: int) -> int:
 
 
 def end_of(s: State, item: int) -> int:
-    """Returns the item after the last item of the microbatch that an item belongs to."""
+    """Returns the item after the last item of the microbatch that contains ``item``."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices + slices
@@ -189,7 +190,7 @@ def size_of(s: State, item: int) -> int:
 
 
 def size_from(s: State, item: int) -> int:
-    """Returns the memory in one chunk of an item and the later slices of its microbatch."""
+    """Returns the memory that an item and the later slices of its microbatch take in one chunk."""
     end = end_of(s, item)
     if s[SIZED] == 0:
         return (end - item) * s[UNIT]

@@ -119,7 +119,7 @@ class RankState:
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
         last = placement.num_stages - 1
-        # Whether the input comes from another stage, for each kind and chunk.
+        # For each kind and chunk, True means that the input comes from another stage.
         self._takes = (
             *(stage > 0 for stage in stages),
             *(stage < last and not forward_only for stage in stages),
@@ -160,7 +160,8 @@ class RankState:
         s[rank_kernel.UNIT] = 0 if forward_only else _scaled(1.0, chunks, mean)
         ends_here = not forward_only and self.placement.num_stages - 1 in stages
         s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
-        if stages[0] == 0:  # inputs of the first stage are the data, which never arrive as messages
+        # The inputs of the first stage are the data, which never arrive as messages.
+        if stages[0] == 0:
             flags = HEAD + rank_kernel.FLAGS * chunks
             s[flags : flags + num_items] = [1] * num_items
         if sizes:
@@ -471,7 +472,7 @@ class RankState:
 
 
 def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns a text with the number of microbatches and, if they are cut, of their slices."""
+    """Returns a text with the number of microbatches, and of their slices if they are cut."""
     text = f"{num_microbatches} microbatches"
     if num_slices == 1:
         return text

@@ -157,7 +157,7 @@ def next_backward(s: State) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``adaptive``: alternates F and B if both are ready; W if neither is."""
+    """Applies the rule ``adaptive``, which alternates ready F and B, and otherwise runs W."""
     forward = next_forward(s, hint)
     backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
@@ -166,7 +166,7 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``dfc``: B first, then F on the deepest possible chunk, then W.
+    """Applies the rule ``dfc``, which prefers B, then F on the deepest possible chunk, then W.
 
     A microbatch passes through as many chunks as possible before the next microbatch starts.
     """
@@ -187,7 +187,7 @@ def depth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def breadth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``bfc``: F on the shallowest possible chunk first, then B, then W.
+    """Applies the rule ``bfc``, which prefers F on the shallowest possible chunk, then B, then W.
 
     A chunk runs all its forward passes before the next chunk begins.
     """
@@ -201,7 +201,7 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``hinted``: follows the hint, but may run some later actions early.
+    """Applies the rule ``hinted``, which follows the hint, but may run some later actions early.
 
     ``hint`` contains ``code + 3 * chunks * index`` for each action. The index is the number of
     earlier occurrences of the same code.
@@ -223,7 +223,7 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
         index = hint[position] // count
         code = hint[position] - index * count
-        started = s[HEAD + code]  # number of started actions with this code
+        started = s[HEAD + code]  # This is the number of started actions with this code.
         if index < started:
             continue
         kind = code // chunks

@@ -24,8 +24,8 @@ class Schedule:
         name: Name by which users select the schedule, shown in messages.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        num_slices: Number of slices of each microbatch; 1 for whole microbatches. With several,
-            actions count slices (see ``Action.microbatch``).
+        num_slices: Number of slices of each microbatch; 1 for whole microbatches. If there are
+            several, the indices of actions count slices (see ``Action.microbatch``).
         orders: Actions of each rank in execution order. They are not checked here, but by
             ``validate``, for example if they come from a file.
     """

@@ -131,7 +131,7 @@ class SimResult:
     def to_schedule(self, name: str) -> Schedule:
         """Returns the simulated orders as a static schedule that other runs can follow."""
         slices = self.workload.num_slices
-        assert isinstance(slices, int)  # no caller converts unequal slices into a static schedule
+        assert isinstance(slices, int)  # No caller converts unequal slices into a static schedule.
         return Schedule(
             name=name,
             placement=self.placement,

@@ -126,7 +126,7 @@ class World(NamedTuple):
 
 
 def rule(s: State, hint: Sequence[int]) -> int:
-    """Placeholder for the run-time rule to simulate, which ``numba_kernels`` replaces."""
+    """Raises an error, because ``numba_kernels`` replaces this placeholder by the run-time rule."""
     raise NotImplementedError
 
 
@@ -353,7 +353,7 @@ def happen(world: World, event: int, now: int) -> None:
 
 
 def run(world: World) -> int:
-    """Simulates a step to its end.
+    """Simulates a step from the state in ``world`` to its end.
 
     Returns ``DONE_ALL``, ``DEADLOCK``, or ``NOT_READY`` plus a rank.
     """

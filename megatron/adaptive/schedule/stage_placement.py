@@ -73,7 +73,7 @@ class Placement:
         return chunk * self.num_ranks + (self.num_ranks - 1 - rank if turned else rank)
 
     def locate(self, stage: int) -> tuple[int, int]:
-        """Returns the ``(rank, chunk)`` that a stage is assigned to.
+        """Returns the ``(rank, chunk)`` to which ``stage`` is assigned.
 
         Raises:
             ScheduleError: The stage is out of range.

@@ -128,7 +128,7 @@ class Widths:
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
     def route(self, rank: int, to_stage: int, microbatch: int) -> tuple[int, int]:
-        """Returns the rank of another stage that runs a given microbatch.
+        """Returns the rank that runs a microbatch on another stage.
 
         Args:
             rank: Rank with the microbatch to look up.
@@ -186,12 +186,12 @@ class Widths:
 
 
 def chosen(sizes: Sequence[int] | None) -> Widths | None:
-    """Returns the widths if they differ, or ``None`` if all stages have the same width."""
+    """Returns ``sizes`` as Widths, or ``None`` if all stages have the same width."""
     return Widths(tuple(sizes)) if sizes is not None and len(set(sizes)) > 1 else None
 
 
 def placement_of(widths: Widths) -> Placement:
-    """Returns the assignment of stages to ranks of a pipeline with one replica per stage."""
+    """Returns the placement of a pipeline that has one replica of each stage in ``widths``."""
     return Placement(num_ranks=widths.num_stages, num_chunks=1)
 
 

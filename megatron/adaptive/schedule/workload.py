@@ -31,7 +31,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 PS_PER_S = 10**12
 """Number of picoseconds per second."""
 _LONGEST_S = 10**5
-"""Maximum time in seconds, and maximum factor."""
+"""Maximum time in seconds, and also the maximum factor."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
@@ -191,7 +191,7 @@ class Workload:
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches of the step, each of one or several slices."""
+        """Returns the number of microbatches of the step, regardless of their numbers of slices."""
         if not isinstance(self.num_slices, int):
             return len(self.num_slices)
         items: int = self.durations_ps.shape[2]
@@ -205,7 +205,7 @@ def work_of_items(
     links: Mapping[tuple[int, int], Link],
     num_slices: SliceCounts,
 ) -> Workload:
-    """Returns the durations of a step from given durations of its actions.
+    """Returns the workload of a step, given the durations of its actions in ``seconds``.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
