@@ -266,7 +266,7 @@ class Follower(Agreement):
         self._step = -1
         self._is_static = True
         self._reported: set[Action] = set()
-        self._has_ended = False  # True if no more reports can be sent
+        self._has_ended = False  # This becomes True when no more reports can be sent.
         self._is_closed = False
         completions.listen(self._hear)
 

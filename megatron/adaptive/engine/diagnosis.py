@@ -92,7 +92,7 @@ class RunningDiagnosis:
             return
         try:
             self._process.wait(_LAST_S)
-        except subprocess.TimeoutExpired:  # a diagnosis must not delay the end of the job
+        except subprocess.TimeoutExpired:  # A diagnosis must not delay the end of the job.
             self._process.kill()
             self._process.wait()
         self._take(self._process)
@@ -112,7 +112,7 @@ class RunningDiagnosis:
             )
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         except OSError:
-            return  # after_iteration tries again after the next iteration
+            return  # ``after_iteration`` tries again after the next iteration.
         self._next = last + 1
 
     def _take(self, ended: subprocess.Popen[bytes]) -> None:

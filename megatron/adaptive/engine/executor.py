@@ -193,7 +193,7 @@ class Executor:
         self._log: StepLog | None = None
 
     def record_to(self, recorder: Recorder | None) -> None:
-        """Stores the spans of later steps in another recorder; ``None`` turns tracing off."""
+        """Stores the spans of later steps in ``recorder``, or stops tracing if it is ``None``."""
         self._recorder = recorder
 
     @property
@@ -220,7 +220,7 @@ class Executor:
             return {}
         finished = len(launched)
         if launched and not self._clock.is_passed(launched[-1].end):
-            finished -= 1  # the device is still running this action
+            finished -= 1  # The device is still running this action.
         kinds = tuple(ActionKind)
         chunks = self._num_chunks
         fields: dict[str, Any] = {"doing": "wait", "held_bytes": self._held_bytes}
@@ -272,7 +272,8 @@ class Executor:
         for action in state.lacking():
             if due is not None and action not in due:
                 continue
-            if action in self._inputs:  # it has arrived here, but not on all members of the group
+            # The input has arrived here, but not on all members of the group.
+            if action in self._inputs:
                 continue
             source = self._placement.source_of(action.kind, self._pp_rank, action.chunk)
             if source is None or source[0] == self._pp_rank:
@@ -489,7 +490,7 @@ class Executor:
         kind = action.kind
         target = self._targets[kind][action.chunk]
         if target is None:
-            return 0  # no stage needs the loss, or the input gradient of the first stage
+            return 0  # No stage needs the loss, or the input gradient of the first stage.
         if tensor is None:
             raise ScheduleError(
                 f"{action.label(state.num_slices)} on rank {self._pp_rank} of the pipeline "
@@ -561,7 +562,7 @@ class Executor:
                 item.take(), item.nbytes, item.peer, arrived_ns, is_exact
             )
         elif step != self._step:
-            return  # outdated notice from an earlier step
+            return  # This is an outdated notice from an earlier step.
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
 
@@ -585,7 +586,7 @@ class ActivationMeter:
         self._bytes: dict[int, int] = {}
 
     def bytes_of(self, chunk: int) -> int:
-        """Returns the size in bytes for a microbatch, or 0 before the first forward pass."""
+        """Returns the measured activation size of ``chunk`` in bytes per microbatch, or 0."""
         return self._bytes.get(chunk, 0)
 
     def measure(

@@ -101,7 +101,7 @@ class KernelRecorder:
         self._file.close()
 
     def _stop(self) -> Any:
-        """Stops and returns the profiler, which waits for the device, or returns ``None``."""
+        """Stops the profiler, which waits for the device, and returns it or ``None``."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()

@@ -184,7 +184,7 @@ class ModelGroups:
         }
 
     def connect_same_ranks(self, other: ModelGroups) -> bool:
-        """Returns whether pipeline, tensor and context groups of two models have the same ranks."""
+        """Returns whether pipeline, tensor and context groups of ``other`` have the same ranks."""
         pairs = ((self.pp, other.pp), (self.tp, other.tp), (self.cp, other.cp))
         return all(has_same_ranks(group, twin) for group, twin in pairs)
 

@@ -129,7 +129,7 @@ class Orders:
 
     @property
     def weight_pieces(self) -> int:
-        """Returns the number of W actions per weight gradient, or 0 if there are none."""
+        """Returns the number of W actions per weight gradient, or 0 if there are no W actions."""
         return self._chosen.weight_pieces
 
     def recut(self, num_slices: SliceCounts) -> None:
@@ -147,7 +147,8 @@ class Orders:
             return
         if num_slices != len(self._shares):
             self._shares = (1 / num_slices,) * num_slices
-        if num_slices != self._chosen.num_slices:  # use() may have set a candidate for any number
+        # ``use`` may have set a candidate with any number of slices.
+        if num_slices != self._chosen.num_slices:
             self._chosen = replace(self._chosen, num_slices=num_slices)
 
     def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:

@@ -1,4 +1,4 @@
-"""Represents a process in its job: its device, small messages to all ranks, and closing the job."""
+"""Represents a process in its job, with its device, small messages to all ranks, and cleanup."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class Job:
         All ranks must call this method.
         """
         if not self.owns_process_group:
-            dist.barrier()  # afterwards, no rank is waiting in one of these groups
+            dist.barrier()  # After the barrier, no rank is waiting in one of these groups.
         self._end(with_groups=True)
 
     def _end(self, *, with_groups: bool) -> None:
@@ -253,7 +253,7 @@ class Job:
         if is_alone():
             return True
         store = dist.distributed_c10d._get_default_store()
-        if store is None:  # the MPI backend has no store
+        if store is None:  # The MPI backend has no store.
             return False
         key = f"{_FAILED_SETUPS}/{self.control_group.group_name}"
         deadline_s = time.monotonic() + _FAILED_TOGETHER_S
@@ -262,7 +262,7 @@ class Job:
             while count < self.environment.world_size and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
                 count = store.add(key, 0)
-        except (RuntimeError, OSError):  # the process that serves the store has exited
+        except (RuntimeError, OSError):  # The process that serves the store has exited.
             return False
         return bool(count >= self.environment.world_size)
 

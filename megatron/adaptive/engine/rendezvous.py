@@ -118,7 +118,7 @@ def within(
     def run() -> None:
         try:
             answers.put((action(), None))
-        except BaseException as error:  # raised again in the waiting thread
+        except BaseException as error:  # The waiting thread raises this error again.
             answers.put((None, error))
 
     threading.Thread(target=run, name="meeting", daemon=True).start()
@@ -195,7 +195,7 @@ def _serve(environment: Environment, end_s: float) -> Any:
     port = environment.master_port
     left_s = max(1.0, end_s - time.monotonic())
     if port is not None:
-        with contextlib.suppress(OSError):  # a wrong port is reported later, when ranks connect
+        with contextlib.suppress(OSError):  # A wrong port is reported later, when ranks connect.
             reach(address, port, end_s, only_look_up=True)
             listener = bind(address, port)
             return dist.TCPStore(

@@ -248,7 +248,7 @@ class ScheduleRecord:
         return codes
 
     def cut(self, num_slices: int) -> ScheduleRecord:
-        """Returns a record that is converted to a different number of slices."""
+        """Returns this record after conversion to ``num_slices`` slices per microbatch."""
         if num_slices == self.shape.slices:
             return self
         record = ScheduleRecord(replace(self.shape, slices=num_slices), self._source)
@@ -338,7 +338,7 @@ class Recording:
         Args:
             group: Gloo group that contains all recording ranks, for example the group of all ranks.
         """
-        # imported here because reading a record does not require torch
+        # torch is imported only here because reading a record does not require torch.
         import torch.distributed as dist
 
         first = dist.get_process_group_ranks(group)[0]
@@ -383,7 +383,7 @@ class Replay:
         self._policies: dict[Codes, Follow] = {}
 
     def begin(self, step: int) -> None:
-        """Sets the index of the training step that :meth:`policy` is for."""
+        """Sets the index of the training step for which :meth:`policy` returns a policy."""
         self._step = step
 
     def policy(self, num_microbatches: int) -> Follow:

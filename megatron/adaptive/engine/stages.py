@@ -216,8 +216,8 @@ class MegatronStages(SplitStages):
         pp_rank: Pipeline rank of this process.
         num_microbatches: Number of microbatches in the step.
         groups: Process groups of megatron-core for the step.
-        meter: Meter of the size of each chunk's activations, which is measured in its first forward
-            pass.
+        meter: Object that measures the size of each chunk's activations, in the chunk's first
+            forward pass.
         forward_only: Whether the step is an evaluation, which keeps nothing for backward passes.
         collect_non_loss_data: Argument for megatron-core's forward step.
         first_val_step: Argument for megatron-core's forward step.
@@ -266,7 +266,8 @@ class MegatronStages(SplitStages):
         # The last backward pass of a chunk processes the first slice of the last microbatch.
         last_item = item_count(self.num_microbatches, self._count) - 1
         self._last_backward = last_item - place_of(last_item, self._count).part
-        # Input and output of each forward pass whose backward pass has not run, by (chunk, item).
+        # ``_kept`` contains the input and output of each forward pass whose backward pass has not
+        # run yet, by (chunk, item).
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
         self._backward_rest = (*kind, self.config)
@@ -371,7 +372,7 @@ class MegatronStages(SplitStages):
         return self._sized(super().retained_bytes(chunk, microbatch), microbatch, key)
 
     def _meter_key(self, chunk: int, item: int) -> int:
-        """Returns the key with which the meter stores the size of an item's slice in a chunk.
+        """Returns the key with which ``meter`` stores the size of an item's slice in a chunk.
 
         Each slice is measured, because later slices may store more attention scores per token.
         """
@@ -398,7 +399,7 @@ class MegatronStages(SplitStages):
 
 
 class ForwardBackward:
-    """Runs the forward and backward passes of a step. Called like megatron-core's function.
+    """Runs the passes of a step, with the interface of megatron-core's function.
 
     Args:
         executor: Executor that runs this rank's steps.
@@ -433,9 +434,9 @@ class ForwardBackward:
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
         self._measured: dict[int, int] = {}
-        # Number of token positions in the measured microbatch.
+        # This is the number of token positions in the measured microbatch.
         self._measured_size = 0.0
-        # Mean microbatch size in the last step, relative to the measured microbatch.
+        # This is the mean microbatch size in the last step, relative to the measured microbatch.
         self._mean_size = 1.0
 
     def __call__(
@@ -539,7 +540,7 @@ class ForwardBackward:
             )
 
     def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
-        """Returns each size relative to the size of the microbatch whose memory was measured."""
+        """Returns ``sizes`` relative to the size of the microbatch whose memory was measured."""
         if sizes is None:
             return None
         self._measured_size = self._measured_size or sizes[0]
@@ -629,5 +630,5 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 _NOTHING = contextlib.nullcontext()
-# Whether backward_step takes the model's type, which megatron-core 0.17 has removed.
+# megatron-core 0.17 has removed the model's type from the parameters of ``backward_step``.
 _TAKES_TYPE = "model_type" in inspect.signature(backward_step).parameters

@@ -80,11 +80,12 @@ class StepLog:
         self._policy = policy
         self._num_chunks = num_chunks
         self._rows: list[SpanRow] = []
-        self._since_ns = 0  # start of the current wait, 0 if the rank is not waiting
+        # This is the start of the current wait, or 0 if the rank is not waiting.
+        self._since_ns = 0
         self._until_ns = 0
         self._cause = _INPUT
         self._waker = -1
-        self._by_group = False  # True if a notice from another group member ended the wait
+        self._by_group = False  # This is True if a notice from another group member ended the wait.
 
     def now_ns(self) -> int:
         """Returns the current time of the host's monotonic clock, in nanoseconds."""
@@ -100,7 +101,7 @@ class StepLog:
         return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
 
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Records the begin of a wait because no action can start.
+        """Records that a wait begins, because no action can start.
 
         Does nothing if the rank is already waiting.
         """
@@ -126,7 +127,7 @@ class StepLog:
             return
         self.wait_begins(asked_ns, state)
         if self._cause == _ORDER:
-            self._cause = _GROUP  # an action was ready here, so only the group caused the wait
+            self._cause = _GROUP  # An action was ready here, so only the group caused the wait.
         self._until_ns = now_ns
         self._waker = -1
         self._by_group = True
@@ -147,7 +148,7 @@ class StepLog:
             cause = self._cause
             waker = peer
             if self._by_group and peer >= 0 and arrived_ns <= self._since_ns:
-                cause = _GROUP  # the input had arrived here, but not on all members
+                cause = _GROUP  # The input had arrived here, but not on all members.
             if peer < 0 or cause == _GROUP:
                 waker = self._waker
             self._rows.append(

@@ -40,7 +40,7 @@ from megatron.adaptive.trace.machine_counters import MachineCounters
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
-if TYPE_CHECKING:  # the import loads megatron-core, which may not be installed for other programs
+if TYPE_CHECKING:  # This import loads megatron-core, which may not be installed for other programs.
     from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.expert_load import ExpertLoad
     from megatron.adaptive.engine.kernel_recorder import KernelRecorder
@@ -88,10 +88,13 @@ class Tracing:
             closed with the trace.
 
     Attributes:
-        experts: Meter of the load of this rank's experts, or ``None`` if the load is not measured.
-        layers: Meter of the times of this rank's layers, or ``None`` if these are not measured.
-        collectives: Meter of this rank's collectives, or ``None`` if these are not measured.
-        kernels: Recorder of this rank's kernels, or ``None`` if these are not recorded.
+        experts: Object that measures the load of this rank's experts, or ``None`` if the load is
+            not measured.
+        layers: Object that measures the times of this rank's layers, or ``None`` if these are not
+            measured.
+        collectives: Object that measures this rank's collectives, or ``None`` if these are not
+            measured.
+        kernels: Object that records this rank's kernels, or ``None`` if these are not recorded.
     """
 
     def __init__(
@@ -108,8 +111,8 @@ class Tracing:
         self.layers: LayerSums | None = None
         self.collectives: CollectiveMeter | None = None
         self.kernels: KernelRecorder | None = None
-        self._traced: _Iteration | None = None  # current iteration if it is traced
-        self._iteration = _Iteration()  # current or last iteration, traced or not
+        self._traced: _Iteration | None = None  # This is the current iteration if it is traced.
+        self._iteration = _Iteration()  # This is the current or the last iteration, traced or not.
         self._doing = ""
         self._in_step = False
         self._begun_ns = 0
@@ -180,7 +183,7 @@ class Tracing:
                 self._counters.begin()
 
     def end_iteration(self) -> None:
-        """Ends the iteration. Spans until the begin of the next iteration still belong to it."""
+        """Ends the iteration. Spans before the next iteration begins still belong to it."""
         self._in_step = False
         if self.recorder is None:
             return
@@ -270,7 +273,7 @@ class Tracing:
         if self.recorder is None:
             return
         for last in self._unresolved[-1:]:
-            self._clock.wait(last.end)  # all earlier spans have ended by then
+            self._clock.wait(last.end)  # All earlier spans have ended by then.
         self._resolve()
         if self.collectives is not None:
             self.collectives.close()

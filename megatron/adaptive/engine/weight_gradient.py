@@ -128,7 +128,8 @@ class EmbeddingCall(LayerCall):
 
     Attributes:
         weight: Weight ``[rows, width]``.
-        padding_idx: Index of the padding row, which gets no gradient, or -1 if there is none.
+        padding_idx: Index of the padding row, which gets no gradient, or -1 if there is no padding
+            row.
         scale_grad_by_freq: Whether to divide the gradient of a row by its number of occurrences, as
             in torch.
         by_index: Whether to look up rows by indexing, whose backward pass is deterministic on a
@@ -290,16 +291,17 @@ class WeightGradientStore:
     def __init__(self) -> None:
         self.active = False
         self.num_slices: SliceCounts = 1
-        # Set by layers whose cost differs between microbatches and ranks, such as experts.
+        # Layers whose cost differs between microbatches and ranks, such as experts, set this to
+        # True.
         self.is_uneven = False
         self._collected: list[_Task] | None = None
         self._last_collected = -1
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # Number of units in each piece of the last microbatch, with a key of the number of units,
-        # the number of pieces and a shape. Later microbatches with an equal key are split in the
-        # same way.
+        # ``_cut`` contains the number of units in each piece of the last microbatch. Its key is the
+        # number of units, the number of pieces and a shape. Later microbatches with an equal key
+        # are split in the same way.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
@@ -564,6 +566,6 @@ def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> 
         store: Store of the layer's chunk.
     """
     anchor = None if inputs.requires_grad else store.anchor(call.weight.device)
-    function: Any = _Defer  # torch declares no types for apply()
+    function: Any = _Defer  # torch declares no types for ``apply``.
     output: torch.Tensor = function.apply(inputs, anchor, call, store)
     return output
