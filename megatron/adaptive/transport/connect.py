@@ -378,7 +378,7 @@ class Connector:
         return kind.open(opening) if name in BUILT_IN else open_own(kind, opening)
 
     def kind(self, name: str) -> TransportKind:
-        """Returns the declaration of the transport with this name."""
+        """Returns the declaration of the transport called ``name``."""
         return transport_kind(name)
 
 
@@ -399,7 +399,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns (peer, text about how GPU tensors are copied) for the channels that report this."""
+    """Returns each peer and a text on how its GPU tensors are copied, if its channel reports it."""
     paths = []
     for peer in peers:
         info = node.info(peer)

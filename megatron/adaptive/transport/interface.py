@@ -119,15 +119,15 @@ class Arrival:
     """A received message, whose payload can be taken.
 
     Attributes:
-        label: Step and action that the message is the input of.
+        label: Step and action for which the message is the input.
         peer: Global rank of the sender.
         nbytes: Size of the payload in bytes.
         arrived_ns: Time at which the receive completed, by ``time.monotonic_ns``, or ``None`` if
             the peer writes directly to this rank's memory, so that no thread notices the arrival.
     """
 
-    # Empty slots, because a class with slots cannot be combined with the arrival class of the C++
-    # extension.
+    # The slots are empty, because a class with slots cannot be combined with the arrival class of
+    # the C++ extension.
     __slots__ = ()
 
     label: Label
@@ -171,7 +171,7 @@ class Notice:
     """Reports that a message has arrived on another rank of the decision group.
 
     Attributes:
-        label: Step and action that the message is the input of.
+        label: Step and action for which the message is the input.
         peer: Global rank that received the message.
     """
 
@@ -247,7 +247,7 @@ class CompletionQueue:
 
 
 def delivered(item: Item | Exception) -> Item:
-    """Returns an item of the completion queue, or raises it if it is the error of a channel."""
+    """Returns ``item``, or raises it if it is the error of a channel."""
     if isinstance(item, Exception):
         raise item
     return item
@@ -260,7 +260,7 @@ KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 """Code of each kind of action in messages."""
 
 MAX_DIMENSIONS = 7
-_MAGIC = 0x4D41_5031  # "MAP1"
+_MAGIC = 0x4D41_5031  # This number is "MAP1" in ASCII.
 _END = -1
 _VARIANT_SHIFT = 8
 
@@ -340,7 +340,7 @@ class Label:
 
     Attributes:
         step: Index of the step.
-        action: Action that the message is the input of.
+        action: Action for which the message is the input.
         num_slices: Number of slices of each microbatch, for the name of the action in errors. It is
             only known to the sender, and ignored in comparisons.
     """

@@ -24,8 +24,9 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 from megatron.adaptive.transport.interface import Completions, Endpoint, Transport
 
 Gather = Callable[[Any], list[Any]]
-"""Function that takes this rank's value and returns the values of all ranks, which must all call
-it.
+"""Function that takes this rank's value and returns the values of all ranks.
+
+All ranks must call this function.
 """
 
 _TRANSPORT = ("name", "completions", "send", "reserve", "describe_links", "flush", "close")
@@ -58,7 +59,7 @@ class Payloads:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """The facts about a rank that determine which transports the rank can use.
+    """Describes the properties of a rank that determine which transports it can use.
 
     Attributes:
         device: Device that the rank computes on.
@@ -209,14 +210,14 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
         raise
     except AdaptiveError as error:
         failure = str(error)
-    except Exception as error:  # a user's class may raise any exception
+    except Exception as error:  # A user's class may raise any exception.
         failure = f"{line_of_error(error)} raised {type(error).__name__}: {error}"
     exchange(None, None if failure is None else f"{where}: {failure}")
     return part
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a text about the missing members of a user's transport, or ``None``."""
+    """Returns a text about missing members of a user's transport, or ``None`` if it is complete."""
     if transport is None and not peers:
         return None
     missing = [name for name in _TRANSPORT if not hasattr(transport, name)]

@@ -52,10 +52,10 @@ _MARGIN_S = 1.0
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# Replaces a set of silent ranks if the store does not reply. Rank 0 or the launcher serves the
-# store.
+# This value is passed instead of a set of silent ranks if the store does not reply. The store runs
+# on rank 0 or in the launcher.
 _STORE = frozenset({-1})
-# Prefix of a notice that the user has already seen, so that it is not shown again.
+# The user has already seen a notice with this prefix, so it is not shown again.
 _SHOWN = "told: "
 
 
@@ -416,12 +416,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns the seconds since an unanswered call to the store, or 0 if there is none."""
+        """Returns the seconds for which a call to the store has been unanswered, otherwise 0."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which ``ranks`` left, and the notice of a lost rank; ``None`` without a reply."""
+        """Returns which ``ranks`` left and any notice of a loss, or ``None`` without a reply."""
 
         def look(store: dist.Store) -> tuple[set[int], str | None]:
             return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)

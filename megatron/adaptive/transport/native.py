@@ -340,7 +340,7 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        # Class of the items that can be returned as is, without calling _open().
+        # Items of this class can be returned as they are, without calling _open().
         self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
@@ -385,7 +385,7 @@ class NativeQueue:
         return item if type(item) is self._ready else self._open(item)
 
     def stop(self) -> None:
-        """Stops the thread of :meth:`listen`, if there is one."""
+        """Stops the thread that :meth:`listen` started, if it is running."""
         thread = self._thread
         self._thread = None
         if thread is not None:

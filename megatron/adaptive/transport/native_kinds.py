@@ -166,7 +166,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, ...], str]:
-    """Returns the active RDMA ports of this node, and the reason if there are none.
+    """Returns the active RDMA ports of this node, and the reason if there are no active ports.
 
     Args:
         module: Python module of the C++ extension.

@@ -103,7 +103,7 @@ def _reason(kind: str, missed: list[str]) -> str:
 
 
 def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
-    """Returns lines of text about the choices. Pairs with the same choice share a line."""
+    """Returns log lines about ``choices``. Pairs with the same choice share a line."""
     lines = []
     for choice in dict.fromkeys(choices.values()):
         pairs = [f"{low}-{high}" for (low, high), kind in sorted(choices.items()) if kind == choice]
