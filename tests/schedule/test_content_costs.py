@@ -28,12 +28,12 @@ def rows_of(seed: int, count: int) -> list[Numbers]:
 
 
 def dot(factors: Numbers, row: Numbers) -> float:
-    """Returns the sum of the numbers, each multiplied by its factor."""
+    """Returns the dot product of ``factors`` and ``row``."""
     return sum(a * b for a, b in zip(factors, row, strict=True))
 
 
 def test_a_stage_learns_what_its_time_depends_on() -> None:
-    """Uses three stages that depend on different numbers, with noisy times."""
+    """Checks that the costs of three stages are fitted to noisy times."""
     truths = [(0.0, 0.0, 3e-9, 2e-4), (2e-6, 0.0, 0.0, 0.0), (1e-6, 1e-9, 0.0, 1e-4)]
     placement = Placement(num_ranks=3, num_chunks=1, kind="loop")
     costs = ContentCosts(placement, (1, 1, 1), [StageFit(4)] * 3)

@@ -13,7 +13,7 @@ import pytest
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Measured, Size, deal
 from tests.support.sliced_run import SlicedRun
 
-# Milliseconds per microbatch, per token and per pair of tokens, for two pipeline ranks.
+# Each pipeline rank takes this many milliseconds per microbatch, per token and per pair of tokens.
 COSTS = ((5.0, 0.02, 1e-5), (3.0, 0.02, 1e-5))
 
 
