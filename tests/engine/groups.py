@@ -129,7 +129,7 @@ class Member:
     pace: float
     resume: Callable[[], None] = lambda: None
     is_waiting: bool = False
-    met: int = 0  # number of exchanges begun
+    met: int = 0  # This is the number of exchanges that have begun.
     last_word: float = 0.0
     taken: list[str] = field(default_factory=list)
 
@@ -144,7 +144,7 @@ Steps = Generator[float | None, None, Any]
 
 
 class World:
-    """Runs one case."""
+    """Runs the step of one random pipeline."""
 
     def __init__(self, case: Case, rng: random.Random) -> None:
         self.case, self.rng, self.now = case, rng, 0.0
@@ -164,7 +164,7 @@ class World:
             member.resume = partial(self._resume, member, steps)
 
     def run(self) -> str:
-        """Returns a description of the failure, or an empty string."""
+        """Runs the step, and returns a description of the failure or an empty string."""
         while self.events:
             self.now, _, event = heapq.heappop(self.events)
             event()
@@ -203,7 +203,7 @@ class World:
         pace = case.slow if tp_rank == case.size - 1 else 1.0
         return Member(rank, state, policy, agreement, queue, decisions, pace)
 
-    # Channels
+    # The following methods simulate the channels.
 
     def _at(self, delay: float, event: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + delay, next(self.numbers), event))
@@ -218,7 +218,7 @@ class World:
 
     def _publish(self, followers: range, word: int) -> None:
         for member in (self.members[rank] for rank in followers):
-            # keeps the order of the messages
+            # Messages keep their order.
             member.last_word = max(member.last_word, self.now + self._delay())
             event = partial(self._hear, member, word)
             heapq.heappush(self.events, (member.last_word, next(self.numbers), event))
@@ -231,7 +231,7 @@ class World:
         self.members[rank].completions.put(item)
         self._wake(self.members[rank])
 
-    # Members
+    # The following methods simulate the members.
 
     def _resume(self, member: Member, steps: Steps) -> None:
         delay = next(steps, -1.0)
@@ -327,7 +327,7 @@ class World:
 
 
 def failures(cases: int, seed: int = 1) -> list[str]:
-    """Runs random pipelines, and returns a description of each failure."""
+    """Runs ``cases`` random pipelines, and returns a description of each failure."""
     failed = []
     for number in range(cases):
         rng = random.Random(f"{seed}-{number}")

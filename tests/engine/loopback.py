@@ -20,7 +20,7 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
 WATCHDOG_S = 30.0
-FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # sizes of the tensors below
+FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # These are the sizes of the tensors below.
 ACTIVATION_BYTES, RETAINED_BYTES = 100, 30
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
@@ -249,7 +249,7 @@ def forward_of(step: int, microbatch: int) -> Arrival:
 
 
 def make_executor(pipeline: Ranks, *, pp_rank: int = 1, **options: Any) -> Executor:
-    """Returns another executor for a rank of the pipeline."""
+    """Returns a new executor for rank ``pp_rank`` of ``pipeline``."""
     alone = pipeline.placement.num_ranks == 1
     settings: dict[str, Any] = {"timeout_s": WATCHDOG_S, **options}
     return Executor(

@@ -100,7 +100,8 @@ class Member:
         self.group = dist.new_group(self.ranks, backend="gloo")
         self.module = extension.require("this test") if argument == "memory" else None
         self.made: list[Any] = []
-        self.transport = Loopback(-1, {-1: CompletionQueue()})  # drops sent messages
+        # This transport drops all messages that are sent.
+        self.transport = Loopback(-1, {-1: CompletionQueue()})
 
     def stop_request(self) -> StopRequest:
         return StopRequest(float(self.argument.split(",")[self.rank]))
@@ -119,8 +120,8 @@ class Member:
 def agree(member: Member) -> dict[str, Any]:
     """Sends each member its inputs in a different order; the last member gets them one by one.
 
-    Steps 0 and 1 use unsplit backward passes, steps 2 and 3 split ones, and steps 4 and 5 a static
-    order.
+    Steps 0 and 1 use unsplit backward passes, steps 2 and 3 use split backward passes, and steps 4
+    and 5 use a static order.
     """
     agreement = member.agreement()
     arrived_ns: dict[str, int] = {}
@@ -162,13 +163,13 @@ def agree(member: Member) -> dict[str, Any]:
 
 
 def words_of(agreement: Any) -> int | None:
-    """Returns how many numbers were sent through the decision channel, if this is known."""
+    """Returns how many numbers the decision channel has sent, or ``None`` if this is unknown."""
     log = getattr(agreement._decisions, "_log", None)
     return None if log is None else getattr(log, "published", None) or log.position
 
 
 def lacking(member: Member) -> list[str]:
-    """Withholds one input from a follower."""
+    """Runs a step in which a follower lacks an input, and returns the error of this member."""
     agreement = member.agreement()
     for message in inputs(0, 0):
         if member.rank == 0 or str(message.label.action) != "F0-1":
@@ -179,7 +180,7 @@ def lacking(member: Member) -> list[str]:
 
 
 def broken(member: Member) -> list[str]:
-    """Fails a channel of the last follower while it waits for a decision."""
+    """Runs a step in which a channel of the last follower breaks, and returns the error."""
     agreement = member.agreement()
     executor = make_executor(member.transport, agreement)
     if member.rank == member.size - 1:
@@ -191,7 +192,7 @@ def broken(member: Member) -> list[str]:
 
 
 def many(member: Member) -> dict[str, Any]:
-    """Sends more values than fit, to readers of different speed, and then stops sending."""
+    """Sends more values than fit into a channel, to readers of different speed, and then stops."""
     values = [number * number << 20 | number for number in range(600)]
     writer, readers = member.channels()
     if member.rank == 0:
@@ -327,7 +328,7 @@ def main() -> None:
     member = Member(argument, dist.get_rank(), dist.get_world_size())
     result = PROGRAMS[program](member)
     (Path(folder) / f"{member.rank}.json").write_text(json.dumps(result))
-    if program not in ("broken", "lost"):  # these two wait until another process exits
+    if program not in ("broken", "lost"):  # These two programs wait until another process exits.
         dist.barrier()
     # A receive that timed out breaks gloo's connections, so exit without closing these.
     sys.stdout.flush()

@@ -44,7 +44,7 @@ Order = Sequence[tuple[Any, ...]]
 
 @contextlib.contextmanager
 def job() -> Iterator[None]:
-    """Provides process groups and random states of megatron-core within its body."""
+    """Provides process groups and random states of megatron-core inside the context."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)

@@ -171,9 +171,9 @@ def label_of(word: int) -> Label:
 
 def test_each_input_of_the_step_is_reported_once() -> None:
     reports, queue = Paper(), CompletionQueue()
-    queue.put(message(0, 0))  # before the follower has started
+    queue.put(message(0, 0))  # This input arrives before the follower exists.
     follower = Follower(Paper(), reports, queue, 1.0)
-    queue.put(message(0, 1))  # before the step begins
+    queue.put(message(0, 1))  # This input arrives before the step begins.
     follower.begin(0, is_static=False)
     queue.put(message(0, 2))
     queue.put(message(1, 0))

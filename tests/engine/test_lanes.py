@@ -51,7 +51,8 @@ class Exchanging(Writing):
                 answer = torch.empty_like(rows)
                 dist.all_to_all_single(answer, rows)
                 assert torch.equal(answer, rows)
-                dist.all_to_all_single(answer[0], rows[0])  # no rows, so the lane keeps its turn
+                # This tensor has no rows, so the lane keeps its turn.
+                dist.all_to_all_single(answer[0], rows[0])
 
 
 def run(policy: Policy, fails: str = "", **options: Any) -> tuple[Exchanging, Executor]:

@@ -96,7 +96,7 @@ def test_a_disk_that_was_full_costs_lines_and_not_the_rest(
     file.iteration(1, {}, is_logged=True)
     size = (tmp_path / PROGRESS_NAME).stat().st_size
     with no_file_grows_beyond(size + 9):
-        for iteration in (2, 3, 4):  # the first write is truncated
+        for iteration in (2, 3, 4):  # The first write is truncated.
             file.iteration(iteration, {}, is_logged=True)
     file.iteration(5, {}, is_logged=True)
     file.close()

@@ -257,6 +257,6 @@ def test_a_record_of_slices_is_repeated_and_cut_for_another_number(
                 orders=tuple(orders),
                 num_slices=slices,
             )
-            validate(schedule)  # each action once, and no deadlock
+            validate(schedule)  # Check that each action runs once, without a deadlock.
             if slices == recorded:
                 assert schedule.orders == ran.to_schedule("ran").orders
