@@ -92,11 +92,11 @@ def label(number: int) -> Label:
 
 
 def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
-    """Returns the names of the events within the ``record_function`` with this name.
+    """Returns the names of the events within the ``record_function`` called ``mark``.
 
     The profiler itself synchronizes when it stops.
     """
     events: list[Any] = list(profile.events())
     ranges = [event.time_range for event in events if event.name == mark]
-    inside = min(ranges, key=lambda event: event.start)  # the longer range belongs to the device
+    inside = min(ranges, key=lambda event: event.start)  # The longer range belongs to the device.
     return {event.name for event in events if inside.start <= event.time_range.start <= inside.end}

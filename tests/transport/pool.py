@@ -58,7 +58,7 @@ class Pool:
         return all(process.is_alive() for process in self._processes)
 
     def run(self, program: str, num_ranks: int, **arguments: Any) -> list[Any]:
-        """Runs a program on the first workers, and returns the result of each rank."""
+        """Runs ``program`` on the first ``num_ranks`` workers, and returns their results."""
         self.start(program, range(num_ranks), **arguments)
         return [self.result(rank) for rank in range(num_ranks)]
 
@@ -87,7 +87,7 @@ class Pool:
             self.stop()
             raise AssertionError(f"worker {worker} exited: {self.text(worker)}") from None
         if kind == "failed":
-            self.stop()  # its peers are blocked
+            self.stop()  # The peers of this worker are blocked.
             raise AssertionError(f"worker {worker} failed:\n{value}")
         return value
 

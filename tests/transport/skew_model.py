@@ -260,5 +260,5 @@ def _orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def standing_still(shape: Shape, seeds: int) -> int:
-    """Returns the number of seeds with which a job deadlocks."""
+    """Returns the number of seeds, from 0 to ``seeds - 1``, with which a job deadlocks."""
     return sum(Job(shape, seed).stands_still() for seed in range(seeds))

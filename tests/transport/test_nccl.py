@@ -31,7 +31,7 @@ def test_a_channel_holds_what_is_under_way(pool: Pool) -> None:
 
 
 def test_a_message_leaves_when_it_is_computed(pool: Pool) -> None:
-    """Checks this because an early receive would busy-wait on the receiver's GPU."""
+    """Checks when messages are sent, because an early receive would occupy the receiver's GPU."""
     sender, receiver = pool.run("programs.late_computation", 2)
     assert sender == ["receive-from-1", "send-to-1"]
     assert receiver == ["receive-from-0", "send-to-0"]
@@ -129,7 +129,7 @@ def test_a_finished_tensor_is_kept_for_the_stream_that_uses_it(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
 def test_a_late_tensor_parallel_rank_holds_up_nobody_for_ever(pool: Pool, schedule: str) -> None:
-    """Checks that no deadlock occurs if ranks have receives at different positions of streams."""
+    """Checks that ranks do not deadlock if one tensor-parallel rank is late."""
     first, late, *others = pool.run(
         "late_rank.train", 4, schedule=schedule, steps=6, microbatches=6, seed=1
     )
