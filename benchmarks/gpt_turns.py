@@ -49,7 +49,7 @@ _SECRET = "of the benchmark"
 
 
 def measure(kind: str, rounds: int) -> dict[str, Any]:
-    """Alternates runs of steps with and without the feature.
+    """Measures runs of steps that alternate with and without the feature.
 
     Args:
         kind: Kind of steps.
@@ -115,11 +115,11 @@ class FeatureRank(TrainingRank):
         return self.timed(lambda: self.work(is_on), self.processor_s, self.steps)
 
     def work(self, is_on: bool) -> None:
-        """Runs the steps once."""
+        """Runs the steps once, with the feature if ``is_on`` is True."""
         raise NotImplementedError
 
     def processor_s(self) -> float:
-        """Returns the CPU seconds of this rank and of the feature's own process."""
+        """Returns the CPU seconds of this rank and of the feature's separate process."""
         return time.process_time()
 
     def traced_steps(self, is_traced: bool) -> None:
@@ -203,7 +203,7 @@ class DetailedRank(FeatureRank):
         ]
         facts: dict[str, Any] = {"marker_bytes": max(sizes)}
         if self._reads_s:
-            # The counters are read at the begin and at the end of a step.
+            # The counters are read at the beginning and at the end of a step.
             read_s = 2 * statistics.mean(self._reads_s)
             facts["read_share"] = read_s / statistics.median(result["plain_s"])
         return facts

@@ -44,14 +44,14 @@ MODEL = (
 )
 MEMORY_GOAL = 0.6
 STEP_GOALS = {2: 0.8, 1: 1.05}
-"""Limit of the ratio of a sliced step to a whole step, by number of pipeline ranks."""
+"""Maximum ratio of a sliced step to a whole step, by number of pipeline ranks."""
 RANKS = 8
 FORWARD_S = 0.8
 """Duration of a forward pass of a whole sequence on an emulated rank."""
 OVER_WHOLE = {4: 1.9, 8: 1.22, 16: 1.1}
 OVER_INTERLEAVED = {8: 1.3, 16: 1.15}
 EFFICIENCY = {8: 0.95, 16: 0.97, 32: 0.98}
-"""Goals by number of sequences per step."""
+"""Minimum efficiency, by number of sequences per step."""
 ATTENTION = 0.6
 WHOLE, SLICED, INTERLEAVED = "whole", "slices", "interleaved"
 
@@ -90,7 +90,7 @@ class TrainedJob(NamedTuple):
 
 
 def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
-    """Trains for one warm-up step, and then for several measured steps."""
+    """Trains for a warm-up step and ``steps`` measured steps, and returns the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
         command += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]

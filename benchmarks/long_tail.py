@@ -34,7 +34,7 @@ from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 RANKS = 4
-MEDIAN = 64  # tokens
+MEDIAN = 64  # This is a number of tokens.
 LONGEST = 32 * MEDIAN
 SLICE_TOKENS = 2 * MEDIAN
 DOCUMENTS = 64
@@ -156,7 +156,7 @@ def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
 
 
 def long_tail(options: Any) -> Result:
-    """Measures all methods."""
+    """Runs and compares all methods."""
     seeds = list(range(1 if options.quick else 3))
     records = fork_ranks("benchmarks.long_tail", RANKS, LIMIT_S, seeds)
     by_way = {name: [record for record in records if record["way"] == name] for name in ways(0)[1]}

@@ -58,7 +58,7 @@ SCHEDULES: dict[str, Any] = {
 def make_schedule(
     name: str, stages: list[PipelineStage], num_microbatches: int, loss: Callable[..., Any]
 ) -> Any:
-    """Returns a schedule of torch on the stages of this rank."""
+    """Returns torch's schedule ``name`` for the stages of this rank."""
     kind = SCHEDULES[name]
     return kind(
         stages[0] if kind is Schedule1F1B else stages,
@@ -135,7 +135,7 @@ class StageModule(torch.nn.Module):
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Runs a microbatch.
+        """Runs the forward pass of the chunk on a microbatch.
 
         Args:
             received: Tokens ``[b, s] int64`` on the first stage, else activations ``[s, b, h]``.

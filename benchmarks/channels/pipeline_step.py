@@ -92,7 +92,7 @@ class InstantTransport:
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Delivers the gradient of each activation to the first stage; discards gradients."""
+        """Delivers the gradient of a sent activation to the first stage, and discards gradients."""
         if self._rank == 0:
             self._put(Label(label.step, Action(ActionKind.B, 0, label.action.microbatch)))
 

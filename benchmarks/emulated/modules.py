@@ -117,7 +117,7 @@ class PeerRunner:
         ]
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step. This is not timed."""
+        """Prepares a step. The time for this is not measured."""
         self.num_microbatches = draws.num_microbatches
         for chunk in self.chunks:
             chunk.prepare(work)
@@ -128,7 +128,7 @@ class PeerRunner:
         return [RankWork.fresh(number, like) for number in range(self.num_microbatches)]
 
     def finish(self) -> None:
-        """Checks the gradients of the weights. This is not timed."""
+        """Checks the gradients of the weights. The time for this is not measured."""
         for chunk in self.chunks:
             chunk.check_gradient(self.num_microbatches)
 

@@ -48,9 +48,9 @@ class Scenario:
             which all its actions share.
         length_mix: Probabilities and lengths of microbatches, used instead of ``length_sigma``. The
             mean length is 1.
-        rank_factor: Factor of the durations on the middle rank.
-        link_delay: Delay of messages on the middle link in both directions, in forward passes of a
-            whole rank.
+        rank_factor: Factor by which durations on the middle rank are multiplied.
+        link_delay: Delay of messages on the middle link in both directions, as a multiple of the
+            time of one forward pass through all stages of a rank.
     """
 
     name: str

@@ -16,10 +16,10 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Lower limit of a step's simulated time with only the drawn work, relative to the measured time.
+"""Minimum simulated time of a step with only the drawn work, divided by the measured time.
 """
 LEAST_OF_GAIN = 0.97
-"""Lower limit of a measured gain over another order, relative to the simulated gain."""
+"""Minimum measured gain over another order, divided by the simulated gain."""
 GAINS = (
     (ADAPTIVE, BASELINE, "jitter 0.3"),
     (ADAPTIVE, INTERLEAVED, "jitter 0.3"),
@@ -117,7 +117,7 @@ def make_table(
 
 
 def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
-    """Returns the median ratio of two times with the same draws, over repetitions."""
+    """Returns the median over repetitions of ``slower`` divided by ``faster``."""
     return statistics.median(slower[number] / seconds for number, seconds in faster.items())
 
 
@@ -149,7 +149,7 @@ def markdown(table: Table) -> str:
 
 
 def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
-    """Compares the steps with simulated bounds, and with fixed orders that use no more memory."""
+    """Returns rows that compare steps with simulated bounds, and rules with fixed orders."""
     rows = [_gain(table, *gain) for gain in GAINS if {(gain[0], gain[2]), gain[1:]} <= set(table)]
     of_executor = [steps for steps in table.values() if steps.competitor.engine == "ours"]
     if of_executor:

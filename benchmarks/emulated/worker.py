@@ -122,7 +122,7 @@ class Rank:
         ]
 
     def _step(self, name: str, draws: Draws) -> dict[str, float]:
-        """Runs a step, and returns its record."""
+        """Runs a step of the competitor ``name``, and returns its makespan and peak memory."""
         runner = self._runners[name]
         work = RankWork(
             runner.placement,
