@@ -135,21 +135,21 @@ def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
 
 
 def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
-    """Returns the number of slices of each microbatch as a tuple."""
+    """Returns ``num_slices`` as a tuple with the number of slices of each microbatch."""
     if isinstance(num_slices, int):
         return (num_slices,) * num_microbatches
     return num_slices
 
 
 def mean_slices(num_slices: SliceCounts) -> float:
-    """Returns the mean number of slices of a microbatch."""
+    """Returns the mean of ``num_slices``, the numbers of slices of the microbatches."""
     if isinstance(num_slices, int):
         return num_slices
     return sum(num_slices) / len(num_slices)
 
 
 def most_slices_of(num_slices: SliceCounts) -> int:
-    """Returns the largest number of slices of any microbatch."""
+    """Returns the maximum of ``num_slices``, the numbers of slices of the microbatches."""
     return num_slices if isinstance(num_slices, int) else max(num_slices)
 
 
@@ -193,7 +193,7 @@ def action_table(
 
 
 def mirrored(item: int, num_slices: SliceCounts) -> int:
-    """Returns the item at the mirrored position in its microbatch.
+    """Returns the item at the mirrored position in the microbatch of ``item``.
 
     For example, with 3 slices per microbatch, item 0 is mapped to 2, and item 2 to 0. A chunk runs
     its B and W actions in this reversed order (see ``rank_kernel``): its B with index j works on

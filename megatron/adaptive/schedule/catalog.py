@@ -242,7 +242,7 @@ def policy_names() -> tuple[str, ...]:
 
 
 def is_rule(name: str) -> bool:
-    """Returns whether a name denotes a run-time rule, which chooses actions during the step.
+    """Returns whether ``name`` is a run-time rule, which chooses actions during the step.
 
     Raises:
         ScheduleError: There is no static schedule or run-time rule with this name.
@@ -273,7 +273,7 @@ def _find_spec(name: str) -> ScheduleSpec | None:
 
 
 def splits_backward(name: str) -> bool:
-    """Returns whether a static schedule contains separate weight-gradient actions (W).
+    """Returns whether the static schedule ``name`` has separate weight-gradient actions (W).
 
     Returns False for run-time rules, because the settings of the run decide whether they use W.
 
@@ -418,7 +418,7 @@ def _unequal(name: str) -> str:
 def _orders_of_unequal(
     name: str, placement: Placement, num_slices: tuple[int, ...]
 ) -> tuple[Order, ...]:
-    """Returns the actions of a static schedule for microbatches with different numbers of slices.
+    """Returns the actions of a static schedule if ``num_slices`` differs between microbatches.
 
     Raises:
         ScheduleError: The schedule is not meant for evaluations. Only the schedule for evaluations

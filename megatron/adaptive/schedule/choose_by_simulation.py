@@ -260,12 +260,12 @@ def _fastest(
 
 
 def loop_of(candidate: Candidate) -> str:
-    """Returns a key that is shared by candidates whose simulations use the same compiled loop."""
+    """Returns a key that is equal for candidates whose simulations use the same compiled loop."""
     return candidate.name if is_rule(candidate.name) and candidate.name != ANNEALED else "fixed"
 
 
 def num_actions(candidate: Candidate, num_microbatches: int) -> int:
-    """Returns the number of actions of all ranks in a step."""
+    """Returns the number of actions of all ranks in a step of ``num_microbatches``."""
     items = candidate.placement.num_stages * num_microbatches * candidate.num_slices
     return items * (2 + candidate.weight_pieces)
 

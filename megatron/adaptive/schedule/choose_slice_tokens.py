@@ -139,7 +139,7 @@ def _terms(table: Any) -> Any:
 
 
 def _least_squares(table: Any, *, has_fixed: bool) -> Any:
-    """Returns the non-negative parts that minimize the sum of squared residuals."""
+    """Returns the non-negative parts that minimize the sum of squared residuals of ``table``."""
     terms, seconds = _terms(table), table[:, 2]
     sizes = np.maximum(np.abs(terms).max(axis=0), 1e-30)
     best, least = np.zeros(3), float(seconds @ seconds)
@@ -250,7 +250,7 @@ class _Step(NamedTuple):
         return cls(work, counts, least, tokens * mean_slices(counts))
 
     def num_actions(self, setting: Setting) -> int:
-        """Returns the number of actions of all ranks in the step."""
+        """Returns the number of actions of all ranks, with the W actions of ``setting``."""
         stages_and_items: int = self.work.durations_ps[0].size
         return stages_and_items * (2 + setting.weight_pieces)
 

@@ -92,7 +92,7 @@ def added_s(first: SliceTrial, second: SliceTrial) -> float:
 
 
 def _rows(times: StageTimes) -> list[tuple[float, ...]]:
-    """Returns the measured times of F, B and W. Each is a tuple with an entry per stage."""
+    """Returns the times of F, B and W in ``times``, each as a tuple with an entry per stage."""
     return [row for row in (times.forward_s, times.backward_s, times.weight_s) if row]
 
 
@@ -130,7 +130,8 @@ def memory_factor(num_slices: int, measured: int) -> float:
         measured: Number of slices during the measurement.
     """
     if num_slices == 1 < measured:
-        return 2.0  # With many slices, only a little more than half of the scores are kept.
+        # Only a little more than half of the scores may have been kept with many slices.
+        return 2.0
     return max(1.0, (1 + 1 / num_slices) / (1 + 1 / measured))
 
 

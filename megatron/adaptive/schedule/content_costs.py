@@ -71,11 +71,11 @@ class StageFit:
         self._products = [0.0] * count
 
     def cost(self, numbers: Numbers) -> float:
-        """Returns the predicted cost of a microbatch."""
+        """Returns the predicted cost of a microbatch that is described by ``numbers``."""
         return sum(factor * number for factor, number in zip(self.factors, numbers, strict=True))
 
     def add(self, squares: Sequence[float], products: Sequence[float]) -> None:
-        """Adds the sums of a step, computed by :func:`squares_of` and :func:`products_of`."""
+        """Adds the sums ``squares`` (:func:`squares_of`) and ``products`` (:func:`products_of`)."""
         self._squares = [
             _REMEMBERED * old + new for old, new in zip(self._squares, squares, strict=True)
         ]
@@ -178,7 +178,7 @@ class ContentCosts:
         self.stages = [StageFit(count) for _ in range(placement.num_stages)]
 
     def cost(self, numbers: Numbers) -> float:
-        """Returns the predicted cost of a microbatch, summed over all stages."""
+        """Returns the predicted cost of a microbatch described by ``numbers``, over all stages."""
         return sum(stage.cost(numbers) for stage in self.stages)
 
     def segment_costs(self) -> tuple[float, ...]:

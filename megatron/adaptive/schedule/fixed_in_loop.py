@@ -170,7 +170,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...
 def seq_1f1b(placement: Placement, num_microbatches: int, num_slices: int = 1) -> tuple[Order, ...]:
     """Returns each rank's actions under Seq1F1B with one chunk per rank.
 
-    With one slice per microbatch, the order is the same as that of 1F1B.
+    If microbatches have a single slice, the order is the order of 1F1B.
     """
     return tuple(
         order_after(warmup + num_slices - 1, num_microbatches, num_slices)
@@ -220,7 +220,7 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds a W for each B, in the order of the B actions.
+    """Adds a W for each B to the actions of all ranks, in the order of the B actions.
 
     On rank r, the W of a microbatch runs r backward passes after its B.
     """
@@ -288,7 +288,7 @@ def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, .
 
 
 def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
-    """Returns a rank's F actions and B actions, each ordered by group of microbatches."""
+    """Returns a rank's F actions and B actions, each in groups of ``size`` microbatches."""
     forwards, backwards = (
         [
             action

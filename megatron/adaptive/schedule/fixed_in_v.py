@@ -220,7 +220,7 @@ def _steady_begin(num_ranks: int) -> int:
 
 
 def _block(num_ranks: int, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
-    """Returns the slot, kind and chunk of each F and B of microbatch 0 on a rank."""
+    """Returns the slot, kind and chunk of each F and B of microbatch 0 on ``rank``."""
     # Without this gap, a B and an F would get the same slot if the number of ranks is even.
     gap = 3 if num_ranks % 2 == 0 else 0
     return (
@@ -256,7 +256,7 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
 
 def _peak(row: _Row) -> int:
-    """Returns the maximum number of microbatches that the rank holds, counted once per chunk.
+    """Returns the maximum number of microbatches in ``row`` that are held, counted per chunk.
 
     The count assumes that each weight gradient takes the first free slot.
     """

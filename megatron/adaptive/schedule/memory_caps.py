@@ -74,9 +74,9 @@ _ROUNDING = 1e-9
 # Tolerance in millionths of a microbatch. It covers 1,000 sizes that are each rounded by up to half
 # a millionth.
 _ROUNDING_PER_SUM = 500
-# Ratio of the default cap to the memory that a static schedule needs. In measurements (see
-# ``runtime_rules``), message latency made a step up to 7% longer than that of static schedules with
-# a ratio of 1.25. With 1.5, a latency of up to one forward pass of a stage cost nothing.
+# The default cap is this multiple of the memory that a static schedule needs. In measurements (see
+# ``runtime_rules``), message latency made a step up to 7% longer than with static schedules if the
+# ratio was 1.25. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5
 
 

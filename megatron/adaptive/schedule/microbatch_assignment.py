@@ -152,7 +152,7 @@ class CostFit:
         self._squares = [[_REMEMBERED * value for value in row] for row in self._squares]
 
     def add(self, sizes: Sequence[Size], measured: Measured) -> None:
-        """Adds the sizes and times of a rank's microbatches in a step.
+        """Adds the sizes and the measured times of a rank's microbatches in a step.
 
         Times are scaled before they are added, so that the pace of the rank has no effect.
         """
@@ -195,7 +195,7 @@ class CostFit:
 
 
 def _solve(rows: list[list[float]]) -> list[float] | None:
-    """Solves a symmetric system of linear equations by elimination.
+    """Solves the symmetric system of linear equations in ``rows`` by elimination.
 
     Returns ``None`` if the equations are nearly dependent.
     """
@@ -216,7 +216,7 @@ def _solve(rows: list[list[float]]) -> list[float] | None:
 class Dealer:
     """Assigns the microbatches of each step to replicas, based on the times of earlier steps.
 
-    Each rank has its own instance, and all instances compute the same assignment.
+    Each rank has an instance, and all instances compute the same assignment.
 
     Args:
         mode: ``lengths`` to balance differences in microbatch lengths, ``speed`` to balance
@@ -399,7 +399,7 @@ class Dealer:
 
 
 def _sums(sizes: Sequence[Size]) -> list[float]:
-    """Returns the number of microbatches, and the sums of their tokens and squared lengths."""
+    """Returns the number of sizes, and the sums of their tokens and squared lengths."""
     return [
         float(len(sizes)),
         sum(tokens for tokens, _ in sizes),

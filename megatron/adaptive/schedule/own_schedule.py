@@ -1,4 +1,4 @@
-"""Creates policies from users' own schedules, and checks them before the first step.
+"""Creates policies from schedules of users, and checks them before the first step.
 
 A static schedule returned by the user's function is validated. A run-time rule is tested in a
 simulated step. Every error message contains the schedule, the file and line of its function, the

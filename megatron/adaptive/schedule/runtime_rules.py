@@ -73,7 +73,7 @@ whole hint.
 
 
 def follow(s: State, hint: Sequence[int]) -> int:
-    """Returns the code of the hint's next action if it is ready, or -1.
+    """Returns the code of the next action in ``hint`` if it is ready, or -1.
 
     The limit on activations is ignored.
     """
@@ -94,7 +94,7 @@ def follow(s: State, hint: Sequence[int]) -> int:
 
 
 def deepest_ready(s: State, kind: int) -> int:
-    """Returns the code of the ready action of a kind on the deepest chunk, or -1."""
+    """Returns the code of the ready action of ``kind`` on the deepest chunk, or -1."""
     chunks = s[CHUNKS]
     for chunk in range(chunks - 1, -1, -1):
         if is_ready(s, kind, chunk):
@@ -103,7 +103,7 @@ def deepest_ready(s: State, kind: int) -> int:
 
 
 def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
-    """Returns whether the share of a chunk allows it to hold one more microbatch.
+    """Returns whether the share of ``chunk`` allows it to hold one more microbatch.
 
     A chunk holds the microbatches whose F has started and whose B has not finished. In an
     evaluation, which has no B, there is no limit. With slices, the share counts slices, and a

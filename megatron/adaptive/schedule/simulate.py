@@ -129,7 +129,7 @@ class SimResult:
         )
 
     def to_schedule(self, name: str) -> Schedule:
-        """Returns the simulated orders as a static schedule that other runs can follow."""
+        """Returns the simulated orders as a static schedule called ``name``."""
         slices = self.workload.num_slices
         assert isinstance(slices, int)  # No caller converts unequal slices into a static schedule.
         return Schedule(
@@ -265,7 +265,7 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
-    """Returns rows of different lengths as an array, padded with -1."""
+    """Returns ``rows``, which may differ in length, as an array that is padded with -1."""
     padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
