@@ -259,7 +259,7 @@ def model_parallel_groups(model_groups: ModelGroups | None = None) -> dict[str, 
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested lists and tuples."""
+    """Yields the tensors in ``values``, which may be nested lists and tuples."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -300,7 +300,7 @@ def _summary(group: _Group, iteration: int) -> GroupCollectives:
 
 
 def _chosen(count: int, iteration: int) -> list[int]:
-    """Returns the indices of the collectives to keep, evenly spread and the same on all ranks."""
+    """Returns the indices of the collectives to keep out of ``count``, equal on all ranks."""
 
     def key(number: int) -> int:
         # The top bits of a product with an odd constant depend on all bits of the number.

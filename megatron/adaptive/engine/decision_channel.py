@@ -170,7 +170,7 @@ class _MemoryEnd:
         self._describe = describe
 
     def _raise(self, lack: str, error: TransportError) -> NoReturn:
-        """Raises an error with the name of the rank that does not respond or has aborted."""
+        """Raises ``error`` with the name of the rank that does not respond or has aborted."""
         if isinstance(error, DeadlineError):
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
         if (rank := self._log.abort_reason) is not None:
@@ -271,7 +271,7 @@ def _limit(timeout_s: float) -> datetime.timedelta:
 
 @contextlib.contextmanager
 def _lost(lack: str, timeout_s: float) -> Iterator[None]:
-    """Converts errors of gloo in the block to :class:`PeerLostError`."""
+    """Converts errors of gloo inside the context to :class:`PeerLostError`."""
     try:
         yield
     except RuntimeError as error:

@@ -116,7 +116,7 @@ class RunningDiagnosis:
         self._next = last + 1
 
     def _take(self, ended: subprocess.Popen[bytes]) -> None:
-        """Reports the diagnosis of a process that has exited, unless the process failed."""
+        """Reports the diagnosis of the process ``ended``, unless the process failed."""
         self._process = None
         with self._answer as file:
             file.seek(0)
@@ -136,7 +136,7 @@ class RunningDiagnosis:
     def _note_findings(
         self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Records each finding and its gain, also in Weights & Biases if it is in use."""
+        """Records each of ``findings`` and its gain, also in Weights & Biases if it is in use."""
         notes = [
             {
                 "headline": finding["headline"],
@@ -173,5 +173,5 @@ class RunningDiagnosis:
 
 
 def _name(finding: Mapping[str, Any]) -> str:
-    """Returns the name of a finding, which stays the same in later diagnoses."""
+    """Returns a name of ``finding`` that stays the same in later diagnoses."""
     return " ".join(map(str, (finding["cause"], *finding["ranks"])))

@@ -82,7 +82,7 @@ class Stages(Protocol):
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Allows the output of a forward pass to be freed, after the transport has copied it."""
+        """Allows the output of a forward pass to be freed when the transport has copied it."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         """Returns the size in bytes of the activations that are kept for the backward pass."""

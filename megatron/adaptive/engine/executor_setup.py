@@ -206,7 +206,7 @@ def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any
 
 
 def _set_aside_earlier_run(folder: str, job: Job) -> None:
-    """Moves an earlier run's traces out of the folder. All ranks must call this function."""
+    """Moves an earlier run's traces out of ``folder``. All ranks must call this function."""
     machines = [entry["machine"] for entry in job.places]
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)

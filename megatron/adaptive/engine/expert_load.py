@@ -79,7 +79,7 @@ class ExpertLoad:
                     self._tokens.append(None)
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step by setting counts to 0. Exchanges are timed if the step is traced."""
+        """Begins a step and sets counts to 0; times exchanges if ``is_traced`` is True."""
         self._watching.close()
         self._tokens = [None] * len(self._layers)
         if is_traced and self._layers:

@@ -284,7 +284,7 @@ class Lease:
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
     def _take(self, number: int) -> bool:
-        """Makes the claim with this number.
+        """Makes the claim with number ``number``.
 
         Returns False if another process has already made the claim.
         """
@@ -414,7 +414,7 @@ def _here() -> dict[str, Any]:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Returns a process's state and its start time in clock ticks since boot, or empty strings."""
+    """Returns the state of ``pid`` and its start in clock ticks since boot, or empty strings."""
     columns = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return (columns[0], columns[19]) if len(columns) > 19 else ("", "")
 

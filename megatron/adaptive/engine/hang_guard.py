@@ -189,7 +189,7 @@ class HangGuard:
         return dist.PrefixStore("hang", store)
 
     def _carry(self, store: Any) -> None:
-        """Writes this machine's report to the store.
+        """Writes this machine's report to ``store``.
 
         Also reads the reports of the other machines if this machine makes no progress.
         """

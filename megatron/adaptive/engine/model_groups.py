@@ -190,7 +190,7 @@ class ModelGroups:
 
 
 def has_same_ranks(group: Any, other: Any) -> bool:
-    """Returns whether two process groups consist of the same ranks, in the same order."""
+    """Returns whether ``group`` and ``other`` consist of the same ranks in the same order."""
     if group is other:
         return True
     if not isinstance(group, dist.ProcessGroup) or not isinstance(other, dist.ProcessGroup):

@@ -40,7 +40,7 @@ def is_alone() -> bool:
 
 
 def gather(value: T, group: Any = None) -> list[T]:
-    """Gathers a value from each rank of a group, and returns all values by rank.
+    """Gathers ``value`` from each rank of ``group``, and returns all values by rank.
 
     All ranks of the group must call this function. The default group contains all ranks.
     """
@@ -50,7 +50,7 @@ def gather(value: T, group: Any = None) -> list[T]:
 
 
 def from_first(value: T, group: Any = None) -> T:
-    """Broadcasts the value of a group's first rank, and returns that value.
+    """Broadcasts ``value`` from the first rank of ``group``, and returns the broadcast value.
 
     All ranks of the group must call this function. The default group contains all ranks.
     """
@@ -85,7 +85,7 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
 
 
 def _broken_connection(error: BaseException) -> str | None:
-    """Returns the library's text about a broken connection, or ``None`` for any other error."""
+    """Returns the library's text about a broken connection, or ``None`` for other errors."""
     text = str(error)
     if isinstance(error, RuntimeError) and (match := _GLOO.search(text)) is not None:
         return match[1]
@@ -157,14 +157,14 @@ class Job:
         return self.environment.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Gathers a value from each rank, and returns the list of values by rank.
+        """Gathers ``value`` from each rank, and returns the list of values by rank.
 
         All ranks must call this method.
         """
         return gather(value, self.control_group)
 
     def from_first(self, value: Any) -> Any:
-        """Broadcasts the value of rank 0, and returns it on all ranks. Collective."""
+        """Broadcasts ``value`` from rank 0 and returns it. All ranks must call this method."""
         return from_first(value, self.control_group)
 
     def on_first(self, action: Callable[[], T]) -> T:
@@ -283,7 +283,7 @@ def process_groups() -> list[Any]:
 
 
 def destroy_groups(groups: Iterable[Any]) -> None:
-    """Destroys the groups that still exist, which stops their threads. All ranks must call this."""
+    """Destroys those of ``groups`` that still exist, with their threads. Call on all ranks."""
     for group in list(groups):
         if group in process_groups():
             dist.destroy_process_group(group)

@@ -66,7 +66,7 @@ class RecordShape:
         ranks: Number of pipeline-parallel ranks.
         chunks: Number of chunks per rank.
         placement: Name of the stage placement, ``loop`` or ``v``.
-        weight_pieces: Number of W actions per weight gradient, or 0 if there are none.
+        weight_pieces: Number of W actions per weight gradient, or 0 if there are no W actions.
         replicas: Number of replicas if microbatches are assigned to replicas to balance the load,
             or 0 if they are assigned round-robin.
         slices: Number of slices of each microbatch; 1 for whole microbatches. A run with a
@@ -137,7 +137,7 @@ class ScheduleRecord:
         return tuple(sorted(self._steps))
 
     def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
-        """Stores the orders of a step, one per rank.
+        """Stores the orders of ``step``, one per rank.
 
         Orders that were stored earlier for the same step are replaced.
         """
@@ -153,7 +153,7 @@ class ScheduleRecord:
         self._steps = {number: orders for number, orders in self._steps.items() if number <= step}
 
     def save(self, path: str | Path) -> None:
-        """Writes the record to a file atomically.
+        """Writes the record to ``path`` atomically.
 
         Raises:
             TraceError: The file cannot be written.
@@ -175,7 +175,7 @@ class ScheduleRecord:
 
     @staticmethod
     def load(path: str | Path) -> ScheduleRecord:
-        """Reads a record from a file.
+        """Reads a record from the file ``path``.
 
         Raises:
             ConfigError: The file does not exist, is damaged, or has a different version.
@@ -195,7 +195,7 @@ class ScheduleRecord:
             raise _damaged(path, reason) from error
 
     def require_shape(self, shape: RecordShape) -> None:
-        """Checks that a run has the recorded run's sizes, except for the number of slices.
+        """Checks that a run has the sizes of the recorded run, except for the number of slices.
 
         Raises:
             ConfigError: A size differs. The message lists all differing sizes with both values.
@@ -215,7 +215,7 @@ class ScheduleRecord:
             )
 
     def require_steps(self, first: int, last: int) -> None:
-        """Checks that the record contains a range of steps.
+        """Checks that the record contains the steps from ``first`` to ``last``.
 
         Raises:
             ConfigError: Steps are missing. The message lists the missing and the recorded steps.
@@ -324,7 +324,7 @@ class Recording:
             self._record = self._record.cut(shape.slices)
 
     def append(self, step: int, codes: Iterable[int], dealt: Shares | None = None) -> None:
-        """Records the order of a training step, as codes from ``Executor.last_codes``."""
+        """Records the order of a training step, given the codes from ``Executor.last_codes``."""
         if self._order_index is not None:
             self._pending[step] = tuple(codes), dealt
 
@@ -405,7 +405,7 @@ class Replay:
 
 
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
-    """Parses the content of a record's file.
+    """Parses ``content``, the content of a record's file.
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` if the content is damaged.
     """
@@ -438,7 +438,7 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
 
 
 def _require_whole(order: Codes, shape: RecordShape) -> None:
-    """Checks that an order contains every action of a rank exactly once."""
+    """Checks that ``order`` contains every action of a rank exactly once."""
     if not all(_is_count(code) for code in order):
         raise ValueError("an order must contain only codes")
     lanes = 3 * shape.chunks
@@ -454,7 +454,7 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
 
 
 def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
-    """Converts a rank's order to a different number of slices per microbatch.
+    """Converts a rank's order to ``num_slices`` slices per microbatch.
 
     The actions of a chunk and kind are numbered in execution order. So the action with number
     ``turn`` has the same slice on all stages, and replaces the same recorded slice on all stages.

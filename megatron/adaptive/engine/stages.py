@@ -68,13 +68,13 @@ class Slices(Protocol):
         """
 
     def tokens(self, item: int) -> int:
-        """Returns the number of tokens in an item's slice."""
+        """Returns the number of tokens in the slice of ``item``."""
 
     def begin(self, chunk: int, item: int) -> None:
-        """Sets an item's slice as the current slice, before its forward or backward pass."""
+        """Sets the slice of ``item`` as the current slice, before its forward or backward pass."""
 
     def release(self, chunk: int, item: int) -> None:
-        """Frees the tensors that a chunk keeps for the slices of an item's microbatch."""
+        """Frees the tensors that ``chunk`` keeps for the slices of the microbatch of ``item``."""
 
     def finish(self) -> None:
         """Frees all tensors kept for slices, at the end of a step or after an error."""
@@ -83,7 +83,7 @@ class Slices(Protocol):
         """Yields the tensors that the slices of the current microbatch share on its chunk."""
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the size in bytes of an item's tensors that a chunk keeps for later slices.
+        """Returns the size in bytes of tensors of ``item`` that ``chunk`` keeps for later slices.
 
         The size is 0 before the chunk's first forward pass.
         """
@@ -178,7 +178,7 @@ class GradientSync:
 
 
 def _reduces_at_last_microbatch(chunk: torch.nn.Module) -> bool:
-    """Returns whether a chunk starts reducing its gradients with the step's last microbatch.
+    """Returns whether ``chunk`` starts to reduce its gradients at the step's last microbatch.
 
     The result is False if the chunk reduces its gradients when the step is finalized. It is also
     False if the caller accumulates gradients over several steps, and has turned the reduction off
@@ -566,7 +566,7 @@ class ForwardBackward:
             stages.finish()
 
     def use(self, candidate: Candidate) -> None:
-        """Switches to another schedule or run-time rule, starting with the next step.
+        """Switches to the schedule or run-time rule ``candidate``, starting with the next step.
 
         All ranks must call this with the same candidate.
 

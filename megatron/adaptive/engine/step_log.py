@@ -92,7 +92,7 @@ class StepLog:
         return time.monotonic_ns()
 
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
-        """Returns the arrival time of an input in nanoseconds, and whether it is exact.
+        """Returns the arrival time of ``item`` in nanoseconds, and whether it is exact.
 
         If the transport does not report the arrival time, the result is the current time, which is
         exact only if the executor was waiting for the input.
@@ -115,7 +115,7 @@ class StepLog:
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """Records the arrival of an input, which may allow an action to start."""
+        """Records the arrival of ``item``, which may allow an action to start."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
@@ -137,7 +137,7 @@ class StepLog:
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, action_input: ActionInput) -> None:
-        """Records the start of an action, and the time when its input arrived."""
+        """Records the start of ``action``, and the time when its input arrived."""
         now_ns = self.now_ns()
         peer = action_input.peer
         arrived_ns = action_input.arrived_ns

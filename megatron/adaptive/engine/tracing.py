@@ -228,14 +228,14 @@ class Tracing:
     def device_span(
         self, kind: str, start: Any, end: Any, chunk: int = -1, microbatch: int = -1
     ) -> None:
-        """Traces the device's work between two marks, if the iteration is traced."""
+        """Traces the device's work from ``start`` to ``end``, if the iteration is traced."""
         if self._traced is not None:
             self._unresolved.append(
                 _DeviceSpan(self._traced, KINDS.index(kind), chunk, microbatch, start, end)
             )
 
     def around(self, kind: str, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Wraps a function so that every call is traced.
+        """Wraps ``function`` so that every call is traced as a span of ``kind``.
 
         Returns the function unchanged if tracing is off.
         """
@@ -286,7 +286,7 @@ class Tracing:
         self.recorder.close()
 
     def adopt(self, other: Tracing) -> None:
-        """Continues in the files of another trace, which must not be used afterwards.
+        """Continues in the files of ``other``, which must not be used afterwards.
 
         Call :meth:`close` first. Other objects can keep their references to this trace.
         """
@@ -452,7 +452,7 @@ def record_trace(
 
 
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
-    """Gives each forward and backward pass of a model a named range of the profiler.
+    """Gives each forward and backward pass of ``model`` a named range of the profiler.
 
     Megatron-LM and ``torch.distributed.pipelining`` use the same names.
     """
@@ -473,7 +473,7 @@ def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
 
 
 def _range(name: str) -> Callable[[], None]:
-    """Begins a named range of the profiler, and returns a function that ends the range."""
+    """Begins the range ``name`` of the profiler, and returns a function that ends it."""
     entered = profiler.record_function(name)
     entered.__enter__()
     return lambda: entered.__exit__(None, None, None)

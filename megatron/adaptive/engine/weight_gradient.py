@@ -52,11 +52,11 @@ class LayerCall:
     weight: torch.nn.Parameter
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for an input."""
+        """Returns the output of the layer for ``inputs``."""
         raise AssertionError(f"{type(self).__name__}: the layer runs its own forward")
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given the gradient of the output."""
+        """Returns the input gradient, given ``gradient``, the gradient of the output."""
         raise AssertionError(f"{type(self).__name__}: there is no gradient of the input")
 
     def weight_gradients(
@@ -93,14 +93,14 @@ class LinearCall(LayerCall):
     dtype: torch.dtype | None = None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for an input."""
+        """Returns the output of the layer for ``inputs``."""
         weight = self.weight.t() if self.turned else self.weight
         bias = None if self.bias is None else self._cast(self.bias)
         with torch.autocast(inputs.device.type, enabled=False):
             return F.linear(self._cast(inputs), self._cast(weight), bias)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given the gradient of the output."""
+        """Returns the input gradient, given ``gradient``, the gradient of the output."""
         weight = self._cast(self.weight)
         rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
         return rows.view(*gradient.shape[:-1], -1)
@@ -142,7 +142,7 @@ class EmbeddingCall(LayerCall):
     by_index: bool = False
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for an input."""
+        """Returns the output of the layer for ``inputs``."""
         return self.weight[inputs] if self.by_index else F.embedding(inputs, self.weight)
 
     def weight_gradients(
@@ -170,7 +170,7 @@ class EmbeddingCall(LayerCall):
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Adds a microbatch's gradient to ``main_grad`` if the parameter has one, else to ``grad``.
+    """Adds ``gradient`` to ``main_grad`` if the parameter has this attribute, else to ``grad``.
 
     Autograd and megatron-core's hook use the same tensor and the same operations, so the results
     are bitwise equal.
@@ -328,7 +328,7 @@ class WeightGradientStore:
         return self._anchors[device]
 
     def collect(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that collects a microbatch's weight gradients for later.
+        """Returns a context manager that collects the weight gradients of ``microbatch``.
 
         The microbatch's backward pass must run within this context.
 
@@ -349,7 +349,7 @@ class WeightGradientStore:
         return _Collecting(self)
 
     def _turn(self, item: int) -> int:
-        """Returns the position of an item in the order of backward passes, or -1 for no item."""
+        """Returns the position of ``item`` in the order of backward passes, or -1 for no item."""
         if item < 0:
             return -1
         return mirrored(item, self.num_slices)
@@ -375,7 +375,7 @@ class WeightGradientStore:
             self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keeps the tensors for a call's weight gradient. Only allowed within :meth:`collect`.
+        """Keeps the tensors for the weight gradient of ``call``, within :meth:`collect` only.
 
         Raises:
             ScheduleError: The backward pass of a deferring layer runs outside of :meth:`collect`.
