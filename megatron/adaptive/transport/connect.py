@@ -383,7 +383,7 @@ class Connector:
 
 
 def _native_kind(name: str) -> NativeKind | None:
-    """Returns the declaration of a native transport, or ``None`` for other transports."""
+    """Returns the declaration of the native transport ``name``, or ``None`` for others."""
     kind = transport_kind(name)
     return kind if isinstance(kind, NativeKind) else None
 

@@ -200,7 +200,7 @@ class GlooTransport:
                 )
 
     def _say_end(self, peer: int) -> None:
-        """Sends an end message for each receive that the peer has posted, to complete them all."""
+        """Sends ``peer`` an end message for each receive that it has posted."""
         shape = (0,) if self._shape is None else self._shape
         for _ in range(self._ahead):
             self._send(peer, None, torch.empty(shape, dtype=self._dtype))
@@ -241,7 +241,7 @@ class GlooTransport:
         self._free.append(sent.packet)
 
     def _receive(self, peer: int) -> None:
-        """Receives messages until the peer closes the channel. Runs in a receiver thread."""
+        """Receives messages until ``peer`` closes the channel. Runs in a receiver thread."""
         try:
             with self._receiving():
                 self._receive_all(peer)
@@ -251,7 +251,7 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Adds the error that broke a channel to the queue. Runs in a thread of the channel."""
+        """Adds ``error``, which broke a channel, to the queue. Runs in a thread of the channel."""
         self.completions.put(error)
 
     def _receiving(self) -> contextlib.AbstractContextManager[None]:
@@ -309,7 +309,7 @@ class GlooTransport:
         return header, payload
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Waits for the payload that belongs to a header, and returns it."""
+        """Waits for the payload that belongs to ``header``, and returns it."""
         payload = torch.empty(header.shape, dtype=header.dtype)
         if payload.numel():
             tag = 2 * (sequence % DEPTH) + 1
@@ -327,7 +327,7 @@ class GlooTransport:
 
 
 def raw(payload: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous payload, viewed as bytes if gloo and NCCL do not support its dtype."""
+    """Returns ``payload``, viewed as bytes if gloo and NCCL do not support its dtype."""
     return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)
 
 
@@ -362,7 +362,7 @@ class Packet:
             self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
     def fill(self, header: Header, payload: torch.Tensor | None) -> None:
-        """Writes the header into the packet, and copies the payload there unless it is ``None``."""
+        """Writes ``header`` into the packet, and copies ``payload`` there unless it is ``None``."""
         self._words[:] = header.words()
         if payload is not None:
             self.payload.copy_(payload)

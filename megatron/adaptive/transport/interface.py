@@ -66,7 +66,7 @@ class Endpoint:
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     def shares_cpus(self, other: Endpoint) -> bool:
-        """Returns whether both ranks may run on the same CPU of the same machine."""
+        """Returns whether this rank and ``other`` may run on the same CPU of the same machine."""
         if self.machine != other.machine:
             return False
         return not (self.cpus and other.cpus) or not set(self.cpus).isdisjoint(other.cpus)
@@ -200,7 +200,7 @@ class Completions(Protocol):
         """
 
     def put(self, item: Item | Exception) -> None:
-        """Adds an arrival, or an error that broke a channel."""
+        """Adds ``item``, which is an arrival or an error that broke a channel."""
 
     def poll(self) -> Item | None:
         """Returns the oldest item, or ``None`` if the queue is empty.
@@ -312,7 +312,7 @@ DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
-    """Returns the code and the variant that represent a dtype in messages.
+    """Returns the code and the variant that represent ``dtype`` in messages.
 
     Raises:
         TransportError: A message cannot have this dtype or this number of dimensions.

@@ -94,8 +94,7 @@ class Opening:
         timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
             messages.
         options: Transport settings of the user.
-        completions: Queue for received messages, or ``None`` if the transport creates its own
-            queue.
+        completions: Queue for received messages, or ``None`` if the transport creates a queue.
     """
 
     rank: int
@@ -128,14 +127,14 @@ class TransportKind:
         return None
 
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
-        """Returns whether ``--transport auto`` tries this transport for two ranks.
+        """Returns whether ``--transport auto`` tries this transport for ``first`` and ``second``.
 
         Swapping the two ranks must not change the result.
         """
         return True
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
-        """Returns the reason why the transport cannot connect two ranks, or ``None`` if it can.
+        """Returns the reason why two ranks cannot be connected, or ``None`` if they can.
 
         This is only called for ranks that can use the transport. Swapping the two ranks must not
         change whether the result is ``None``.
@@ -180,7 +179,7 @@ class _OpeningError(TransportError):
 
 
 def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
-    """Opens a user's own transport, and checks that it has all members of the interface.
+    """Opens a user's transport, and checks that it has all members of the interface.
 
     All ranks of the job must call this function. An error on one rank is raised on all ranks,
     unless other ranks are waiting for that rank outside of ``opening.gather``.

@@ -230,7 +230,7 @@ class Watcher:
             local.close()
 
     def _judge(self, gone: set[int]) -> None:
-        """Reports processes that have exited, except those that had called :meth:`leave`."""
+        """Reports the ranks in ``gone``, except those that called :meth:`leave` before."""
         answer = self._board.ask(gone) if self._board is not None else None
         left, notice = answer if answer is not None else (set(), None)
         if gone - left:
@@ -256,7 +256,7 @@ class Watcher:
         """Announces that a rank is lost, and exits this process after the grace period.
 
         Args:
-            fact: Text that contains which rank was lost, and how.
+            fact: Text about which rank was lost, and how.
             publish: Whether to inform the other ranks through the store.
         """
         is_shown = fact.startswith(_SHOWN)
@@ -429,7 +429,7 @@ class _Board:
         return self._call(look, _ASK_S)
 
     def publish(self, fact: str) -> None:
-        """Publishes a notice that a rank is lost, unless the store already has a notice."""
+        """Publishes ``fact``, a notice that a rank is lost, unless there already is a notice."""
 
         def put(store: dist.Store) -> None:
             if not store.check([_LOST]):
@@ -526,13 +526,13 @@ def _notice(store: dist.Store) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Returns the start time from /proc, which identifies a process, or ``None`` after its exit."""
+    """Returns the start time of ``pid`` from /proc, or ``None`` after the process has exited."""
     fields = _status(pid)
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _status(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the name, or only ``X`` after its exit."""
+    """Returns the fields of /proc/PID/stat after the name, or ``["X"]`` after the exit."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -540,7 +540,7 @@ def _status(pid: int) -> list[str]:
 
 
 def _write_line(line: str) -> None:
-    """Writes to stderr's file descriptor, because the main thread may hold the stream's lock."""
+    """Writes ``line`` to stderr's file descriptor, because another thread may hold its lock."""
     with contextlib.suppress(OSError):
         # Begin a new line on a terminal, because the cursor may be behind a progress bar.
         prefix = "\n" if os.isatty(2) else ""

@@ -155,7 +155,7 @@ class TcpKind(NativeKind):
 
 
 def _pci_address(device: torch.device) -> str:
-    """Returns the PCI address of a GPU in Linux's format, or an empty string if unknown."""
+    """Returns the PCI address of the GPU ``device``, or an empty string if it is unknown."""
     properties: Any = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):
         return ""

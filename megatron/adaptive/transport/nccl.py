@@ -201,7 +201,7 @@ class NcclTransport(GlooTransport):
             yield
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Waits for the payload that belongs to a header, and returns it."""
+        """Waits for the payload that belongs to ``header``, and returns it."""
         # Allocate the payload in this thread's own stream, so that the receive does not wait for
         # earlier computations.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
@@ -251,7 +251,7 @@ class Streams(Protocol):
         """Marks the end of all work submitted so far to the calling thread's current stream."""
 
     def use(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes a tensor that another stream has finished usable in the current stream.
+        """Makes ``tensor``, which another stream has finished, usable in the current stream.
 
         The memory of the tensor is not reused before the current stream has finished using it.
         """

@@ -97,7 +97,7 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
 
 
 def _reason(kind: str, missed: list[str]) -> str:
-    """Returns the text that explains a choice, and why better transports cannot be used."""
+    """Returns the reason for choosing ``kind``, and why better transports cannot be used."""
     reason = transport_kind(kind).reason
     return "; ".join([reason, *missed] if reason else missed)
 

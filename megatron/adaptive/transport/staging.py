@@ -83,7 +83,7 @@ class Staging:
         self._releasing = Worker("host-to-device", self._failed, self._on_device)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor on the device for a payload."""
+        """Returns an uninitialized tensor of ``shape`` and ``dtype`` on the device."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
