@@ -37,7 +37,7 @@ DOCUMENTS = [512, 64, 64, 64, 32, 32]
 
 
 def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]]:
-    """Returns one step in which each document is a row by itself."""
+    """Returns a step in which each of ``documents`` is a row by itself, cut into slices."""
     rule = SliceRule(slices=1, tokens=tokens, is_packed=True, varies=True)
     return [[rule.cut(-(-length // tokens) * tokens, [length]) for length in documents]]
 

@@ -25,7 +25,7 @@ NUMBERS = (4, 1, 8)
 
 
 def profile(slice_s: float, share: float = 0.4) -> StageProfile:
-    """Returns a profile whose stages take different times."""
+    """Returns a profile whose stages take different times, with ``slice_s`` per extra slice."""
     forward = tuple(0.1 + 0.001 * stage for stage in range(8))
     times = StageTimes(forward_s=forward, backward_s=forward, weight_s=forward)
     return StageProfile(times=times, attention_share=share, slice_s=slice_s)

@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def rows_of(seed: int, count: int) -> list[Numbers]:
-    """Returns microbatches that are described by tokens, pairs of tokens, pixels, and 1."""
+    """Returns ``count`` random microbatches, described by tokens, token pairs, pixels and 1."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):

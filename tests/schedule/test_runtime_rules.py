@@ -20,7 +20,7 @@ F = ActionKind.F
 def state(
     kind: str = "v", *, rank: int = 1, cap: float | None = None, pieces: int = 2
 ) -> RankState:
-    """Returns the state of a rank (by default 1 of 3, with two chunks) without arrived inputs."""
+    """Returns the state of ``rank`` of 3 ranks with two chunks each, before any input arrived."""
     placement = Placement(num_ranks=3, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     return RankState(
         placement=placement, rank=rank, num_microbatches=6, cap=cap, weight_pieces=pieces
