@@ -1,6 +1,6 @@
 """Simulates decision groups: random pipelines of random groups, whose members differ in speed.
 
-A pipeline is replicated over the members of its groups (EP x TP). Every member has its own inputs,
+A pipeline is replicated over the members of its groups (EP x TP). Every member has separate inputs,
 times and delays, and members synchronize in the exchanges within forward and backward passes. The
 state, the policies and both sides of the agreement are the same as in the executor; only channels
 and clocks are simulated. Run as a program, it simulates ten thousand pipelines: ``python -m
@@ -80,7 +80,7 @@ class Case:
 
 
 def random_case(rng: random.Random) -> Case:
-    """Draws a random pipeline."""
+    """Returns a random pipeline, drawn with ``rng``."""
     ranks = rng.randint(2, 5)
     if rng.random() < 0.8:
         name = rng.choice(RULES)
@@ -246,7 +246,7 @@ class World:
             self._at(0.0, member.resume)
 
     def _steps(self, member: Member) -> Steps:
-        """Runs the actions like the executor, in two alternating lanes."""
+        """Runs the actions of ``member`` like the executor, in two alternating lanes."""
         state, beside = member.state, self.case.beside
         here: tuple[Action, int, Meeting | None] | None = None
         other: tuple[Action, int, Meeting | None] | None = None
@@ -299,7 +299,7 @@ class World:
                 member.state.arrive(action.kind, action.chunk, action.microbatch)
 
     def _meet(self, member: Member, action: str) -> Meeting:
-        """Begins the member's next exchange, which must be the same on all members of the group."""
+        """Begins the next exchange of ``member``, which must be the same on all group members."""
         meeting = self.meetings.setdefault((member.rank // self.case.size, member.met), Meeting())
         member.met += 1
         meeting.actions.add(action)

@@ -112,7 +112,7 @@ class Counting(Writing):
         self._pp_rank = pp_rank
 
     def whole(self, microbatch: int) -> int:
-        """Returns the index of a microbatch in the whole step."""
+        """Returns the index of ``microbatch`` in the whole step."""
         return microbatch
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Counting(Writing):
 
 
 def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
-    """Runs every rank in a separate thread, and raises the first error of any rank."""
+    """Calls ``run`` for each of ``count`` ranks in a thread, and raises the first error."""
     errors: list[BaseException] = []
 
     def watched(rank: int) -> None:
@@ -194,7 +194,7 @@ class Ranks:
     def step(
         self, policies: Sequence[Policy], microbatches: int, **options: Any
     ) -> tuple[list[Counting], list[RankState]]:
-        """Runs one step on every rank, each in a separate thread."""
+        """Runs one step on every rank, each in a separate thread; returns stages and states."""
         count = self.placement.num_ranks
         stages = [
             Counting(self.placement, rank, partial(self.when_run, rank)) for rank in range(count)
@@ -209,7 +209,7 @@ class Ranks:
 
 
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    """Returns a recorder for a rank of a job with a single pipeline."""
+    """Returns a recorder for ``rank`` of a job with a single pipeline."""
     header = TraceHeader(
         run="run-1",
         rank=rank,

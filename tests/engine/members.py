@@ -50,7 +50,7 @@ ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 def inputs(step: int, seed: int) -> list[Arrival]:
-    """Returns all inputs of the rank, shuffled by the seed."""
+    """Returns all inputs of the rank in ``step``, shuffled with ``seed``."""
     actions = []
     for chunk in range(PLACEMENT.num_chunks):
         for kind in (ActionKind.F, ActionKind.B):
@@ -118,7 +118,7 @@ class Member:
 
 
 def agree(member: Member) -> dict[str, Any]:
-    """Sends each member its inputs in a different order; the last member gets them one by one.
+    """Sends each member its inputs in a different order, and the last member one by one.
 
     Steps 0 and 1 use unsplit backward passes, steps 2 and 3 use split backward passes, and steps 4
     and 5 use a static order.
@@ -219,7 +219,7 @@ def many(member: Member) -> dict[str, Any]:
 
 
 def deaf(member: Member) -> list[str]:
-    """Checks that a writer gets an error if the reader does not read."""
+    """Runs a writer whose reader does not read, and returns the error of the writer."""
     writer, _ = member.channels()
     if member.rank == 0:
         text = error_of(lambda: [writer.publish(number, 0.2) for number in range(1000)])
@@ -230,7 +230,7 @@ def deaf(member: Member) -> list[str]:
 
 
 def record(member: Member) -> dict[str, Any]:
-    """Records two pipeline ranks. A third rank of the job only participates in the gathering."""
+    """Records the orders of two pipeline ranks; a third rank only takes part in the gathering."""
     folder, group = Path(sys.argv[3]), dist.group.WORLD
     path = folder / "schedule.json"
     shape = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)
@@ -260,7 +260,7 @@ def record(member: Member) -> dict[str, Any]:
 
 
 def run(member: Member) -> Any:
-    """Runs ranks of very different speed, which only synchronize in ``agreed``.
+    """Runs ranks of very different speed, which only synchronize in ``StopRequest.agreed``.
 
     With ``30,30,30``, the last rank gets a signal when all ranks are running.
     """
@@ -276,7 +276,7 @@ def run(member: Member) -> Any:
 
 
 def lost(member: Member) -> Any:
-    """Exits on the last rank while the first rank keeps asking whether to stop."""
+    """Exits on the last rank while the first rank keeps asking to stop; returns the error."""
     with member.stop_request() as stop:
         for _ in range(4):
             stop.agreed(dist.group.WORLD)
@@ -286,7 +286,7 @@ def lost(member: Member) -> Any:
 
 
 def late(member: Member) -> Any:
-    """Asks on rank 0 whether to stop. Rank 0 continues although no other rank has asked yet."""
+    """Asks on rank 0 whether to stop, which must not wait for ranks that have not asked yet."""
     folder, seen = Path(sys.argv[3]), []
 
     def await_mark(name: str) -> None:
@@ -305,7 +305,7 @@ def late(member: Member) -> Any:
 
 
 def last(member: Member) -> Any:
-    """Requests a stop before the last boundary, so that no rank stops but the end reports it."""
+    """Requests a stop before the last iteration, which only the end of the run can report."""
     with member.stop_request() as stop:
         if member.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)

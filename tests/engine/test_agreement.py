@@ -37,7 +37,7 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
         assert result["threads"] == ["MainThread"]
         if board == "memory":
             assert result["words"] == 48 + 48 + 120 + 120
-        # The leader must not consider only its own inputs, because all ranks would then wait in a
+        # If the leader considered only the inputs of this rank, all ranks would wait in a
         # collective.
         arrived = {name: ns for name, ns in result["arrived"].items() if name[0] in "0123"}
         assert len(arrived) == 4 * 40

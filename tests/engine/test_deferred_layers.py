@@ -303,7 +303,7 @@ def engine_spec() -> ModuleSpec:
 
 
 def parts_of(described: Any) -> Any:
-    """Returns the parts of a layer spec. Since 0.17, specs may be partial calls."""
+    """Returns the parts of the layer spec ``described``, which may be a partial call since 0.17."""
     if isinstance(described, functools.partial):
         return described.keywords["submodules"]
     return described.submodules

@@ -99,7 +99,7 @@ def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
 
 
 def awaited_later(tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks) -> list[Span]:
-    """Runs 1F1B on rank 1 of two ranks with two microbatches. The second input arrives late."""
+    """Runs 1F1B on rank 1 of two ranks, whose second input arrives late; returns its spans."""
     follow = make_policies("1f1b", pipeline.placement, 2)[1]
 
     def pick(state: RankState) -> Action | None:

@@ -53,7 +53,7 @@ class LateDevice(CpuClock):
 
 
 def multiply(count: int) -> None:
-    """Multiplies matrices, with pauses before and after, because clocks differ slightly."""
+    """Multiplies ``count`` matrices, with pauses before and after, because clocks differ."""
     time.sleep(0.005)
     for _ in range(count):
         torch.ones(8, 8).mm(torch.ones(8, 8))

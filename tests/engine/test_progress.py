@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_is_told_once(
 
 @contextmanager
 def no_file_grows_beyond(size_bytes: int) -> Iterator[None]:
-    """Makes writes fail in this process, as on a full disk."""
+    """Makes writes beyond ``size_bytes`` of a file fail in this process, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

@@ -41,7 +41,7 @@ def silent_port() -> Iterator[int]:
 
 
 def refusal(environment: Environment) -> str:
-    """Returns the error line of a rank that could not reach the other ranks."""
+    """Returns the error line of a rank that cannot reach the other ranks."""
     with pytest.raises((MeetingError, dist.DistError, ValueError)) as caught:
         meet(environment, LIMIT)
     error = no_rendezvous(environment, caught.value)
