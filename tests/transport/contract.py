@@ -312,7 +312,7 @@ def drain(rank: Rank, kind: str) -> None:
         return
     time.sleep(0.2)
     kept = [wait(transport).take() for _ in range(4 * SLOTS)]
-    if kind not in OVER_TORCH:  # With these transports, ``close`` waits for the peer.
+    if kind not in OVER_TORCH:  # ``close`` of these transports waits for the peer.
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
     transport.close()
@@ -437,7 +437,7 @@ def arrivals(rank: Rank, kind: str) -> None:
 
 
 def all_to_all(rank: Rank, kind: str) -> None:
-    """Checks that every rank can send to all others, and knows the sender of each message."""
+    """Checks that every rank can send to all other ranks, and knows each message's sender."""
     transport, _ = rank.open(kind)
     peers = [peer for peer in range(rank.num_ranks) if peer != rank.rank]
     count = 40

@@ -58,7 +58,7 @@ def open_transports(
 
 
 def close_all(transports: Sequence[Any]) -> list[BaseException]:
-    """Closes transports at the same time, and returns their errors."""
+    """Closes ``transports`` at the same time, and returns their errors."""
     raised: list[BaseException] = []
 
     def close(transport: Any) -> None:
@@ -81,7 +81,7 @@ def close_all(transports: Sequence[Any]) -> list[BaseException]:
 
 
 def take(transport: Transport) -> Arrival:
-    """Returns the next message of a transport."""
+    """Returns the next message that ``transport`` has received."""
     item = transport.completions.wait(time.monotonic() + LIMIT_S)
     assert isinstance(item, Arrival)
     return item

@@ -46,7 +46,7 @@ def refused(rank: Rank) -> None:
 
 
 def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> None:
-    """Sends an invalid header from rank 0, and returns the error on rank 1."""
+    """Sends the invalid ``header`` from rank 0, and returns the error on rank 1."""
     rank.join_group()
     group = dist.new_group(backend="gloo")
     if rank.rank == 1:
@@ -64,7 +64,7 @@ def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> Non
 
 
 def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
-    """Opens the channel on rank 1 for a different shape than on rank 0, and returns the error."""
+    """Opens the channel on rank 1 for ``shape``, and on rank 0 for another; returns the error."""
     transport, peer = rank.open("gloo", shape=shape if rank.rank else (2, 3))
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(2, 3))
@@ -240,7 +240,7 @@ def one_takes_nothing(rank: Rank) -> list[str]:
 
 
 def row(rank: Rank) -> int:
-    """Exchanges messages between neighbouring ranks in a row.
+    """Checks that neighbouring ranks in a row can exchange messages.
 
     Returns:
         Number of channels that this rank opened.
@@ -311,7 +311,7 @@ def blocked(rank: Rank, port: int, **options: Any) -> None:
 
 
 def broken(rank: Rank, port: int) -> None:
-    """Runs a collective on rank 0 that fails because rank 1 is killed."""
+    """Returns the error of a collective that fails on rank 0 because rank 1 is killed."""
     watcher = watch(rank, port, grace_s=5.0)
     rank.mark(f"blocked {rank.rank}")
     if rank.rank == 1:
@@ -324,7 +324,7 @@ def broken(rank: Rank, port: int) -> None:
 
 
 def woken(rank: Rank, port: int, at_exit_s: int) -> None:
-    """Waits for messages in the main thread, which is notified of a lost peer and then exits."""
+    """Waits for messages in the main thread, which learns of a lost peer and then exits."""
     queue = CompletionQueue()
     calls = []
 

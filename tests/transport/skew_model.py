@@ -229,7 +229,7 @@ class Job:
                 self.devices[partner.rank].streams[partner.stream].pop(0)
 
     def _open(self, stage: int) -> list[Action]:
-        """Returns the actions that the first rank of a stage may choose."""
+        """Returns the actions that the first rank of ``stage`` may choose."""
         decided = set(self.decided[stage])
         members = range(self._first(stage), self._first(stage + 1))
         return [

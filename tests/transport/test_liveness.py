@@ -35,7 +35,7 @@ def port() -> Iterator[int]:
 
 
 def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host: str = "") -> None:
-    """Checks that the survivor's line about the dead rank appears exactly once and is complete."""
+    """Checks that the survivor's line about the rank ``dead`` is complete and occurs once."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
     name = f"rank {dead} (stage {dead}, pid {pid} on host {host or socket.gethostname()})"

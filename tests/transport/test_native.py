@@ -74,7 +74,7 @@ def test_other_items_keep_their_place(ends: Ends) -> None:
 
 
 def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
-    """Checks that payloads get their own memory if all but four slots are held as views."""
+    """Checks that payloads are copied if all but four slots are held as views."""
     low, high = ends
     node = low._node
     held = []

@@ -1,6 +1,6 @@
 """Tests the threads of the NCCL transport and their order, between real processes without a GPU.
 
-Gloo pairs replace those of NCCL. Host streams, whose work finishes when the test allows it, replace
+Gloo pairs replace NCCL pairs. Host streams, whose work finishes when the test allows it, replace
 GPU streams. ``test_contract.py`` also runs the contract with this transport.
 """
 

@@ -28,7 +28,7 @@ NOT_BUILT = dict.fromkeys(("shm", "rdma", "tcp"), "the extension is not built") 
 
 
 def end(rank: int, **changes: Any) -> Endpoint:
-    """Returns an endpoint on a machine that has RDMA but no GPU by default."""
+    """Returns an endpoint of ``rank`` on a machine that has RDMA but no GPU by default."""
     machine = changes.pop("machine", "a")
     facts: dict[str, Any] = {
         "host": f"host-{machine}",
