@@ -123,7 +123,7 @@ class FeatureRank(TrainingRank):
         return time.process_time()
 
     def traced_steps(self, is_traced: bool) -> None:
-        """Runs the steps once, with or without traces."""
+        """Runs the steps once, with traces if ``is_traced`` is True."""
         for _ in range(self.steps):
             self._iteration += 1
             tracing = self._run.tracing
@@ -209,7 +209,7 @@ class DetailedRank(FeatureRank):
         return facts
 
     def _timed(self, read: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns a function that also records how long each call takes."""
+        """Wraps ``read`` in a function that also records how long each call takes."""
 
         def timed_read() -> Any:
             start = time.perf_counter()
@@ -360,7 +360,7 @@ class WatchedRank(FeatureRank):
 
 
 def keep(link: Connection) -> None:
-    """Runs a keeper of copies until the connection is closed.
+    """Runs a keeper of copies until the connection ``link`` is closed.
 
     A message is either the peer whose copies are kept, or ``None``. The reply is the keeper's CPU
     time.

@@ -135,14 +135,14 @@ def load_as_rank(model: Path, output: Path) -> None:
 
 
 def memory_bytes(name: str) -> int:
-    """Returns a value of ``/proc/self/status`` in bytes, for example ``VmHWM`` for the peak."""
+    """Returns ``name`` of ``/proc/self/status`` in bytes, for example ``VmHWM`` for the peak."""
     match = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) << 10
 
 
 def _copy(files: Sequence[Path], target: Path) -> float:
-    """Copies the bytes of files to one file and syncs it to disk; returns the seconds."""
+    """Copies ``files`` to the file ``target`` and syncs it to disk; returns the seconds."""
     begin_s = time.perf_counter()
     with target.open("wb", buffering=0) as out:
         for path in files:
@@ -156,7 +156,7 @@ def _copy(files: Sequence[Path], target: Path) -> float:
 
 
 def _generate_model(folder: Path, gigabytes: float) -> int:
-    """Writes a Llama with random weights of about this size, and returns its size in bytes."""
+    """Writes a Llama of about ``gigabytes`` with random weights, and returns its size in bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

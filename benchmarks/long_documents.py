@@ -120,7 +120,7 @@ def profile_of(ranks: int) -> StageProfile:
 
 
 def candidates(ranks: int, count: int) -> dict[str, Candidate]:
-    """Returns the orders to compare for a number of sequences per step, by name."""
+    """Returns the orders to compare, by name, for ``count`` sequences per step."""
     v = Placement(num_ranks=ranks, num_chunks=2, kind="v")
     whole = [
         Candidate(name=name, placement=v, weight_pieces=4, cap=float(ranks))
@@ -141,7 +141,7 @@ def candidates(ranks: int, count: int) -> dict[str, Candidate]:
 
 
 def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Runs every order for each number of sequences; returns durations and peak memory."""
+    """Runs every order for each number in ``counts``; returns durations and peak memory."""
     member = EmulatedRank(rank)
     records = []
     for count, repeat in itertools.product(counts, range(repeats)):

@@ -121,7 +121,7 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
 
 
 def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
-    """Runs every method once for each seed; returns durations and peak memory in tokens."""
+    """Runs every method once per seed; returns durations and peak memory in tokens."""
     member = EmulatedRank(rank)
     records = []
     for seed in seeds:

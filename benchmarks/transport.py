@@ -213,7 +213,7 @@ def more_ranks(options: argparse.Namespace) -> Result:
 
 
 def size_text(nbytes: int) -> str:
-    """Returns a size with its unit, such as ``64 KiB``."""
+    """Returns ``nbytes`` with its unit, such as ``64 KiB``."""
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
@@ -231,7 +231,7 @@ def bandwidths(series: Mapping[str, Samples]) -> str:
 
 
 def draw(samples: Samples, path: Path) -> None:
-    """Plots bandwidth over message size."""
+    """Plots bandwidth over message size, and saves the chart to ``path``."""
     import matplotlib
 
     matplotlib.use("Agg")

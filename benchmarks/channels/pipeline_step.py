@@ -53,13 +53,13 @@ class WorkingStages(IdleStages):
         self._first = torch.rand(nbytes // 4)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Computes, reads the received activation and writes an activation."""
+        """Computes, reads the activation in ``received``, and returns a new activation."""
         return self._work(received)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Computes, reads the received gradient and writes a gradient."""
+        """Computes, reads ``gradient``, and returns a new gradient."""
         result = self._work(gradient)
         return result if self._rank else None
 
@@ -87,7 +87,7 @@ class InstantTransport:
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:
-        """Delivers all activations of a step to the last stage."""
+        """Delivers all activations of ``step`` to the last stage."""
         for microbatch in range(microbatches if self._rank else 0):
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 

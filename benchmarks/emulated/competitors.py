@@ -43,7 +43,7 @@ class Competitor:
     is_policy: bool = False
 
     def placement(self, num_ranks: int) -> Placement:
-        """Returns the placement of the stages on a number of ranks."""
+        """Returns the placement of the stages on ``num_ranks`` ranks."""
         return Placement(num_ranks=num_ranks, num_chunks=self.num_chunks, kind=self.kind)
 
     def cap_for(self, num_ranks: int, num_microbatches: int) -> float | None:

@@ -104,7 +104,7 @@ class _Chunk(StepChunk):
         return received
 
     def prepare(self, work: RankWork) -> None:
-        """Sets the work of the next step and clears the gradients."""
+        """Sets the work of the next step to ``work``, and clears the gradients."""
         self.work = work
         for weight in self._weights():
             # Chunks in megatron-core's data-parallel wrapper have this attribute.

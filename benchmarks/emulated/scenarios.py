@@ -99,7 +99,7 @@ class Draws:
     repetition: int
 
     def workload(self, placement: Placement) -> Workload:
-        """Returns the durations for a placement with one or two chunks per rank.
+        """Returns the durations for ``placement``, which has one or two chunks per rank.
 
         ``B`` is the backward pass by inputs, without weight gradients.
         """
@@ -133,7 +133,7 @@ class Draws:
         return replace(work, durations_ps=np.rint(work.durations_ps * drawn).astype(np.int64))
 
     def delay_s(self, from_rank: int, to_rank: int) -> float:
-        """Returns the delay of messages between two ranks in seconds."""
+        """Returns the delay of messages from ``from_rank`` to ``to_rank`` in seconds."""
         middle = self.num_ranks // 2
         if {from_rank, to_rank} != {middle - 1, middle}:
             return 0.0

@@ -122,7 +122,7 @@ def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
 
 
 def speedup(table: Table, name: str, scenario: str) -> float | None:
-    """Returns the median speed-up over the baseline, or ``None`` if one of the two did not run."""
+    """Returns the median speed-up over the baseline, or ``None`` if either has no steps."""
     steps, base = table.get((name, scenario)), table.get((BASELINE, scenario))
     if steps is None or base is None:
         return None
@@ -184,7 +184,7 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
-    """Yields the gain over each fixed order that holds no more activations than the rule may."""
+    """Yields the gain over each fixed order that holds at most ``cap`` microbatches."""
     for (name, scenario), steps in table.items():
         if steps.competitor.is_policy or steps.peak > cap + 1e-6:
             continue

@@ -98,7 +98,7 @@ class Rank:
         return OurRunner(competitor, self._channels[placement], self._rank, self._num_ranks)
 
     def _round(self, scenario: str, num_microbatches: int, repetition: int) -> list[dict[str, Any]]:
-        """Runs one step of every competitor with the same drawn durations."""
+        """Runs one step of every competitor with the same random durations."""
         draws = Draws(
             scenario=SCENARIOS[scenario],
             num_ranks=self._num_ranks,
