@@ -64,7 +64,7 @@ def test_a_slow_link_delays_both_ways_and_no_other_link() -> None:
 
 
 def chunk_of(stage: int) -> tuple[EmulatedChunk, RankWork, torch.Tensor, torch.Tensor]:
-    """Returns a chunk on a loop of 4 ranks, its work, and the input and output of microbatch 1."""
+    """Returns the chunk of ``stage`` on 4 ranks, its work, and microbatch 1's input and output."""
     draws = drawn("quiet", microbatches=2)
     work = RankWork(LOOP, stage % 4, table(draws, LOOP), Sleeper())
     chunk = EmulatedChunk(stage, LOOP.num_stages)
