@@ -1,4 +1,4 @@
-"""Looks up schedules and run-time scheduling rules by name, with the settings to run them.
+"""Looks up schedules and run-time scheduling rules by name, and chooses their settings.
 
 Checks what all schedules require. Chooses the settings with which a schedule runs on a pipeline:
 the placement of stages, the number of W actions per weight gradient, and the limit on activations
@@ -62,7 +62,7 @@ Each W is then short enough to run while the rank waits for a message.
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule or run-time rule, with the settings to run it.
+    """A schedule or run-time rule, with the settings with which it runs.
 
     Attributes:
         name: Name of the static schedule or run-time rule.

@@ -103,7 +103,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensChoice:
-    """The chosen length of slices.
+    """The slice length that was chosen, and the rule to run with it.
 
     Attributes:
         tokens: Number of tokens of each slice.

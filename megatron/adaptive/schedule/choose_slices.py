@@ -61,7 +61,7 @@ class NextTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceChoice:
-    """The chosen number of slices.
+    """The number of slices that was chosen, and the schedule to run with it.
 
     Attributes:
         num_slices: Number of slices of each microbatch.

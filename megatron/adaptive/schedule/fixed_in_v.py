@@ -1,4 +1,4 @@
-"""Creates ZB-V, DualPipeV and V-Half, which are static schedules of two chunks per rank in a V.
+"""Creates the static schedules ZB-V, DualPipeV and V-Half, with two chunks per rank in a V.
 
 **zb-v**: A rank is only idle while the pipeline fills, and uses the memory of 1F1B. The example has
 two ranks and three microbatches::
