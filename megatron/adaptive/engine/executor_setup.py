@@ -75,7 +75,7 @@ class Wiring:
 
 @dataclass(frozen=True, kw_only=True)
 class _Neighbourhood:
-    """The ranks that this rank communicates with in its pipeline.
+    """The ranks with which this rank communicates in its pipeline.
 
     Attributes:
         members: Global ranks of the pipeline, or all ranks if stages have different numbers of

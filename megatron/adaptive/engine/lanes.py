@@ -1,4 +1,4 @@
-"""Runs an F and a B of a rank alternately: one computes while the other communicates.
+"""Runs an F and a B of a rank alternately, so that one computes while the other communicates.
 
 There are two lanes. Each lane is a thread that runs one action. Only the lane that has the turn
 computes. When its action exchanges tokens with other ranks, the lane starts the exchange and passes

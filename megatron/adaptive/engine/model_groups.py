@@ -29,7 +29,7 @@ _BY_KIND = {
 
 
 class ModelGroups:
-    """Returns the process groups that connect this rank to the other ranks of a model.
+    """Provides the process groups that connect this rank to the other ranks of a model.
 
     Groups of ``parallel_state`` are looked up on each access, because a run may need only some of
     them.

@@ -57,7 +57,7 @@ Shares = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """The sizes that a run must have in common with the recorded run to replay it.
+    """The sizes that must be equal in the recorded run and in a run that replays the record.
 
     The number of microbatches is not included, because it may change from step to step, and follows
     from the length of an order.

@@ -26,7 +26,7 @@ SHORT_NS = 20_000
 
 
 class ActionInput(NamedTuple):
-    """The input tensor of an action, with its sender and time of arrival.
+    """The input tensor of an action, with its sender and arrival time.
 
     Attributes:
         tensor: Input tensor, or ``None`` if the action needs no input from another stage.
