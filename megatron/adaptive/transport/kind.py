@@ -35,7 +35,7 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes a job's messages, as far as known in advance. Must be equal on all ranks.
+    """Describes a job's messages, as far as known in advance, equally on all ranks.
 
     Attributes:
         shape: Shape of the largest message, or ``None`` if unknown.
