@@ -1,4 +1,4 @@
-"""Disables hypothesis' deadline for property tests, because the machine may be busy."""
+"""Disables the deadline of hypothesis for property tests, because the machine may be busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the rule ``adaptive`` loses no time in quiet pipelines, and is close to a bound."""
+"""Tests that the rule ``adaptive`` is fast in pipelines with and without random delays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 class FlatCap:
-    """A variant of adaptive with a flat cap: a forward pass only needs memory for itself."""
+    """A variant of ``adaptive`` whose forward passes only need enough memory for themselves."""
 
     name = "flat"
 

@@ -1,4 +1,4 @@
-"""Tests choosing the length of slices from measured times of two other lengths."""
+"""Tests that slice lengths are chosen from measured times of two other lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests choosing the number of slices from measured times of two other numbers."""
+"""Tests that numbers of slices are chosen from measured times of two other numbers."""
 
 from __future__ import annotations
 

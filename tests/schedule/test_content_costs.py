@@ -1,4 +1,4 @@
-"""Tests costs of microbatches, which are fitted to numbers that describe the content."""
+"""Tests that the costs of microbatches are fitted to numbers that describe their content."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_factors_are_never_negative_and_numbers_that_grow_together_share_the_cos
 
 
 def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
-    """Checks that a text without images has a cost although the sample contains images."""
+    """Checks that texts without images have a cost after a single sample with images."""
     fit = StageFit(3)
     sample: list[Numbers] = [(3e5, 700.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [6.0]))

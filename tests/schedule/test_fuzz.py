@@ -26,7 +26,7 @@ CASES |= {"adaptive": 500, "hinted": 200, "any": 15}
 
 @dataclass
 class AnyThatFits:
-    """Chooses any ready action that fits, to check that the memory rule holds for every policy."""
+    """Chooses any ready action that fits into memory, to test the memory rule with any policy."""
 
     rng: random.Random
     name: str = "any"

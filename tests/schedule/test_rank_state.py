@@ -1,4 +1,4 @@
-"""Tests a rank's state: ready actions, order, unexpected arrivals, memory, and messages."""
+"""Tests how the state of a rank tracks ready actions, arrived inputs and memory."""
 
 from __future__ import annotations
 

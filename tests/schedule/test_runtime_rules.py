@@ -1,4 +1,4 @@
-"""Tests the choices of run-time rules in single situations."""
+"""Tests which actions run-time rules choose in small examples."""
 
 from __future__ import annotations
 

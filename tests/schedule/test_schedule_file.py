@@ -1,4 +1,4 @@
-"""Tests schedule files: both formats, files from torch, and errors with line and cell."""
+"""Tests reading and writing schedule files, and the errors about invalid files."""
 
 from __future__ import annotations
 

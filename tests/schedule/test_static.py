@@ -1,4 +1,4 @@
-"""Tests static schedules: documented tables, validity, memory, step times, and errors."""
+"""Tests the order, memory and step time of static schedules, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that errors about invalid schedules contain rank, position and action, and a drawing."""
+"""Tests that errors about invalid schedules contain the rank, the action and a drawing."""
 
 from __future__ import annotations
 
