@@ -1,4 +1,4 @@
-"""Simulates decision groups: random pipelines of random groups, whose members differ in speed.
+"""Simulates random pipelines of decision groups whose members differ in speed.
 
 A pipeline is replicated over the members of its groups (EP x TP). Every member has separate inputs,
 times and delays, and members synchronize in the exchanges within forward and backward passes. The
@@ -108,7 +108,7 @@ def random_case(rng: random.Random) -> Case:
 
 @dataclass
 class Meeting:
-    """An exchange of a group, with the action of each member, and its end time."""
+    """An exchange of a group, with the actions of its members and its end time."""
 
     actions: set[str] = field(default_factory=set)
     count: int = 0

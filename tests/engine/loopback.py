@@ -1,4 +1,4 @@
-"""Runs pipeline ranks in one process, as real executors in threads that are connected by queues."""
+"""Runs executors of all pipeline ranks in one process, in threads connected by queues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 class Loopback:
-    """Connects executors of one process. A send adds a message to the peer's queue.
+    """Connects executors of one process, by adding each sent message to the peer's queue.
 
     Args:
         me: Global rank of this process.

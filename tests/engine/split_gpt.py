@@ -1,4 +1,4 @@
-"""Runs the steps of small GPT models action by action, split or unsplit, in one process."""
+"""Runs the steps of small GPT models action by action, with split or unsplit backward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that members of a decision group run the same actions, each when all members are ready."""
+"""Tests that the members of a decision group run the same actions."""
 
 from __future__ import annotations
 

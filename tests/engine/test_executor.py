@@ -1,4 +1,4 @@
-"""Tests the engine on simulated stages; the ranks are threads that are connected by queues."""
+"""Tests executors on simulated stages, with ranks that are threads connected by queues."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_errors_of_channels_name_slices() -> None:
 
 
 class Slow(CpuClock):
-    """Simulates a device that finishes an action only when it is waited for."""
+    """Simulates a device on which an action only finishes when the host waits for it."""
 
     def __init__(self) -> None:
         self.launched = 0

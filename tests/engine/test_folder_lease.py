@@ -1,4 +1,4 @@
-"""Tests that a folder has one writer, and that a process that was suspended loses the lease."""
+"""Tests that a folder has a single writer, and that a suspended process loses the lease."""
 
 from __future__ import annotations
 

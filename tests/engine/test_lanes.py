@@ -1,4 +1,4 @@
-"""Tests concurrent actions: their turns, what overlaps an exchange, and the failure of a step."""
+"""Tests that two actions of a rank can overlap, and that an error stops both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the progress file of a run, which monitors read."""
+"""Tests the progress file of a run, which monitoring programs read."""
 
 from __future__ import annotations
 

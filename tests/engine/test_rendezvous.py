@@ -1,4 +1,4 @@
-"""Tests that ranks that cannot connect exit with a one-line explanation after a timeout."""
+"""Tests that ranks that cannot connect exit with a one-line error after a timeout."""
 
 from __future__ import annotations
 

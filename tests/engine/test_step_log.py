@@ -1,4 +1,4 @@
-"""Tests what a traced step records, call by call."""
+"""Tests which waits and messages are recorded in a traced step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state_of(rank: int, **options: Any) -> RankState:
 
 
 class TimedLog(StepLog):
-    """A log whose clock is set by the test."""
+    """A step log whose clock is set by the test."""
 
     def at(self, now_ns: int) -> TimedLog:
         self.now = now_ns

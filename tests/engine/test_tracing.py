@@ -1,4 +1,4 @@
-"""Tests spans around the pipeline's actions, and spans of work that another loop orders."""
+"""Tests spans around the actions of a pipeline, and spans in training loops of other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests deferred weight gradients: their order, pieces, memory and destination."""
+"""Tests when deferred weight gradients are computed, and how they are split into pieces."""
 
 from __future__ import annotations
 
