@@ -1,4 +1,4 @@
-"""Contains the programs of the contract suite; ``test_contract.py`` lists the transports of each.
+"""Contains the programs of the contract suite, which ``test_contract.py`` runs.
 
 A program takes a :class:`Rank` and its arguments, contains assertions, and returns further results
 for the test to check. By default, rank 0 sends and rank 1 receives. Transports that a program

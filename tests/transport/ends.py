@@ -1,4 +1,4 @@
-"""Opens both endpoints of a native channel in one process, for tests of the layers above."""
+"""Opens both endpoints of a native channel in one process, for tests of native transports."""
 
 from __future__ import annotations
 

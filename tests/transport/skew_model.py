@@ -32,7 +32,7 @@ COMPUTE = "computing"
 
 
 class Receiving(Enum):
-    """The methods of receiving messages."""
+    """The methods by which ranks receive messages."""
 
     THREADS = "threads"
     STREAM = "computing stream"

@@ -133,7 +133,7 @@ def test_killed_peer_is_named(start: Callable[..., Pool], kind: str, doing: str)
 def test_a_stopped_peer_goes_on_within_the_limit_and_is_lost_beyond_it(
     start: Callable[..., Pool], kind: str
 ) -> None:
-    """Checks all transports except gloo, which relies on the trainer's watcher."""
+    """Checks that a peer may be suspended briefly, and is lost if it is suspended too long."""
     limit_s = 3.0
     ranks = start("contract.meet_stopped", 2, kind=kind, limit_s=limit_s)
     ranks.await_mark("ready")

@@ -1,4 +1,4 @@
-"""Tests that both endpoints of a pair choose the same transport, with a readable reason."""
+"""Tests that both ranks of a pair choose the same transport, and log a readable reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests which streams wait in the GPU part of a native transport, with the host as the device.
+"""Tests which streams wait when tensors are copied between a simulated GPU and the host.
 
 Copies are real, but streams and events are replaced by objects that record calls.
 ``tests/gpu/test_transport.py`` contains the same tests for a GPU.
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.w
 
 
 class Device:
-    """Replaces ``torch.cuda``.
+    """Replaces the streams, events and memory functions of ``torch.cuda``.
 
     Attributes:
         said: Calls on streams and events, in order.
@@ -217,7 +217,7 @@ def test_a_pinned_slot_is_the_target_of_a_copy(ends: Ends, device: Device) -> No
 
 
 def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the GPU of each worker, because threads without a GPU would use memory of GPU 0."""
+    """Checks that workers select their GPU, because they would otherwise use memory of GPU 0."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
@@ -230,7 +230,7 @@ def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.Monkey
 def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the thread's GPU, because the thread copies payloads when device slots run out."""
+    """Checks that the thread selects its GPU, because it may copy payloads out of GPU slots."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
