@@ -16,7 +16,7 @@ FLAGS = ("-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread")
 
 
 class NoCompilerError(Exception):
-    """Raised if there is no C compiler, or if it failed."""
+    """Raised if no C compiler is installed, or if the compiler failed."""
 
 
 def build(folder: Path) -> Path:

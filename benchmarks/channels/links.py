@@ -11,7 +11,7 @@ WINDOW = 4
 
 
 class Posted:
-    """A link that receives into preposted buffers, with gloo or MPI.
+    """A link that receives into buffers whose receives are posted in advance, with gloo or MPI.
 
     Args:
         make_buffer: Function that allocates a payload of a number of bytes.
@@ -90,7 +90,7 @@ def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
 
 
 def open_gloo(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens a link to ``peer`` over gloo with ``torch.distributed``. Call this in both processes."""
+    """Opens a link to ``peer`` over gloo. Both processes must call this function."""
     import torch.distributed as dist
 
     group = dist.new_group([0, 1], backend="gloo")

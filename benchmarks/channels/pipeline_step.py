@@ -70,7 +70,7 @@ class WorkingStages(IdleStages):
 
 
 class InstantTransport:
-    """Simulates a transport within one process, with every input available before it is needed.
+    """Simulates a transport in one process, in which every input arrives before it is needed.
 
     Args:
         rank: Rank of this process, 0 or 1.

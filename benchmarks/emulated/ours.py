@@ -1,4 +1,4 @@
-"""Runs schedules and rules of this project on emulated stages, over its gloo transport."""
+"""Runs schedules and rules of this project on emulated stages, over the gloo transport."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _SHARE = torch.ones(WIDTH, dtype=DTYPE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call(LayerCall):
-    """A call of a chunk: the first call runs F and B, and each call runs an equal part of W."""
+    """A call of a chunk. The first call runs F and B, and each call runs an equal part of W."""
 
     chunk: EmulatedChunk
     weight: torch.nn.Parameter
