@@ -1,4 +1,4 @@
-"""Tests the transport benchmark: its compiled copies, its processes, and its rows."""
+"""Tests the copies, processes and result rows of the transport benchmark."""
 
 from __future__ import annotations
 
