@@ -70,8 +70,8 @@ class Candidate:
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
         cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
-            microbatch in all chunks of the rank. ``None`` for no limit, and for static schedules,
-            whose order determines the memory.
+            microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
+            for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -380,8 +380,8 @@ def make_policies(
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
         cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
-            microbatch in all chunks of the rank. ``None`` for no limit, and for static schedules,
-            whose order determines the memory.
+            microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
+            for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose

@@ -130,7 +130,7 @@ def memory_factor(num_slices: int, measured: int) -> float:
         measured: Number of slices during the measurement.
     """
     if num_slices == 1 < measured:
-        # Only a little more than half of the scores may have been kept with many slices.
+        # Many slices may keep only a little more than half of the scores.
         return 2.0
     return max(1.0, (1 + 1 / num_slices) / (1 + 1 / measured))
 

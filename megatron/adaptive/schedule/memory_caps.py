@@ -68,11 +68,11 @@ from megatron.adaptive.schedule.action import SliceCounts, mean_slices, most_sli
 from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Relative tolerance of comparisons with the cap. It exceeds the rounding error of sums of fractions
-# such as 1/3.
+# This relative tolerance of comparisons with the cap exceeds the rounding error of sums of
+# fractions such as 1/3.
 _ROUNDING = 1e-9
-# Tolerance in millionths of a microbatch. It covers 1,000 sizes that are each rounded by up to half
-# a millionth.
+# This tolerance, in millionths of a microbatch, covers 1,000 sizes that are each rounded by up to
+# half a millionth.
 _ROUNDING_PER_SUM = 500
 # The default cap is this multiple of the memory that a static schedule needs. In measurements (see
 # ``runtime_rules``), message latency made a step up to 7% longer than with static schedules if the
@@ -155,7 +155,7 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:
         return 1.0
-    # Number of forward passes that interleaved 1F1B holds on rank 0: the warm-up passes, plus the
+    # Interleaved 1F1B holds this number of forward passes on rank 0: the warm-up passes, plus the
     # first pass of the steady phase.
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
     static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved

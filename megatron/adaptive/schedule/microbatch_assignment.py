@@ -231,8 +231,8 @@ class Dealer:
             order.
         slice_tokens: Number of tokens of a slice if microbatches are cut into different numbers of
             slices, else ``None``. A replica then runs its microbatches in descending order of cost
-            in steps in which the longest has more slices than the pipeline has ranks. In other
-            steps, and if ``None``, it uses the order of :func:`order_by_cost`.
+            in steps in which the longest microbatch has more slices than the pipeline has ranks. In
+            other steps, and if this is ``None``, it uses the order of :func:`order_by_cost`.
     """
 
     def __init__(
@@ -254,8 +254,8 @@ class Dealer:
         self._limits = {"group": group, "least": least}
         self._fits = [CostFit() for _ in range(ranks)]
         self._places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
-        # Measurements of recent steps by (replica, rank): the time of the rank's actions in
-        # seconds, and the sums of microbatches, tokens and squared lengths.
+        # ``_past`` contains measurements of recent steps by (replica, rank): the time of the rank's
+        # actions in seconds, and the sums of microbatches, tokens and squared lengths.
         self._past: deque[dict[tuple[int, int], tuple[float, tuple[float, ...]]]] = deque(
             maxlen=_STEPS
         )

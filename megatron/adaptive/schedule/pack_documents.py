@@ -20,7 +20,8 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Maximum number of tokens per row. Rows with one longer sample have a multiple of it.
+        room: Maximum number of tokens per row. A row with a longer sample has room for a multiple
+            of this number.
         unit: Number of which the number of rows must be a multiple.
         least: Minimum number of rows.
 

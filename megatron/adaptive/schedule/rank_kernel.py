@@ -78,7 +78,7 @@ MEMORY_SCALE = 1_000_000
 NO_CAP = 1 << 62
 """Value of ``CAP`` if there is no limit."""
 
-# Slots that contain a single number (see the table above).
+# The following slots contain a single number (see the table above).
 LAST = 0
 IN_FLIGHT = 1
 PEAK = 2
@@ -101,10 +101,10 @@ SLICES = 20
 PROMISED = 21
 HEAD = 22
 
-# Offsets from HEAD, in blocks of one number per chunk.
-# This is the distance from the counts of started actions to the counts of finished actions.
+# The following offsets from HEAD are in blocks of one number per chunk. The counts of finished
+# actions start DONE blocks after the counts of started actions.
 DONE = 3
-FLAGS = 6  # This is the distance from HEAD to the flags of arrived inputs.
+FLAGS = 6  # The flags of arrived inputs start FLAGS blocks after HEAD.
 
 State = list[int]
 """State of one rank as integers: a list in plain Python, an ``int64`` array in compiled code."""

@@ -171,7 +171,7 @@ def simulate(
         cap: Maximum activation memory of each rank under a run-time rule, or ``None`` for no limit.
             The unit is the activations of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch or slice relative to the mean. If ``None``, the
-            sizes in ``times`` are used, or equal sizes if ``times`` has none.
+            sizes in ``times`` are used, or equal sizes if ``times`` does not contain sizes.
         forward_only: Whether the step is an evaluation, which has no backward passes and keeps no
             activations.
         weight_pieces: Number of W actions into which a microbatch's weight gradients are split; 0
