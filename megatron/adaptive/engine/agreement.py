@@ -45,15 +45,15 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
-# Message with which a follower reports that it cannot continue. No label of an input is encoded as
-# this number.
+# A follower sends this message to report that it cannot continue. No label of an input is encoded
+# as this number.
 _LOST = (1 << 63) - 1
-# Message with which the leader announces that no action starts while another action communicates.
+# The leader sends this message to announce that no action starts while another action communicates.
 # No action is encoded as this number, because there is no kind 3.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# Time limit for reporting a lost channel. It is short because the reporting thread may be the
+# This time limit for reporting a lost channel is short, because the reporting thread may be the
 # thread that must stop the process.
 _REPORT_S = 1.0
 
@@ -260,8 +260,8 @@ class Follower(Agreement):
         self._reports = reports
         self._completions = completions
         self._timeout_s = timeout_s
-        # Guards the set of reported inputs. Receiving threads and the executor's thread report
-        # inputs, and each input must be reported only once.
+        # This lock guards the set of reported inputs. Receiving threads and the executor's thread
+        # report inputs, and each input must be reported only once.
         self._lock = threading.Lock()
         self._step = -1
         self._is_static = True

@@ -34,10 +34,10 @@ An example is ``rank 4 (stage 1, pid 17 on node-2)``.
 """
 
 _CLOSE_S = 30.0
-# Capacity of the shared memory in numbers. The writer waits if the slowest reader has this many
-# unread numbers.
+# The shared memory has room for this many numbers. The writer waits if the slowest reader has this
+# many unread numbers.
 _CAPACITY = 256
-# Maximum number of messages in flight to the slowest reader, above which the writer waits.
+# The writer waits if more messages than this number are in flight to the slowest reader.
 _BEHIND = 8
 _CLOSED = -1
 # Timeouts are limited to this range, because gloo counts whole milliseconds, treats 0 as no limit,

@@ -502,7 +502,7 @@ def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore
     """Makes the layers of each chunk defer weight gradients, and returns a new store per chunk.
 
     Raises:
-        ConfigError: The layers have weight gradients, but none of them can defer.
+        ConfigError: The layers have weight gradients, but no layer can defer them.
     """
     reason = why_not_split(chunks)
     if reason is not None:

@@ -348,8 +348,8 @@ class Executor:
         )
         lanes.run(lambda: state.done)
         self._away_ns = lanes.away_ns
-        # Actions may finish in a different order from the one they started in. Reasons and trace
-        # records are in the order of the starts, so sort the actions.
+        # Actions may finish in a different order than they started. Reasons and trace records are
+        # in the order of the starts, so sort the actions.
         started = actions_of(self._codes, self._num_chunks, state.weight_pieces, state.num_slices)
         index_of = {action: index for index, action in enumerate(started)}
         self._launched.sort(key=lambda launched: index_of[launched.action])

@@ -138,7 +138,7 @@ class Lease:
 
         Args:
             number: Number of the manager's claim, or ``None`` if there is no manager.
-            job: ID of the job that this process belongs to.
+            job: ID of the job of this process.
         """
         run = None if number is None else self._facts(number).get("run")
         if number is None or run is None or run != job.rpartition("-")[0]:

@@ -153,8 +153,8 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            # Start the detector's process in its own session. It removes the folder after the rank
-            # has exited, so it must survive a signal to the rank's process group.
+            # Start the detector's process in a separate session. It removes the folder after the
+            # rank has exited, so it must survive a signal to the rank's process group.
             start_new_session=True,
         )
 

@@ -74,7 +74,7 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     else:
         store = _join(environment, end_s)
     store.set_timeout(timeout)
-    # Each start of the ranks needs its own prefix, because a launcher may keep the store when it
+    # Each start of the ranks needs a separate prefix, because a launcher may keep the store when it
     # restarts its ranks.
     store = dist.PrefixStore(f"start-{environment.restart_count}", store)
     _wait_for_all(dist.PrefixStore("meeting", store), environment, end_s)

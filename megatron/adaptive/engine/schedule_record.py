@@ -126,7 +126,8 @@ class ScheduleRecord:
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        # Maps each order to the first equal tuple, so that equal orders share memory.
+        # This dictionary maps each order to the first equal tuple, so that equal orders share
+        # memory.
         self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}

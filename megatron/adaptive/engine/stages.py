@@ -222,7 +222,8 @@ class MegatronStages(SplitStages):
         collect_non_loss_data: Argument for megatron-core's forward step.
         first_val_step: Argument for megatron-core's forward step.
         stores: Stores of deferred weight gradients, one per chunk, attached to the chunk's layers,
-            or ``None`` if the backward pass computes weight gradients. Not used in an evaluation.
+            or ``None`` if the backward pass computes weight gradients. They are not used in an
+            evaluation.
         loss_parts: Number of microbatches to average the step's loss over, or ``None`` for
             ``num_microbatches``.
         sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured, or
@@ -233,7 +234,7 @@ class MegatronStages(SplitStages):
             whose weight gradients were measured in a chunk.
         config: megatron-core's configuration of the chunks.
         reduced_losses: Values for the log that the loss function returned, one per item.
-        num_tokens: Number of tokens that the loss was computed over, on the last stage.
+        num_tokens: Number of tokens over which the loss was computed, on the last stage.
     """
 
     forward_step_func: Callable[..., Any]
