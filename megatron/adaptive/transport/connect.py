@@ -105,7 +105,7 @@ class Connector:
     Attributes:
         members: Global ranks of this rank's pipeline, which only send messages to each other.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, which received tensors are placed on.
+        accelerator: Device of this rank, on which received tensors are placed.
         payloads: Shape, dtype and number of the messages, as far as known.
         describe: Function that returns the name of a rank for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that does not receive

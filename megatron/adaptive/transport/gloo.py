@@ -48,16 +48,16 @@ from megatron.adaptive.transport.kind import Gather, Opening, TransportKind
 
 DEPTH = 4
 """Number of receives that are posted in advance. Tags repeat after this number of messages."""
-# Maximum size in bytes of a payload that is copied into the packet of its header. Up to this size,
-# the copy is cheaper than a second gloo message.
+# Payloads of up to this size in bytes are copied into the packet of their header, because the copy
+# is cheaper than a second gloo message.
 _PACKED_BYTES = 1 << 20
-# Timeout of posted receives. It is very long because receives stay posted between steps, for
+# The timeout of posted receives is very long, because receives stay posted between steps, for
 # example while a checkpoint is saved. If a peer dies, its connection closes. The executor enforces
 # the deadlines.
 POSTED_FOR = datetime.timedelta(days=20)
 CLOSE_S = 30.0
 _TICK_S = 0.002
-# Dtypes that gloo can send. Tensors of other dtypes are sent as bytes.
+# gloo can send these dtypes. Tensors of other dtypes are sent as bytes.
 _OF_GLOO = frozenset(
     (
         torch.float32,
@@ -98,7 +98,7 @@ class GlooTransport:
     Args:
         group: Gloo process group of the pipeline's ranks, which must not be used for anything else.
         peers: Global ranks that this rank exchanges messages with.
-        device: Device that received tensors are placed on.
+        device: Device on which received tensors are placed.
         payload_shape: Shape of all payloads, or ``None`` if shapes vary. All ranks must pass the
             same shape, because gloo aborts a process that receives more bytes than it expects.
         dtype: Dtype of the payloads.

@@ -49,7 +49,7 @@ class Endpoint:
             see each other's processes.
         user: Numeric ID of the Unix user who runs the rank.
         device: Type of the rank's device, ``cpu`` or ``cuda``.
-        addresses: Addresses that the rank listens on, by kind of link (``unix``, ``tcp``).
+        addresses: Addresses at which the rank listens, by kind of link (``unix``, ``tcp``).
         cpus: Indices of the CPUs that the rank may run on, or empty if unknown.
         ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
         lacks: Reasons why the rank cannot use certain transports, by name of the transport.
@@ -280,10 +280,10 @@ _PLAIN = (
     "complex128",
 )
 _FLOAT8 = len(_PLAIN)
-# Dtypes that are sent as another dtype of the same size (8-bit floats as bytes). The receiver views
-# the payload as the original dtype, which the variant (a positive number) identifies. The numbers
-# must never change, because other versions read them. Dtypes that do not exist in the installed
-# torch are skipped.
+# These dtypes are sent as another dtype of the same size (8-bit floats as bytes). The receiver
+# views the payload as the original dtype, which the variant (a positive number) identifies. The
+# numbers must never change, because other versions read them. Dtypes that do not exist in the
+# installed torch are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),

@@ -88,7 +88,7 @@ class Opening:
             without peers still participates in collective calls.
         members: Global ranks of this rank's pipeline, which only send messages to each other.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, which received tensors are placed on.
+        accelerator: Device of this rank, on which received tensors are placed.
         payloads: Shape, dtype and number of the messages, as far as known.
         describe: Function that returns the name of a rank for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
@@ -156,8 +156,8 @@ def transport_kind(name: str) -> TransportKind:
     """Returns the declaration of a transport.
 
     Args:
-        name: Name of a transport of this package or of an entry point, or
-            ``package.module:Class`` for a user's own transport.
+        name: Name of a transport of this package or of an entry point, or ``package.module:Class``
+            for a user's transport.
 
     Raises:
         ConfigError: The transport does not exist, cannot be imported, or is not a subclass of

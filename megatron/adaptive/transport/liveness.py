@@ -41,14 +41,14 @@ from megatron.adaptive.errors import PeerLostError
 
 _Answer = TypeVar("_Answer")
 _PERIOD_S = 2.0
-# Interval in seconds for reading the states of this machine's ranks from /proc.
+# The states of this machine's ranks are read from /proc at this interval in seconds.
 _LOOK_S = 1.0
-# Additional time in seconds before a silent rank is considered lost. A channel may notice the
-# silence in this time, and its error message is better.
+# A silent rank is only considered lost after this additional time in seconds. A channel may notice
+# the silence in this time, and its error message is better.
 _MARGIN_S = 1.0
-# Maximum time in seconds to wait for a reply of the store. If it is too short for a busy store, a
-# rank that left normally is considered lost. If it is too long, the launcher kills a surviving rank
-# before that rank has written its error line.
+# The store must reply within this time in seconds. If it is too short for a busy store, a rank that
+# left normally is considered lost. If it is too long, the launcher kills a surviving rank before
+# that rank has written its error line.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"

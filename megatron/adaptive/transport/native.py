@@ -87,7 +87,7 @@ class NativeTransport:
     Args:
         node: ``_C.Node`` object of the C++ extension, whose channels are open.
         kinds: Transport to each peer, by global rank: ``shm``, ``rdma`` or ``tcp``.
-        device: Device that received tensors are placed on.
+        device: Device on which received tensors are placed.
         describe: Function that returns the name of a peer for error messages.
         least_free: Number of slots per channel that the receiver must keep free for the sender.
         make_staging: Function that creates the object that copies between GPU and host. Its

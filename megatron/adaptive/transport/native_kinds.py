@@ -32,7 +32,7 @@ class NativeChannels:
         seed: Random bytes that all ranks of the job share.
         endpoint: Endpoint of this rank.
         settings: Transport settings of the user.
-        device: Device that received tensors are placed on.
+        device: Device on which received tensors are placed.
     """
 
     size: ChannelSize

@@ -28,7 +28,7 @@ from megatron.adaptive.transport.kind import transport_kind
 
 DEFAULT_SLOT_BYTES = 1 << 20
 _DEFAULT_SLOTS = 8
-# Number of slots that a receiver keeps free, and number of slots that a sender may reserve in
+# A receiver keeps _FREE_SLOTS slots free, and a sender may reserve _RESERVABLE_SLOTS slots in
 # advance.
 _FREE_SLOTS = 2
 _RESERVABLE_SLOTS = 2
