@@ -126,7 +126,7 @@ def test_other_models(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {
-            # megatron-core's own recomputation of an MLP with biases recurses endlessly.
+            # The recomputation in megatron-core of an MLP with biases recurses endlessly.
             "add_bias_linear": False,
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn", "mlp"],

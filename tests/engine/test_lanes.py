@@ -51,7 +51,7 @@ class Exchanging(Writing):
                 answer = torch.empty_like(rows)
                 dist.all_to_all_single(answer, rows)
                 assert torch.equal(answer, rows)
-                # This tensor has no rows, so the lane keeps its turn.
+                # This tensor has one dimension, so the lane keeps its turn.
                 dist.all_to_all_single(answer[0], rows[0])
 
 
