@@ -34,7 +34,7 @@ from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 RANKS = 4
-MEDIAN = 64  # This is a number of tokens.
+MEDIAN = 64  # The lengths are in tokens.
 LONGEST = 32 * MEDIAN
 SLICE_TOKENS = 2 * MEDIAN
 DOCUMENTS = 64

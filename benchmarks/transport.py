@@ -147,7 +147,7 @@ def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str)
         if not peers:
             rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # Each library ran in its own processes, so compare it with copies in these processes.
+        # Each library ran in separate processes, so compare it with copies in these processes.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))

@@ -69,7 +69,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="jitter 0.3", jitter_sigma=0.3),
         Scenario(name="jitter 0.5", jitter_sigma=0.5),
         Scenario(name="lengths", length_sigma=0.5),
-        # Lengths of packed conversations: most are short, and a few fill the sequence.
+        # Packed conversations have such lengths: most are short, and a few fill the sequence.
         Scenario(name="long tail", length_mix=((0.75, 0.5), (0.15, 1.5), (0.1, 4.0))),
         Scenario(name="slow link", link_delay=1.0),
         Scenario(name="fast rank", rank_factor=1 / 1.43),
