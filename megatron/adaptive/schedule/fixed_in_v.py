@@ -29,11 +29,11 @@ B0-1 W0-1 B1-3 W1-3 B0-2 W0-2 B0-3 W0-3
   rank 1 | F0-0 F1-0 F0-1 F1-1 F0-2 B1-0 W1-0 F1-2+ B0-0 W0-0 F0-3+ B1-1 W1-1 F1-3+ B0-1 W0-1 \
 B1-2 W1-2 B0-2 W0-2 B1-3 B0-3 W1-3 W0-3
 
-Rank r of p runs ``2 * (p - r - 1)`` warm-up forward passes of chunk 0, alternates forward passes of
-both chunks r + 1 times, and runs ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase
-alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk 0. The B
-actions without a corresponding F come last. The W actions of the later half of these B actions run
-at the end of the step, so that gradients reach earlier stages sooner.
+Rank r of p runs ``2 * (p - r - 1)`` warm-up forward passes of chunk 0, and alternates forward
+passes of both chunks r + 1 times. Then it runs ``p - r - 1`` rounds of B, W and F of chunk 1. The
+steady phase alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk
+0. The B actions without a corresponding F come last. The W actions of the later half of these B
+actions run at the end of the step, so that gradients reach earlier stages sooner.
 
 In the source, a backward pass of the steady phase includes its weight gradients. Here, W directly
 follows the pair, because weight gradients need no communication.

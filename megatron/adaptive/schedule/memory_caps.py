@@ -22,17 +22,17 @@ fits, does not keep this memory free:
 
 **Unequal microbatches.** If microbatches differ in size, sizes are relative to the mean microbatch,
 so that a cap limits bytes. A forward pass of chunk c and microbatch j must leave memory for one
-microbatch in every later chunk: the largest from that chunk's next microbatch up to j. The blocked
-microbatch in the proof above is among these, because it has passed chunk c. The minimum cap is the
-size of the largest microbatch.
+microbatch in every later chunk. This is the largest microbatch from that chunk's next microbatch up
+to j. The blocked microbatch in the proof above is among these, because it has passed chunk c. The
+minimum cap is the size of the largest microbatch.
 
 **Slices.** Microbatches may be cut into slices (see ``rank_kernel``), each into a different number.
 Then no backward pass of a microbatch starts before all of its slices have run forward, so only the
-first slice of a microbatch is checked. It starts if the cap has room for all of these: the held
-slices, the remaining slices of microbatches that have begun on the rank's chunks, all slices of
-this microbatch, and one whole microbatch in every later chunk. That one is the largest of those up
-to this microbatch that have not begun in that chunk. Later slices always start. The minimum cap is
-the size of the largest microbatch.
+first slice of a microbatch is checked. It starts if the cap has room for the held slices, the
+remaining slices of microbatches that have begun on the rank's chunks, and all slices of this
+microbatch. The cap must also have room for one whole microbatch in every later chunk: the largest
+microbatch up to this microbatch that has not begun in that chunk. Later slices always start. The
+minimum cap is the size of the largest microbatch.
 
 The proof with slices: Suppose every rank waits. Take the deepest stage s that holds slices, and the
 first microbatch m whose backward passes are not complete there. m has begun on all stages up to s.
