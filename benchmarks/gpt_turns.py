@@ -58,11 +58,11 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
     Returns:
         ``on_s`` and ``plain_s``: seconds per step in each round; ``on_cpu_s`` and ``plain_cpu_s``:
         processor seconds per step over all ranks; ``step_s``: median seconds of a step without the
-        feature. In addition, for traces ``spans`` per step; for details of traces
-        ``marker_bytes``, the bytes per rank and step with the detail; for counters of the machine
-        ``read_share``, the time in which they are read relative to a step; for checkpoints
-        ``size_bytes`` and ``waited_s``, the seconds that training waited for each; for copies
-        ``notice``, a text that describes the copies.
+        feature. Traces add ``spans``, the number of spans per step. Details of traces add
+        ``marker_bytes``, the bytes per rank and step with the detail. Counters of the machine add
+        ``read_share``, the time in which they are read relative to a step. Checkpoints add
+        ``size_bytes``, and ``waited_s``, the seconds that training waited for each checkpoint.
+        Copies add ``notice``, a text that describes the copies.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.

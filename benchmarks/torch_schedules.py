@@ -184,7 +184,8 @@ class GptTorchRunner:
         run: Built model and its settings.
         schedule: Name of the schedule: ``1f1b``, ``interleaved`` or ``zb-v``.
         num_microbatches: Number of microbatches per step.
-        stores: Stores for split backward passes, one per chunk and attached to its layers, if any.
+        stores: Stores of deferred weight gradients, one per chunk and attached to its layers, or
+            empty if backward passes are not split.
     """
 
     def __init__(
