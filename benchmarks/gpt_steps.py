@@ -83,7 +83,7 @@ DUELS = (
 
 
 def takes_part(job: str, name: str, index: int) -> bool:
-    """Returns whether a competitor runs in a round. Without a goal, it skips every second round."""
+    """Returns whether ``name`` runs in round ``index``. Without a goal, it skips odd rounds."""
     if index % 2 == 0 or job == OVER_TRANSPORTS:
         return True
     return any(

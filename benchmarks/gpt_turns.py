@@ -49,7 +49,7 @@ _SECRET = "of the benchmark"
 
 
 def measure(kind: str, rounds: int) -> dict[str, Any]:
-    """Alternates runs of steps with and without the feature.
+    """Measures runs of steps that alternate with and without the feature.
 
     Args:
         kind: Kind of steps.
@@ -58,11 +58,11 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
     Returns:
         ``on_s`` and ``plain_s``: seconds per step in each round; ``on_cpu_s`` and ``plain_cpu_s``:
         processor seconds per step over all ranks; ``step_s``: median seconds of a step without the
-        feature. In addition, for traces ``spans`` per step; for details of traces
-        ``marker_bytes``, the bytes per rank and step with the detail; for counters of the machine
-        ``read_share``, the time in which they are read relative to a step; for checkpoints
-        ``size_bytes`` and ``waited_s``, the seconds that training waited for each; for copies
-        ``notice``, a text that describes the copies.
+        feature. Traces add ``spans``, the number of spans per step. Details of traces add
+        ``marker_bytes``, the bytes per rank and step with the detail. Counters of the machine add
+        ``read_share``, the time in which they are read relative to a step. Checkpoints add
+        ``size_bytes``, and ``waited_s``, the seconds that training waited for each checkpoint.
+        Copies add ``notice``, a text that describes the copies.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.
@@ -115,15 +115,15 @@ class FeatureRank(TrainingRank):
         return self.timed(lambda: self.work(is_on), self.processor_s, self.steps)
 
     def work(self, is_on: bool) -> None:
-        """Runs the steps once."""
+        """Runs the steps once, with the feature if ``is_on`` is True."""
         raise NotImplementedError
 
     def processor_s(self) -> float:
-        """Returns the CPU seconds of this rank and of the feature's own process."""
+        """Returns the CPU seconds of this rank and of the feature's separate process."""
         return time.process_time()
 
     def traced_steps(self, is_traced: bool) -> None:
-        """Runs the steps once, with or without traces."""
+        """Runs the steps once, with traces if ``is_traced`` is True."""
         for _ in range(self.steps):
             self._iteration += 1
             tracing = self._run.tracing
@@ -203,13 +203,13 @@ class DetailedRank(FeatureRank):
         ]
         facts: dict[str, Any] = {"marker_bytes": max(sizes)}
         if self._reads_s:
-            # The counters are read at the begin and at the end of a step.
+            # The counters are read at the beginning and at the end of a step.
             read_s = 2 * statistics.mean(self._reads_s)
             facts["read_share"] = read_s / statistics.median(result["plain_s"])
         return facts
 
     def _timed(self, read: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns a function that also records how long each call takes."""
+        """Wraps ``read`` in a function that also records how long each call takes."""
 
         def timed_read() -> Any:
             start = time.perf_counter()
@@ -360,7 +360,7 @@ class WatchedRank(FeatureRank):
 
 
 def keep(link: Connection) -> None:
-    """Runs a keeper of copies until the connection is closed.
+    """Runs a keeper of copies until the connection ``link`` is closed.
 
     A message is either the peer whose copies are kept, or ``None``. The reply is the keeper's CPU
     time.

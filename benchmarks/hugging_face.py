@@ -37,7 +37,8 @@ MOST_TENSORS = 4.0
 LEAST_SPEED = 0.8
 """Minimum speed relative to reading and writing the same bytes, or to ``tokenizers`` alone."""
 _BLOCK = 1 << 23
-# Runs a command of the package in a new process, and prints its duration and peak memory.
+# This program runs a command of the package in a new process, and prints its duration and peak
+# memory.
 _CHILD = """
 import sys, time
 from megatron.adaptive import accelerator
@@ -52,7 +53,7 @@ print("MEASURED", time.perf_counter() - begin, memory_bytes("VmHWM") - before)
 _MESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 _RUN = f"{_MESH} --bf16 --seq-length 128 --micro-batch-size 1 --global-batch-size 4 --lr 1e-4"
 _RUN += " --train-iters 1 --eval-iters 0 --mock-data"
-# Reads and encodes JSON lines, and prints the duration of encoding in seconds.
+# This program reads and encodes JSON lines, and prints the duration of encoding in seconds.
 _TOKENIZERS = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -125,7 +126,7 @@ def load_as_rank(model: Path, output: Path) -> None:
 
     accelerator.install()
     rank = GptRank([*_RUN.split(), "--load-hf", str(model)])
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    Path("/proc/self/clear_refs").write_text("5")  # Writing 5 resets the peak.
     before = memory_bytes("VmRSS")
     rank.load()
     peak = memory_bytes("VmHWM") - before
@@ -134,14 +135,14 @@ def load_as_rank(model: Path, output: Path) -> None:
 
 
 def memory_bytes(name: str) -> int:
-    """Returns a value of ``/proc/self/status`` in bytes, for example ``VmHWM`` for the peak."""
+    """Returns ``name`` of ``/proc/self/status`` in bytes, for example ``VmHWM`` for the peak."""
     match = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) << 10
 
 
 def _copy(files: Sequence[Path], target: Path) -> float:
-    """Copies the bytes of files to one file and syncs it to disk; returns the seconds."""
+    """Copies ``files`` to the file ``target`` and syncs it to disk; returns the seconds."""
     begin_s = time.perf_counter()
     with target.open("wb", buffering=0) as out:
         for path in files:
@@ -155,7 +156,7 @@ def _copy(files: Sequence[Path], target: Path) -> float:
 
 
 def _generate_model(folder: Path, gigabytes: float) -> int:
-    """Writes a Llama with random weights of about this size, and returns its size in bytes."""
+    """Writes a Llama of about ``gigabytes`` with random weights, and returns its size in bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -238,7 +239,7 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
         return time.perf_counter() - begin_s
 
     (folder / "line.jsonl").write_text('{"text": "one"}\n')
-    preprocess_s(folder / "line.jsonl", 1)  # imports the token writer
+    preprocess_s(folder / "line.jsonl", 1)  # This call imports the token writer.
     rows = []
     for workers in sorted({1, os.cpu_count() or 1}):
         os.environ["RAYON_NUM_THREADS"] = str(workers)
@@ -270,7 +271,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder of the model, for part rank")
     parser.add_argument("--output", type=Path, help="folder of the result, for part rank")
     options = parser.parse_args()
-    if options.part == ["rank"]:  # this is a process of part size
+    if options.part == ["rank"]:  # This process belongs to part size.
         load_as_rank(options.model, options.output)
         return 0
     gigabytes = options.gigabytes or (0.5 if options.quick else 2.0)

@@ -44,14 +44,14 @@ MODEL = (
 )
 MEMORY_GOAL = 0.6
 STEP_GOALS = {2: 0.8, 1: 1.05}
-"""Limit of the ratio of a sliced step to a whole step, by number of pipeline ranks."""
+"""Maximum ratio of a sliced step to a whole step, by number of pipeline ranks."""
 RANKS = 8
 FORWARD_S = 0.8
 """Duration of a forward pass of a whole sequence on an emulated rank."""
 OVER_WHOLE = {4: 1.9, 8: 1.22, 16: 1.1}
 OVER_INTERLEAVED = {8: 1.3, 16: 1.15}
 EFFICIENCY = {8: 0.95, 16: 0.97, 32: 0.98}
-"""Goals by number of sequences per step."""
+"""Minimum efficiency, by number of sequences per step."""
 ATTENTION = 0.6
 WHOLE, SLICED, INTERLEAVED = "whole", "slices", "interleaved"
 
@@ -90,7 +90,7 @@ class TrainedJob(NamedTuple):
 
 
 def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
-    """Trains for one warm-up step, and then for several measured steps."""
+    """Trains for a warm-up step and ``steps`` measured steps, and returns the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
         command += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
@@ -120,7 +120,7 @@ def profile_of(ranks: int) -> StageProfile:
 
 
 def candidates(ranks: int, count: int) -> dict[str, Candidate]:
-    """Returns the orders to compare for a number of sequences per step, by name."""
+    """Returns the orders to compare, by name, for ``count`` sequences per step."""
     v = Placement(num_ranks=ranks, num_chunks=2, kind="v")
     whole = [
         Candidate(name=name, placement=v, weight_pieces=4, cap=float(ranks))
@@ -141,7 +141,7 @@ def candidates(ranks: int, count: int) -> dict[str, Candidate]:
 
 
 def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Runs every order for each number of sequences; returns durations and peak memory."""
+    """Runs every order for each number in ``counts``; returns durations and peak memory."""
     member = EmulatedRank(rank)
     records = []
     for count, repeat in itertools.product(counts, range(repeats)):

@@ -35,7 +35,7 @@ from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 RANKS = 4
-MEDIAN = 64  # tokens
+MEDIAN = 64  # The lengths are in tokens.
 LONGEST = 32 * MEDIAN
 SLICE_TOKENS = 2 * MEDIAN
 DOCUMENTS = 64
@@ -122,7 +122,7 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
 
 
 def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
-    """Runs every method once for each seed; returns durations and peak memory in tokens."""
+    """Runs every method once per seed; returns durations and peak memory in tokens."""
     member = EmulatedRank(rank)
     records = []
     for seed in seeds:
@@ -157,7 +157,7 @@ def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
 
 
 def long_tail(options: Any) -> Result:
-    """Measures all methods."""
+    """Runs and compares all methods."""
     seeds = list(range(1 if options.quick else 3))
     records = fork_ranks("benchmarks.long_tail", RANKS, LIMIT_S, seeds)
     by_way = {name: [record for record in records if record["way"] == name] for name in ways(0)[1]}

@@ -80,7 +80,7 @@ UNITS = {"s": "longer steps", "cpu_s": "more processor time"}
 
 
 def costs(features: Sequence[Feature], quick: bool) -> Result:
-    """Returns the rows of the given features."""
+    """Returns the rows of ``features``, with fewer rounds if ``quick`` is True."""
     total = Result()
     for feature in features:
         result = gpt_turns.measure(feature.kind, feature.rounds[0 if quick else 1])
@@ -104,7 +104,7 @@ def costs(features: Sequence[Feature], quick: bool) -> Result:
 
 
 def note_of(feature: Feature, result: dict[str, Any]) -> str:
-    """Returns a summary of a measurement for the note of a row."""
+    """Returns a summary of the measurement ``result`` for the note of a row."""
     ranks = gpt_turns.RANKS.get(feature.kind, 2)
     note = f"steps of {1e3 * result['step_s']:.0f} ms on {ranks} processes"
     if "spans" in result:

@@ -58,7 +58,7 @@ SCHEDULES: dict[str, Any] = {
 def make_schedule(
     name: str, stages: list[PipelineStage], num_microbatches: int, loss: Callable[..., Any]
 ) -> Any:
-    """Returns a schedule of torch on the stages of this rank."""
+    """Returns torch's schedule ``name`` for the stages of this rank."""
     kind = SCHEDULES[name]
     return kind(
         stages[0] if kind is Schedule1F1B else stages,
@@ -135,7 +135,7 @@ class StageModule(torch.nn.Module):
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Runs a microbatch.
+        """Runs the forward pass of the chunk on a microbatch.
 
         Args:
             received: Tokens ``[b, s] int64`` on the first stage, else activations ``[s, b, h]``.
@@ -184,7 +184,8 @@ class GptTorchRunner:
         run: Built model and its settings.
         schedule: Name of the schedule: ``1f1b``, ``interleaved`` or ``zb-v``.
         num_microbatches: Number of microbatches per step.
-        stores: Stores for split backward passes, one per chunk and attached to its layers, if any.
+        stores: Stores of deferred weight gradients, one per chunk and attached to its layers, or
+            empty if backward passes are not split.
     """
 
     def __init__(

@@ -41,12 +41,12 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (MIB, 4 * MIB, 16 * MIB)
 LEAST_OF_MEMCPY = 0.9
 MOST_OF_WAKE = 1.0
-"""Upper limit of the time of a small message, in multiples of the time to wake a sleeping thread.
+"""Maximum time of a small message, as a multiple of the time to wake a sleeping thread.
 """
 MOST_COPIES = 4.0
-"""Upper limit of the time that messages add to a microbatch, in copies of a message."""
+"""Maximum time that messages add to a microbatch, as a multiple of the time to copy a message."""
 MOST_OVER_GLOO = 1.02
-"""Upper limit of the step time with more ranks than CPUs, relative to gloo."""
+"""Maximum step time with more ranks than CPUs, divided by the step time with gloo."""
 MICROBATCHES = 32
 STREAMS = ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo")
 LIMIT_S = 900.0
@@ -59,7 +59,7 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
-    """Returns the samples of MPI and UCX, or the reason why there are none."""
+    """Returns the samples of MPI and UCX, or the reason why these are missing."""
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         return {}, "Open MPI with mpi4py is not installed; run bash prerequisite.sh --benchmarks"
@@ -118,7 +118,7 @@ def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) ->
 
 
 def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
-    """Returns the times of the faster method of copying."""
+    """Returns the times of the faster method of copying ``nbytes`` bytes."""
     kinds = [samples[f"memcpy {kind} {nbytes}"] for kind in ("plain", "streaming")]
     return min(kinds, key=statistics.median)
 
@@ -147,7 +147,7 @@ def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str)
         if not peers:
             rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # Each library ran in its own processes, so compare it with copies in these processes.
+        # Each library ran in separate processes, so compare it with copies in these processes.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))
@@ -213,7 +213,7 @@ def more_ranks(options: argparse.Namespace) -> Result:
 
 
 def size_text(nbytes: int) -> str:
-    """Returns a size with its unit, such as ``64 KiB``."""
+    """Returns ``nbytes`` with its unit, such as ``64 KiB``."""
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
@@ -231,7 +231,7 @@ def bandwidths(series: Mapping[str, Samples]) -> str:
 
 
 def draw(samples: Samples, path: Path) -> None:
-    """Plots bandwidth over message size."""
+    """Plots bandwidth over message size, and saves the chart to ``path``."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -16,11 +16,11 @@ FLAGS = ("-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread")
 
 
 class NoCompilerError(Exception):
-    """Raised if there is no C compiler, or if it failed."""
+    """Raised if no C compiler is installed, or if the compiler failed."""
 
 
 def build(folder: Path) -> Path:
-    """Compiles ``copies.c`` in a folder, and returns the path of the library.
+    """Compiles ``copies.c`` in ``folder``, and returns the path of the library.
 
     Raises:
         NoCompilerError: There is no compiler, or it failed.
@@ -67,7 +67,7 @@ class Copies:
         self._round_trip_ns.restype = ctypes.c_double
 
     def cache_line_s(self, first: int, second: int) -> float:
-        """Returns the time in seconds to transfer a cache line from one CPU to another.
+        """Returns the seconds to transfer a cache line from CPU ``first`` to CPU ``second``.
 
         The result is the minimum of many attempts, because other programs can only increase the
         time.
@@ -75,12 +75,12 @@ class Copies:
         return float(min(self._round_trip_ns(first, second, 2000, 0) for _ in range(40))) / 2e9
 
     def wake_s(self, first: int, second: int) -> float:
-        """Returns the time in seconds for a thread to wake a sleeping thread on another CPU."""
+        """Returns the seconds for a thread on CPU ``first`` to wake a thread on CPU ``second``."""
         samples = [self._round_trip_ns(first, second, 200, 1) for _ in range(15)]
         return float(statistics.median(samples)) / 2e9
 
     def copy_s(self, nbytes: int) -> float:
-        """Returns the duration in seconds of a plain copy of memory that is not in any cache."""
+        """Returns the duration in seconds of a plain copy of ``nbytes`` outside of all caches."""
         count = max(8, (128 << 20) // nbytes)
         buffers = [ctypes.create_string_buffer(b"1" * nbytes, nbytes) for _ in range(2 * count)]
         start_s = time.perf_counter()

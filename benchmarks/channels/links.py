@@ -11,7 +11,7 @@ WINDOW = 4
 
 
 class Posted:
-    """A link that receives into preposted buffers, with gloo or MPI.
+    """A link that receives into buffers whose receives are posted in advance, with gloo or MPI.
 
     Args:
         make_buffer: Function that allocates a payload of a number of bytes.
@@ -37,7 +37,7 @@ class Posted:
         self._nbytes = self._left = self._next = 0
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Posts buffers for the first messages; see ``Link``."""
+        """Posts buffers for the first of ``count`` messages; see ``Link``."""
         assert not self._receives
         if nbytes not in self._buffers:
             # Allocate one buffer more than are posted, because the caller holds one.
@@ -47,7 +47,7 @@ class Posted:
             self._post()
 
     def send(self, payload: Any) -> None:
-        """Starts sending; see ``Link``."""
+        """Starts to send ``payload``; see ``Link``."""
         while len(self._sends) >= WINDOW:
             self._wait(self._sends.popleft())
         self._sends.append(self._start_send(payload))
@@ -77,7 +77,7 @@ class Posted:
 
 
 def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens a link with the MPI library that ``mpiexec`` selected."""
+    """Opens a link to ``peer`` with the MPI library that ``mpiexec`` selected."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -90,7 +90,7 @@ def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
 
 
 def open_gloo(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens a link with gloo through ``torch.distributed``. Both processes must call this."""
+    """Opens a link to ``peer`` over gloo. Both processes must call this function."""
     import torch.distributed as dist
 
     group = dist.new_group([0, 1], backend="gloo")

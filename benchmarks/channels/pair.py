@@ -101,7 +101,7 @@ class Process:
             link.close()
 
     def _copy(self, kind: str, targets: Sequence[Any], sources: Sequence[Any]) -> float:
-        """Returns the duration in seconds of a copy within this process, of uncached memory."""
+        """Returns the mean duration in seconds of a copy of uncached memory within this process."""
         function, nbytes = getattr(self._copies, kind), sources[0].nbytes
         addresses = [
             (self._address(target), self._address(source))
@@ -114,7 +114,7 @@ class Process:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Measures in a process with torch, and returns the samples."""
+    """Runs process ``rank`` with torch, and returns its samples in seconds."""
     import torch
 
     from harness.transport_link import TransportLink
@@ -138,7 +138,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures in a process of an MPI library. The first process writes the samples to a file."""
+    """Runs a process of an MPI library. The first process writes the samples to a file."""
     import numpy
     from mpi4py import MPI
 

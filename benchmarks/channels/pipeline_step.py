@@ -53,13 +53,13 @@ class WorkingStages(IdleStages):
         self._first = torch.rand(nbytes // 4)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Computes, reads the received activation and writes an activation."""
+        """Computes, reads the activation in ``received``, and returns a new activation."""
         return self._work(received)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Computes, reads the received gradient and writes a gradient."""
+        """Computes, reads ``gradient``, and returns a new gradient."""
         result = self._work(gradient)
         return result if self._rank else None
 
@@ -70,7 +70,7 @@ class WorkingStages(IdleStages):
 
 
 class InstantTransport:
-    """Simulates a transport within one process, with every input available before it is needed.
+    """Simulates a transport in one process, in which every input arrives before it is needed.
 
     Args:
         rank: Rank of this process, 0 or 1.
@@ -87,12 +87,12 @@ class InstantTransport:
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:
-        """Delivers all activations of a step to the last stage."""
+        """Delivers all activations of ``step`` to the last stage."""
         for microbatch in range(microbatches if self._rank else 0):
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Delivers the gradient of each activation to the first stage; discards gradients."""
+        """Delivers the gradient of a sent activation to the first stage, and discards gradients."""
         if self._rank == 0:
             self._put(Label(label.step, Action(ActionKind.B, 0, label.action.microbatch)))
 

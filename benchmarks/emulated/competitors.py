@@ -1,4 +1,4 @@
-"""Defines competitors: a schedule or run-time rule, its runtime, and its memory limit."""
+"""Defines the competitors. Each combines a schedule or rule, a runtime, and a memory limit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Competitor:
     is_policy: bool = False
 
     def placement(self, num_ranks: int) -> Placement:
-        """Returns the placement of the stages on a number of ranks."""
+        """Returns the placement of the stages on ``num_ranks`` ranks."""
         return Placement(num_ranks=num_ranks, num_chunks=self.num_chunks, kind=self.kind)
 
     def cap_for(self, num_ranks: int, num_microbatches: int) -> float | None:
@@ -76,10 +76,10 @@ _RULE: dict[str, Any] = {"is_policy": True}
 _V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
 
 BASELINE = "megatron 1f1b"
-"""Competitor that the speed of all other competitors is compared with."""
+"""Competitor with which the speed of all other competitors is compared."""
 INTERLEAVED = "megatron interleaved"
 ADAPTIVE = "adaptive, V"
-"""Rule that the speed goals apply to."""
+"""Rule to which the speed goals apply."""
 TIGHT = "hinted, V, memory p"
 """Rule that uses the same amount of memory as 1F1B."""
 PLUG_IN = "plug-in: adaptive, V"

@@ -64,12 +64,12 @@ class EmulatedChunk(torch.nn.Module):
         return _apply(_Join, output, side, self, microbatch)
 
     def prepare(self, work: RankWork) -> None:
-        """Sets the work of the next step and clears the gradient."""
+        """Sets the work of the next step to ``work``, and clears the gradient."""
         self.work = work
         self.weight.grad = None
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that every microbatch contributed to the gradient of the weight.
+        """Checks that all ``num_microbatches`` contributed to the gradient of the weight.
 
         Raises:
             WorkError: The gradient has an incorrect sum.
@@ -77,7 +77,7 @@ class EmulatedChunk(torch.nn.Module):
         self.check_sum(self.weight.grad, num_microbatches)
 
     def check_sum(self, gradient: torch.Tensor | None, num_microbatches: int) -> None:
-        """Checks the gradient of one weight (see :meth:`check_gradient`)."""
+        """Checks ``gradient``, the gradient of one weight (see :meth:`check_gradient`)."""
         if gradient is None or not bool((gradient == num_microbatches).all()):
             raise WorkError(
                 f"stage {self.stage}: the gradient is {gradient} after {num_microbatches} "
@@ -117,24 +117,24 @@ class PeerRunner:
         ]
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step. This is not timed."""
+        """Prepares a step. The time for this is not measured."""
         self.num_microbatches = draws.num_microbatches
         for chunk in self.chunks:
             chunk.prepare(work)
 
     def inputs(self, shape: Sequence[int]) -> list[torch.Tensor]:
-        """Returns the inputs of the first stage in the step."""
+        """Returns the inputs of the first stage in the step, each of ``shape``."""
         like = torch.empty(*shape, dtype=DTYPE)
         return [RankWork.fresh(number, like) for number in range(self.num_microbatches)]
 
     def finish(self) -> None:
-        """Checks the gradients of the weights. This is not timed."""
+        """Checks the gradients of the weights. The time for this is not measured."""
         for chunk in self.chunks:
             chunk.check_gradient(self.num_microbatches)
 
 
 def _apply(function: Any, *arguments: Any) -> torch.Tensor:
-    """Calls an autograd function, whose types torch does not declare."""
+    """Calls the autograd function ``function``, whose types torch does not declare."""
     output: torch.Tensor = function.apply(*arguments)
     return output
 

@@ -1,4 +1,4 @@
-"""Runs schedules and rules of this project on emulated stages, over its gloo transport."""
+"""Runs schedules and rules of this project on emulated stages, over the gloo transport."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OurRunner:
         self._step: tuple[EmulatedStages, Policy, RankState] | None = None
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step. This is not timed."""
+        """Prepares a step. The time for this is not measured."""
         competitor, count = self._competitor, draws.num_microbatches
         ranks = self.placement.num_ranks
         if count not in self._policies:
@@ -57,5 +57,5 @@ class OurRunner:
         self._channels.executor.run(*self._step)
 
     def finish(self) -> None:
-        """Ends the step. This is not timed."""
+        """Ends the step. The time for this is not measured."""
         self._channels.executor.finish_step()

@@ -46,7 +46,7 @@ class StepChunk(EmulatedChunk):
 
 
 def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> TransformerConfig:
-    """Returns megatron-core's configuration for an emulated pipeline."""
+    """Returns megatron-core's configuration for an emulated pipeline of ``num_ranks`` ranks."""
     several = competitor.num_chunks > 1
     return TransformerConfig(
         num_layers=num_ranks * competitor.num_chunks,
@@ -55,7 +55,7 @@ def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> Transforme
         pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=competitor.num_chunks if several else None,
         pipeline_dtype=DTYPE,
-        calculate_per_token_loss=True,  # leaves the loss unchanged
+        calculate_per_token_loss=True,  # This setting leaves the loss unchanged.
         **more,
     )
 

@@ -36,7 +36,7 @@ _SHARE = torch.ones(WIDTH, dtype=DTYPE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call(LayerCall):
-    """A call of a chunk: the first call runs F and B, and each call runs an equal part of W."""
+    """A call of a chunk. The first call runs F and B, and each call runs an equal part of W."""
 
     chunk: EmulatedChunk
     weight: torch.nn.Parameter
@@ -96,7 +96,7 @@ class _Chunk(StepChunk):
         self.layers = torch.nn.ModuleList(_Layer(self, number) for number in range(_PARTS))
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the calls one by one."""
+        """Runs the calls of all layers one by one."""
         if not received.requires_grad:
             received = received.detach().requires_grad_()
         for layer in self.layers:
@@ -104,7 +104,7 @@ class _Chunk(StepChunk):
         return received
 
     def prepare(self, work: RankWork) -> None:
-        """Sets the work of the next step and clears the gradients."""
+        """Sets the work of the next step to ``work``, and clears the gradients."""
         self.work = work
         for weight in self._weights():
             # Chunks in megatron-core's data-parallel wrapper have this attribute.

@@ -48,9 +48,9 @@ class Scenario:
             which all its actions share.
         length_mix: Probabilities and lengths of microbatches, used instead of ``length_sigma``. The
             mean length is 1.
-        rank_factor: Factor of the durations on the middle rank.
-        link_delay: Delay of messages on the middle link in both directions, in forward passes of a
-            whole rank.
+        rank_factor: Factor by which durations on the middle rank are multiplied.
+        link_delay: Delay of messages on the middle link in both directions, as a multiple of the
+            time of one forward pass through all stages of a rank.
     """
 
     name: str
@@ -69,7 +69,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="jitter 0.3", jitter_sigma=0.3),
         Scenario(name="jitter 0.5", jitter_sigma=0.5),
         Scenario(name="lengths", length_sigma=0.5),
-        # Lengths of packed conversations: most are short, and a few fill the sequence.
+        # Packed conversations have such lengths: most are short, and a few fill the sequence.
         Scenario(name="long tail", length_mix=((0.75, 0.5), (0.15, 1.5), (0.1, 4.0))),
         Scenario(name="slow link", link_delay=1.0),
         Scenario(name="fast rank", rank_factor=1 / 1.43),
@@ -99,7 +99,7 @@ class Draws:
     repetition: int
 
     def workload(self, placement: Placement) -> Workload:
-        """Returns the durations for a placement with one or two chunks per rank.
+        """Returns the durations for ``placement``, which has one or two chunks per rank.
 
         ``B`` is the backward pass by inputs, without weight gradients.
         """
@@ -133,7 +133,7 @@ class Draws:
         return replace(work, durations_ps=np.rint(work.durations_ps * drawn).astype(np.int64))
 
     def delay_s(self, from_rank: int, to_rank: int) -> float:
-        """Returns the delay of messages between two ranks in seconds."""
+        """Returns the delay of messages from ``from_rank`` to ``to_rank`` in seconds."""
         middle = self.num_ranks // 2
         if {from_rank, to_rank} != {middle - 1, middle}:
             return 0.0

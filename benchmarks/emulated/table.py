@@ -16,10 +16,10 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Lower limit of a step's simulated time with only the drawn work, relative to the measured time.
+"""Minimum simulated time of a step with only the drawn work, divided by the measured time.
 """
 LEAST_OF_GAIN = 0.97
-"""Lower limit of a measured gain over another order, relative to the simulated gain."""
+"""Minimum measured gain over another order, divided by the simulated gain."""
 GAINS = (
     (ADAPTIVE, BASELINE, "jitter 0.3"),
     (ADAPTIVE, INTERLEAVED, "jitter 0.3"),
@@ -117,12 +117,12 @@ def make_table(
 
 
 def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
-    """Returns the median ratio of two times with the same draws, over repetitions."""
+    """Returns the median over repetitions of ``slower`` divided by ``faster``."""
     return statistics.median(slower[number] / seconds for number, seconds in faster.items())
 
 
 def speedup(table: Table, name: str, scenario: str) -> float | None:
-    """Returns the median speed-up over the baseline, or ``None`` if one of the two did not run."""
+    """Returns the median speed-up over the baseline, or ``None`` if either has no steps."""
     steps, base = table.get((name, scenario)), table.get((BASELINE, scenario))
     if steps is None or base is None:
         return None
@@ -149,7 +149,7 @@ def markdown(table: Table) -> str:
 
 
 def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
-    """Compares the steps with simulated bounds, and with fixed orders that use no more memory."""
+    """Returns rows that compare steps with simulated bounds, and rules with fixed orders."""
     rows = [_gain(table, *gain) for gain in GAINS if {(gain[0], gain[2]), gain[1:]} <= set(table)]
     of_executor = [steps for steps in table.values() if steps.competitor.engine == "ours"]
     if of_executor:
@@ -184,7 +184,7 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
-    """Yields the gain over each fixed order that holds no more activations than the rule may."""
+    """Yields the gain over each fixed order that holds at most ``cap`` microbatches."""
     for (name, scenario), steps in table.items():
         if steps.competitor.is_policy or steps.peak > cap + 1e-6:
             continue

@@ -98,7 +98,7 @@ class Rank:
         return OurRunner(competitor, self._channels[placement], self._rank, self._num_ranks)
 
     def _round(self, scenario: str, num_microbatches: int, repetition: int) -> list[dict[str, Any]]:
-        """Runs one step of every competitor with the same drawn durations."""
+        """Runs one step of every competitor with the same random durations."""
         draws = Draws(
             scenario=SCENARIOS[scenario],
             num_ranks=self._num_ranks,
@@ -122,7 +122,7 @@ class Rank:
         ]
 
     def _step(self, name: str, draws: Draws) -> dict[str, float]:
-        """Runs a step, and returns its record."""
+        """Runs a step of the competitor ``name``, and returns its makespan and peak memory."""
         runner = self._runners[name]
         work = RankWork(
             runner.placement,

@@ -1,4 +1,4 @@
-"""Tests the emulated pipeline: equal draws for all competitors, sleep times, and step checks."""
+"""Tests the durations, sleeps and checks of the emulated pipeline."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def table(draws: Draws, placement: Placement) -> dict[ActionKind, list[list[floa
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_single_chunk_takes_what_its_halves_take(scenario: str) -> None:
-    """Checks that equal arguments give equal draws, and other repetitions different draws."""
+    """Checks that equal arguments give equal durations, and other repetitions other durations."""
     draws = drawn(scenario)
     whole, halves = table(draws, ONE), table(draws, LOOP)
     factor = 1 / SCENARIOS[scenario].rank_factor
@@ -64,7 +64,7 @@ def test_a_slow_link_delays_both_ways_and_no_other_link() -> None:
 
 
 def chunk_of(stage: int) -> tuple[EmulatedChunk, RankWork, torch.Tensor, torch.Tensor]:
-    """Returns a chunk on a loop of 4 ranks, its work, and the input and output of microbatch 1."""
+    """Returns the chunk of ``stage`` on 4 ranks, its work, and microbatch 1's input and output."""
     draws = drawn("quiet", microbatches=2)
     work = RankWork(LOOP, stage % 4, table(draws, LOOP), Sleeper())
     chunk = EmulatedChunk(stage, LOOP.num_stages)

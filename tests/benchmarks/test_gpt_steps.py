@@ -1,4 +1,4 @@
-"""Tests the small GPT benchmark: compared pairs, and equal results of all competitors."""
+"""Tests that the competitors of the GPT benchmark agree and are compared in pairs."""
 
 from __future__ import annotations
 

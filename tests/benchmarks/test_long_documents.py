@@ -1,4 +1,4 @@
-"""Tests the memory limits of the compared schedules, and ratios per repetition."""
+"""Tests the memory limits and the ratios in the benchmark of long documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the transport benchmark: its compiled copies, its processes, and its rows."""
+"""Tests the copies, processes and result rows of the transport benchmark."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_limits_of_the_machine_take_time(library: Path, cpus: list[int]) -> None
     compiled = copies.Copies(library)
     assert 0 < compiled.copy_s(64 * KIB) < 1
     assert 0 < compiled.wake_s(*cpus) < 1
-    if cpus[0] != cpus[1]:  # threads that spin on one processor would wait for its scheduler
+    if cpus[0] != cpus[1]:  # Threads that spin on the same processor would wait for its scheduler.
         assert 0 < compiled.cache_line_s(*cpus) < 1
 
 

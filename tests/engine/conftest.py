@@ -11,7 +11,7 @@ import pytest
 
 from megatron.adaptive import accelerator, extension
 
-accelerator.install()  # must run before any of these tests imports megatron.core
+accelerator.install()  # This must run before any of these tests imports megatron.core.
 
 from ..multiprocess.launch import run_ranks, tail  # noqa: E402
 
@@ -30,7 +30,7 @@ Start = Callable[..., list[Any]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Returns a function ``(program, argument, size)`` that runs members for their results."""
+    """Returns a function that runs a program on ``size`` ranks and returns their results."""
 
     def run(program: str, argument: str, size: int) -> list[Any]:
         log = tmp_path / "output.txt"

@@ -1,6 +1,6 @@
-"""Simulates decision groups: random pipelines of random groups, whose members differ in speed.
+"""Simulates random pipelines of decision groups whose members differ in speed.
 
-A pipeline is replicated over the members of its groups (EP x TP). Every member has its own inputs,
+A pipeline is replicated over the members of its groups (EP x TP). Every member has separate inputs,
 times and delays, and members synchronize in the exchanges within forward and backward passes. The
 state, the policies and both sides of the agreement are the same as in the executor; only channels
 and clocks are simulated. Run as a program, it simulates ten thousand pipelines: ``python -m
@@ -80,7 +80,7 @@ class Case:
 
 
 def random_case(rng: random.Random) -> Case:
-    """Draws a random pipeline."""
+    """Returns a random pipeline, drawn with ``rng``."""
     ranks = rng.randint(2, 5)
     if rng.random() < 0.8:
         name = rng.choice(RULES)
@@ -108,7 +108,7 @@ def random_case(rng: random.Random) -> Case:
 
 @dataclass
 class Meeting:
-    """An exchange of a group, with the action of each member, and its end time."""
+    """An exchange of a group, with the actions of its members and its end time."""
 
     actions: set[str] = field(default_factory=set)
     count: int = 0
@@ -129,7 +129,7 @@ class Member:
     pace: float
     resume: Callable[[], None] = lambda: None
     is_waiting: bool = False
-    met: int = 0  # number of exchanges begun
+    met: int = 0  # This is the number of exchanges that have begun.
     last_word: float = 0.0
     taken: list[str] = field(default_factory=list)
 
@@ -144,7 +144,7 @@ Steps = Generator[float | None, None, Any]
 
 
 class World:
-    """Runs one case."""
+    """Runs the step of one random pipeline."""
 
     def __init__(self, case: Case, rng: random.Random) -> None:
         self.case, self.rng, self.now = case, rng, 0.0
@@ -164,7 +164,7 @@ class World:
             member.resume = partial(self._resume, member, steps)
 
     def run(self) -> str:
-        """Returns a description of the failure, or an empty string."""
+        """Runs the step, and returns a description of the failure or an empty string."""
         while self.events:
             self.now, _, event = heapq.heappop(self.events)
             event()
@@ -203,7 +203,7 @@ class World:
         pace = case.slow if tp_rank == case.size - 1 else 1.0
         return Member(rank, state, policy, agreement, queue, decisions, pace)
 
-    # Channels
+    # The following methods simulate the channels.
 
     def _at(self, delay: float, event: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + delay, next(self.numbers), event))
@@ -218,7 +218,7 @@ class World:
 
     def _publish(self, followers: range, word: int) -> None:
         for member in (self.members[rank] for rank in followers):
-            # keeps the order of the messages
+            # Messages keep their order.
             member.last_word = max(member.last_word, self.now + self._delay())
             event = partial(self._hear, member, word)
             heapq.heappush(self.events, (member.last_word, next(self.numbers), event))
@@ -231,7 +231,7 @@ class World:
         self.members[rank].completions.put(item)
         self._wake(self.members[rank])
 
-    # Members
+    # The following methods simulate the members.
 
     def _resume(self, member: Member, steps: Steps) -> None:
         delay = next(steps, -1.0)
@@ -246,7 +246,7 @@ class World:
             self._at(0.0, member.resume)
 
     def _steps(self, member: Member) -> Steps:
-        """Runs the actions like the executor, in two alternating lanes."""
+        """Runs the actions of ``member`` like the executor, in two alternating lanes."""
         state, beside = member.state, self.case.beside
         here: tuple[Action, int, Meeting | None] | None = None
         other: tuple[Action, int, Meeting | None] | None = None
@@ -299,7 +299,7 @@ class World:
                 member.state.arrive(action.kind, action.chunk, action.microbatch)
 
     def _meet(self, member: Member, action: str) -> Meeting:
-        """Begins the member's next exchange, which must be the same on all members of the group."""
+        """Begins the next exchange of ``member``, which must be the same on all group members."""
         meeting = self.meetings.setdefault((member.rank // self.case.size, member.met), Meeting())
         member.met += 1
         meeting.actions.add(action)
@@ -327,7 +327,7 @@ class World:
 
 
 def failures(cases: int, seed: int = 1) -> list[str]:
-    """Runs random pipelines, and returns a description of each failure."""
+    """Runs ``cases`` random pipelines, and returns a description of each failure."""
     failed = []
     for number in range(cases):
         rng = random.Random(f"{seed}-{number}")

@@ -1,4 +1,4 @@
-"""Runs pipeline ranks in one process, as real executors in threads that are connected by queues."""
+"""Runs executors of all pipeline ranks in one process, in threads connected by queues."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
 WATCHDOG_S = 30.0
-FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # sizes of the tensors below
+FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # These are the sizes of the tensors below.
 ACTIVATION_BYTES, RETAINED_BYTES = 100, 30
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 class Loopback:
-    """Connects executors of one process. A send adds a message to the peer's queue.
+    """Connects executors of one process, by adding each sent message to the peer's queue.
 
     Args:
         me: Global rank of this process.
@@ -112,7 +112,7 @@ class Counting(Writing):
         self._pp_rank = pp_rank
 
     def whole(self, microbatch: int) -> int:
-        """Returns the index of a microbatch in the whole step."""
+        """Returns the index of ``microbatch`` in the whole step."""
         return microbatch
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Counting(Writing):
 
 
 def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
-    """Runs every rank in a separate thread, and raises the first error of any rank."""
+    """Calls ``run`` for each of ``count`` ranks in a thread, and raises the first error."""
     errors: list[BaseException] = []
 
     def watched(rank: int) -> None:
@@ -194,7 +194,7 @@ class Ranks:
     def step(
         self, policies: Sequence[Policy], microbatches: int, **options: Any
     ) -> tuple[list[Counting], list[RankState]]:
-        """Runs one step on every rank, each in a separate thread."""
+        """Runs one step on every rank, each in a separate thread; returns stages and states."""
         count = self.placement.num_ranks
         stages = [
             Counting(self.placement, rank, partial(self.when_run, rank)) for rank in range(count)
@@ -209,7 +209,7 @@ class Ranks:
 
 
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    """Returns a recorder for a rank of a job with a single pipeline."""
+    """Returns a recorder for ``rank`` of a job with a single pipeline."""
     header = TraceHeader(
         run="run-1",
         rank=rank,
@@ -249,7 +249,7 @@ def forward_of(step: int, microbatch: int) -> Arrival:
 
 
 def make_executor(pipeline: Ranks, *, pp_rank: int = 1, **options: Any) -> Executor:
-    """Returns another executor for a rank of the pipeline."""
+    """Returns a new executor for rank ``pp_rank`` of ``pipeline``."""
     alone = pipeline.placement.num_ranks == 1
     settings: dict[str, Any] = {"timeout_s": WATCHDOG_S, **options}
     return Executor(

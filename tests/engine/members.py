@@ -50,7 +50,7 @@ ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 def inputs(step: int, seed: int) -> list[Arrival]:
-    """Returns all inputs of the rank, shuffled by the seed."""
+    """Returns all inputs of the rank in ``step``, shuffled with ``seed``."""
     actions = []
     for chunk in range(PLACEMENT.num_chunks):
         for kind in (ActionKind.F, ActionKind.B):
@@ -100,7 +100,8 @@ class Member:
         self.group = dist.new_group(self.ranks, backend="gloo")
         self.module = extension.require("this test") if argument == "memory" else None
         self.made: list[Any] = []
-        self.transport = Loopback(-1, {-1: CompletionQueue()})  # drops sent messages
+        # This transport drops all messages that are sent.
+        self.transport = Loopback(-1, {-1: CompletionQueue()})
 
     def stop_request(self) -> StopRequest:
         return StopRequest(float(self.argument.split(",")[self.rank]))
@@ -117,10 +118,10 @@ class Member:
 
 
 def agree(member: Member) -> dict[str, Any]:
-    """Sends each member its inputs in a different order; the last member gets them one by one.
+    """Sends each member its inputs in a different order, and the last member one by one.
 
-    Steps 0 and 1 use unsplit backward passes, steps 2 and 3 split ones, and steps 4 and 5 a static
-    order.
+    Steps 0 and 1 use unsplit backward passes, steps 2 and 3 use split backward passes, and steps 4
+    and 5 use a static order.
     """
     agreement = member.agreement()
     arrived_ns: dict[str, int] = {}
@@ -162,13 +163,13 @@ def agree(member: Member) -> dict[str, Any]:
 
 
 def words_of(agreement: Any) -> int | None:
-    """Returns how many numbers were sent through the decision channel, if this is known."""
+    """Returns how many numbers the decision channel has sent, or ``None`` if this is unknown."""
     log = getattr(agreement._decisions, "_log", None)
     return None if log is None else getattr(log, "published", None) or log.position
 
 
 def lacking(member: Member) -> list[str]:
-    """Withholds one input from a follower."""
+    """Runs a step in which a follower lacks an input, and returns the error of this member."""
     agreement = member.agreement()
     for message in inputs(0, 0):
         if member.rank == 0 or str(message.label.action) != "F0-1":
@@ -179,7 +180,7 @@ def lacking(member: Member) -> list[str]:
 
 
 def broken(member: Member) -> list[str]:
-    """Fails a channel of the last follower while it waits for a decision."""
+    """Runs a step in which a channel of the last follower breaks, and returns the error."""
     agreement = member.agreement()
     executor = make_executor(member.transport, agreement)
     if member.rank == member.size - 1:
@@ -191,7 +192,7 @@ def broken(member: Member) -> list[str]:
 
 
 def many(member: Member) -> dict[str, Any]:
-    """Sends more values than fit, to readers of different speed, and then stops sending."""
+    """Sends more values than fit into a channel, to readers of different speed, and then stops."""
     values = [number * number << 20 | number for number in range(600)]
     writer, readers = member.channels()
     if member.rank == 0:
@@ -218,7 +219,7 @@ def many(member: Member) -> dict[str, Any]:
 
 
 def deaf(member: Member) -> list[str]:
-    """Checks that a writer gets an error if the reader does not read."""
+    """Runs a writer whose reader does not read, and returns the error of the writer."""
     writer, _ = member.channels()
     if member.rank == 0:
         text = error_of(lambda: [writer.publish(number, 0.2) for number in range(1000)])
@@ -229,7 +230,7 @@ def deaf(member: Member) -> list[str]:
 
 
 def record(member: Member) -> dict[str, Any]:
-    """Records two pipeline ranks. A third rank of the job only participates in the gathering."""
+    """Records the orders of two pipeline ranks; a third rank only takes part in the gathering."""
     folder, group = Path(sys.argv[3]), dist.group.WORLD
     path = folder / "schedule.json"
     shape = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)
@@ -259,7 +260,7 @@ def record(member: Member) -> dict[str, Any]:
 
 
 def run(member: Member) -> Any:
-    """Runs ranks of very different speed, which only synchronize in ``agreed``.
+    """Runs ranks of very different speed, which only synchronize in ``StopRequest.agreed``.
 
     With ``30,30,30``, the last rank gets a signal when all ranks are running.
     """
@@ -275,7 +276,7 @@ def run(member: Member) -> Any:
 
 
 def lost(member: Member) -> Any:
-    """Exits on the last rank while the first rank keeps asking whether to stop."""
+    """Exits on the last rank while the first rank keeps asking to stop; returns the error."""
     with member.stop_request() as stop:
         for _ in range(4):
             stop.agreed(dist.group.WORLD)
@@ -285,7 +286,7 @@ def lost(member: Member) -> Any:
 
 
 def late(member: Member) -> Any:
-    """Asks on rank 0 whether to stop. Rank 0 continues although no other rank has asked yet."""
+    """Asks on rank 0 whether to stop, which must not wait for ranks that have not asked yet."""
     folder, seen = Path(sys.argv[3]), []
 
     def await_mark(name: str) -> None:
@@ -304,7 +305,7 @@ def late(member: Member) -> Any:
 
 
 def last(member: Member) -> Any:
-    """Requests a stop before the last boundary, so that no rank stops but the end reports it."""
+    """Requests a stop before the last iteration, which only the end of the run can report."""
     with member.stop_request() as stop:
         if member.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -327,7 +328,7 @@ def main() -> None:
     member = Member(argument, dist.get_rank(), dist.get_world_size())
     result = PROGRAMS[program](member)
     (Path(folder) / f"{member.rank}.json").write_text(json.dumps(result))
-    if program not in ("broken", "lost"):  # these two wait until another process exits
+    if program not in ("broken", "lost"):  # These two programs wait until another process exits.
         dist.barrier()
     # A receive that timed out breaks gloo's connections, so exit without closing these.
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Runs the steps of small GPT models action by action, split or unsplit, in one process."""
+"""Runs the steps of small GPT models action by action, with split or unsplit backward passes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Order = Sequence[tuple[Any, ...]]
 
 @contextlib.contextmanager
 def job() -> Iterator[None]:
-    """Provides process groups and random states of megatron-core within its body."""
+    """Provides process groups and random states of megatron-core inside the context."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
@@ -92,7 +92,7 @@ def build(
     settings: DistributedDataParallelConfig | None = None,
     spec: ModuleSpec | None = None,
 ) -> list[Any]:
-    """Builds chunks with the same initial weights."""
+    """Builds ``chunks`` model chunks, with the same initial weights in each call."""
     seed()
     spec = spec or get_gpt_layer_local_spec()
     predicting = get_gpt_mtp_block_spec(core, spec, False) if core.mtp_num_layers else None
@@ -122,7 +122,7 @@ def build(
 
 
 def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Acts as megatron-core's user function. The tokens depend on the index of the microbatch."""
+    """Acts as a user's function for megatron-core, with tokens that depend on the microbatch."""
     numbers = torch.Generator().manual_seed(next(iterator))
     tokens = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE), generator=numbers)
     places = torch.arange(SEQUENCE).expand(SAMPLES, SEQUENCE)
@@ -134,7 +134,7 @@ def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[...
 def make_stages(
     chunks: list[Any], num_microbatches: int, stores: Any = None, **changes: Any
 ) -> MegatronStages:
-    """Returns the stages of one step in a pipeline with one rank, split if stores are given."""
+    """Returns the stages of a step in a pipeline with one rank, split if ``stores`` are given."""
     return MegatronStages(
         forward_step_func=forward_step,
         data_iterators=[iter(range(num_microbatches)) for _ in chunks],
@@ -155,7 +155,7 @@ def make_stages(
 
 
 def drive(stages: Any, order: Order, num_chunks: int) -> None:
-    """Runs actions and passes tensors between the chunks of one rank."""
+    """Runs the actions of ``order``, and passes tensors between the chunks of one rank."""
     carried: dict[tuple[Any, ...], torch.Tensor] = {}
     for kind, chunk, microbatch, *piece in order:
         if kind == "F":
@@ -222,7 +222,7 @@ def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
 
 
 def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Returns copies of all ``main_grad`` tensors by chunk and name."""
+    """Returns copies of all ``main_grad`` tensors of ``chunks``, by chunk and name."""
     return {
         f"{number} {name}": parameter.main_grad.clone()
         for number, chunk in enumerate(chunks)
@@ -231,7 +231,7 @@ def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Checks that two sets of gradients are not empty and bitwise equal."""
+    """Checks that ``actual`` and ``expected`` are non-empty and bitwise equal gradients."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.abs().sum() > 0, name

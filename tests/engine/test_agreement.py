@@ -1,4 +1,4 @@
-"""Tests that members of a decision group run the same actions, each when all members are ready."""
+"""Tests that the members of a decision group run the same actions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
         assert result["threads"] == ["MainThread"]
         if board == "memory":
             assert result["words"] == 48 + 48 + 120 + 120
-        # The leader must not consider only its own inputs, because all ranks would then wait in a
+        # If the leader considered only the inputs of this rank, all ranks would wait in a
         # collective.
         arrived = {name: ns for name, ns in result["arrived"].items() if name[0] in "0123"}
         assert len(arrived) == 4 * 40
@@ -171,9 +171,9 @@ def label_of(word: int) -> Label:
 
 def test_each_input_of_the_step_is_reported_once() -> None:
     reports, queue = Paper(), CompletionQueue()
-    queue.put(message(0, 0))  # before the follower has started
+    queue.put(message(0, 0))  # This input arrives before the follower exists.
     follower = Follower(Paper(), reports, queue, 1.0)
-    queue.put(message(0, 1))  # before the step begins
+    queue.put(message(0, 1))  # This input arrives before the step begins.
     follower.begin(0, is_static=False)
     queue.put(message(0, 2))
     queue.put(message(1, 0))

@@ -19,7 +19,7 @@ from megatron.adaptive.engine import core_version  # noqa: E402
 
 
 def check() -> None:
-    """Checks the installed release like the plug-in."""
+    """Checks the installed release in the same way as the plug-in."""
     core_version.check(oldest=(0, 15), remedy="use another")
 
 

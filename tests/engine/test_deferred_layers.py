@@ -57,7 +57,7 @@ def one_process() -> Iterator[None]:
 
 
 def check(core: Any, late: int, pieces: int, **model: Any) -> None:
-    """Compares a model's split step with another model's unsplit step, then with its own."""
+    """Checks that split steps of a model have the same gradients as an unsplit step."""
     plain = build_held(core, **model)
     order = pairs(len(plain), MICROBATCHES)
     run_step(plain, order)
@@ -74,7 +74,7 @@ def check(core: Any, late: int, pieces: int, **model: Any) -> None:
 
 
 def build_held(core: Any, **model: Any) -> list[Any]:
-    """Builds chunks that delay their reductions to the last backward pass, if these overlap."""
+    """Builds chunks. Overlapped reductions are delayed to the last backward pass."""
     chunks = build(core, **model)
     if chunks[0].ddp_config.overlap_grad_reduce:
         core.no_sync_func = [chunk.no_sync for chunk in chunks]
@@ -126,7 +126,7 @@ def test_other_models(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {
-            # megatron-core's own recomputation of an MLP with biases recurses endlessly.
+            # The recomputation in megatron-core of an MLP with biases recurses endlessly.
             "add_bias_linear": False,
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn", "mlp"],
@@ -254,7 +254,7 @@ ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
     ids=["sequential", "shared", "grouped", "grouped probs"],
 )
 def test_experts(grouped: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Names that megatron-core imports from GPU packages.
+    # megatron-core imports these names from GPU packages.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     if grouped and not hasattr(experts, "gg"):
         pytest.skip("from 0.17 on megatron-core groups experts with Transformer Engine alone")
@@ -303,7 +303,7 @@ def engine_spec() -> ModuleSpec:
 
 
 def parts_of(described: Any) -> Any:
-    """Returns the parts of a layer spec. Since 0.17, specs may be partial calls."""
+    """Returns the parts of the layer spec ``described``, which may be a partial call since 0.17."""
     if isinstance(described, functools.partial):
         return described.keywords["submodules"]
     return described.submodules

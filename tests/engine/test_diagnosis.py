@@ -52,7 +52,7 @@ def test_a_finding_is_told_once(traces: Path) -> None:
 
 
 def test_iterations_before_a_new_trace_in_the_folder_are_left_out(traces: Path) -> None:
-    """Checks this because the folder lacks earlier iterations after a move of layers."""
+    """Checks that iterations that are missing in the folder after a move of layers are skipped."""
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
     for path in traces.glob("trace_rank_*"):
@@ -136,7 +136,7 @@ def test_a_late_last_answer_does_not_delay_the_end(
 def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(tmp_path / "none"), 1, 0, messages.append)
-    until_answered(diagnosis, 5)  # the folder does not exist
+    until_answered(diagnosis, 5)  # The diagnosis fails, because the folder does not exist.
     diagnosis.after_iteration(6)
     process = diagnosis._process
     assert process is not None
@@ -144,7 +144,7 @@ def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
     process.wait()
     diagnosis.after_iteration(7)
     diagnosis.after_iteration(8)
-    assert diagnosis._process is not None  # the diagnosis was started again
+    assert diagnosis._process is not None  # The diagnosis was started again.
     diagnosis.close()
     assert messages == []
 

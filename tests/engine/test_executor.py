@@ -1,4 +1,4 @@
-"""Tests the engine on simulated stages; the ranks are threads that are connected by queues."""
+"""Tests executors on simulated stages, with ranks that are threads connected by queues."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_static_schedule_is_run_as_listed(
 
 @pytest.mark.parametrize("name", ["adaptive", "hinted", "dfc", "bfc"])
 def test_random_pipelines_run_each_action_once_within_the_cap(name: str) -> None:
-    """Uses random action times, and some stages that are much slower than others."""
+    """Checks random pipelines with random action times and some very slow stages."""
     rng = random.Random(name)
     for case in range(50):
         chunks, microbatches = rng.choice([1, 2, 2, 3]), rng.randint(1, 8)
@@ -232,7 +232,7 @@ def test_errors_of_channels_name_slices() -> None:
 
 
 class Slow(CpuClock):
-    """Simulates a device that finishes an action only when it is waited for."""
+    """Simulates a device on which an action only finishes when the host waits for it."""
 
     def __init__(self) -> None:
         self.launched = 0
@@ -278,7 +278,7 @@ def test_short_actions_leave_the_device_enough_to_do(action_ns: int, ahead: int)
 
     class Timed(Slow):
         def resolve_ns(self, mark: int) -> int:
-            return mark * action_ns  # marks are recorded before and after each action
+            return mark * action_ns  # Marks are recorded before and after each action.
 
     clock = Timed()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))

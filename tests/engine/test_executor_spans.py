@@ -44,7 +44,7 @@ def traced_step(
     microbatches: int,
     **options: Any,
 ) -> tuple[RunTrace, list[RankTimes], list[Counting]]:
-    """Runs iteration 1 on all ranks with a trace."""
+    """Runs iteration 1 on all ranks, and returns its trace, times and stages."""
     ranks = range(placement.num_ranks)
     recorders = [recorder_of(folder, rank, placement, microbatches) for rank in ranks]
     for recorder in recorders:
@@ -61,7 +61,7 @@ def traced_step(
 def traced_rank(
     folder: Path, pipeline: Ranks, rank: int, policy: Policy, microbatches: int, **options: Any
 ) -> list[Span]:
-    """Runs iteration 1 on one rank with a trace. The test provides its inputs."""
+    """Runs iteration 1 on ``rank`` with inputs from the test, and returns the traced spans."""
     recorder = recorder_of(folder, rank, pipeline.placement, microbatches)
     recorder.begin_iteration(1, microbatches)
     executor = make_executor(pipeline, pp_rank=rank, recorder=recorder)
@@ -77,7 +77,7 @@ def actions(run: RunTrace, rank: int) -> list[Span]:
 
 
 def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
-    # stage 0:  F0 F1 B0 B1      stage 1:  F0 B0 F1 B1
+    # Stage 0 runs F0 F1 B0 B1, and stage 1 runs F0 B0 F1 B1.
     placement = Placement(num_ranks=2, num_chunks=1)
     run, times, _ = traced_step(tmp_path, make_policies("1f1b", placement, 2), placement, 2)
     sizes = {"F": FORWARD_BYTES, "B": BACKWARD_BYTES}
@@ -99,7 +99,7 @@ def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
 
 
 def awaited_later(tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks) -> list[Span]:
-    """Runs 1F1B on rank 1 of two ranks with two microbatches. The second input arrives late."""
+    """Runs 1F1B on rank 1 of two ranks, whose second input arrives late; returns its spans."""
     follow = make_policies("1f1b", pipeline.placement, 2)[1]
 
     def pick(state: RankState) -> Action | None:
@@ -128,7 +128,7 @@ def test_waiting_is_charged_to_the_action_that_follows(tmp_path: Path) -> None:
 
 
 def test_others_see_what_it_does() -> None:
-    # stage 0:  F0 F1 B0 B1      stage 1:  F0 B0 F1 B1, one after the other in one thread
+    # Stage 0 runs F0 F1 B0 B1, and stage 1 runs F0 B0 F1 B1, one after the other in one thread.
     placement = Placement(num_ranks=2, num_chunks=1)
     pipeline = Ranks(placement)
     executor = make_executor(pipeline, pp_rank=0)
@@ -201,7 +201,7 @@ def test_a_split_backward_keeps_memory_until_its_last_piece(tmp_path: Path) -> N
     spans = run.ranks[0].spans(1)
     held = [100, 200, 200, 130, 60, 60, 30, 30]
     assert [span.in_flight_bytes for span in spans] == held
-    assert all(span.bytes == 0 for span in spans)  # tensors that stay on the rank are not sent
+    assert all(span.bytes == 0 for span in spans)  # Tensors that stay on the rank are not sent.
 
 
 def test_others_see_the_slice() -> None:

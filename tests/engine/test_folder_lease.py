@@ -1,4 +1,4 @@
-"""Tests that a folder has one writer, and that a process that was suspended loses the lease."""
+"""Tests that a folder has a single writer, and that a suspended process loses the lease."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ time.sleep(float(sys.argv[2]))
 
 
 def change(folder: Path, **facts: object) -> None:
-    """Changes facts of the last claim, as if another process had made the claim."""
+    """Changes entries of the last claim, as if another process had made the claim."""
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
-    del claim["sum"]  # claims of earlier versions have no checksum
+    del claim["sum"]  # Claims of earlier versions have no checksum.
     path.write_text(json.dumps(claim))
 
 
@@ -62,7 +62,7 @@ def test_a_second_job_is_refused_while_the_first_counts_on(
         first.end()
     assert refusal.value.owner["port"] == 7
     assert "\n" not in str(refusal.value)
-    assert Lease(tmp_path).claim() == 2  # the owner exited normally
+    assert Lease(tmp_path).claim() == 2  # The previous owner has released the folder.
 
 
 @pytest.mark.parametrize("is_reaped", [True, False], ids=["gone", "zombie"])
@@ -102,7 +102,8 @@ def test_a_restart_of_the_same_job_goes_on_at_once(tmp_path: Path) -> None:
         Lease(tmp_path).claim(job="a", restarts=2)
         assert not looked
         change(tmp_path, boot="another")
-        Lease(tmp_path).claim(job="a", restarts=2)  # another start with the same name
+        # This claim has the same number of restarts, so it may belong to another job of that name.
+        Lease(tmp_path).claim(job="a", restarts=2)
         assert looked
 
 
@@ -130,12 +131,12 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
     said: list[str] = []
     assert not first.is_held(said.append)
     assert len(said) == 1
-    first.end()  # does not affect the other owner
+    first.end()  # Ending the lost lease does not affect the other owner.
     assert second.beat()
     second.require()
     assert first.taken().owner["port"] == 8
-    assert not first._take(2)  # the other owner has made this claim
-    for _ in range(12):  # many claims leave only a few files
+    assert not first._take(2)  # The other owner has already made this claim.
+    for _ in range(12):  # Many claims leave only a few files.
         Lease(tmp_path).claim()
     assert sorted(file.name for file in (tmp_path / ".lease").iterdir()) == [
         "beat-14",
@@ -148,7 +149,7 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
 def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
     tmp_path: Path,
 ) -> None:
-    """Checks this because a manager makes a claim per incarnation, and removes old claims."""
+    """Checks the error if a manager makes new claims while another job waits for the folder."""
     first, second, manager = (Lease(tmp_path) for _ in range(3))
     first.claim(run="job")
     change(tmp_path, boot="another")
@@ -171,7 +172,7 @@ def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
 
 
 def test_a_claim_that_others_made_and_removed_is_not_made_again(tmp_path: Path) -> None:
-    """Uses a process that was suspended before it made its claim."""
+    """Checks that a process that was suspended before it made a claim does not make it later."""
     holder, stopped = Lease(tmp_path), Lease(tmp_path)
     holder.claim(run="job")
     assert all(holder.advance() for _ in range(3))
@@ -225,7 +226,7 @@ def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         assert lease.is_held(said.append)
-        assert lease.is_held(said.append)  # reported once
+        assert lease.is_held(said.append)  # The failure is reported only once.
         with pytest.raises(OSError, match="File too large"):
             lease.advance()
     finally:
@@ -255,5 +256,5 @@ def test_a_damaged_claim_does_not_free_the_folder_of_a_living_job(tmp_path: Path
     lease.claim(job="a", restarts=1)
     path = tmp_path / ".lease" / "claim-1.json"
     claim = json.loads(path.read_text())
-    path.write_text(json.dumps({**claim, "pid": 2**22 + 1}))  # a process that never existed
+    path.write_text(json.dumps({**claim, "pid": 2**22 + 1}))  # This process has never existed.
     assert not module._is_gone(lease._facts(1))

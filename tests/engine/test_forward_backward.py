@@ -54,7 +54,7 @@ def test_signature_is_that_of_megatron_core() -> None:
         *expected,
         "loss_parts",
         "sizes",
-    ]  # only this project's function may return the last value
+    ]  # Only this project's function has the last two parameters.
     assert parameters["loss_parts"].default is parameters["sizes"].default is None
     for name, parameter in expected.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, name

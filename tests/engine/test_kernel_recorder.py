@@ -20,7 +20,7 @@ from .loopback import recorder_of
 
 
 def recorded(folder: Path, said: list[str]) -> int:
-    """Runs iterations 1 to 3 and records the second; returns the number of lines."""
+    """Runs iterations 1 to 3, records the second, and returns the number of recorded lines."""
     recorder = KernelRecorder(str(folder), 3, range(2, 3), on_gpu=False, say=said.append)
     for iteration in (1, 2, 3):
         recorder.begin(iteration, is_traced=True)
@@ -53,7 +53,7 @@ class LateDevice(CpuClock):
 
 
 def multiply(count: int) -> None:
-    """Multiplies matrices, with pauses before and after, because clocks differ slightly."""
+    """Multiplies ``count`` matrices, with pauses before and after, because clocks differ."""
     time.sleep(0.005)
     for _ in range(count):
         torch.ones(8, 8).mm(torch.ones(8, 8))

@@ -1,4 +1,4 @@
-"""Tests concurrent actions: their turns, what overlaps an exchange, and the failure of a step."""
+"""Tests that two actions of a rank can overlap, and that an error stops both."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Exchanging(Writing):
                 answer = torch.empty_like(rows)
                 dist.all_to_all_single(answer, rows)
                 assert torch.equal(answer, rows)
-                dist.all_to_all_single(answer[0], rows[0])  # no rows, so the lane keeps its turn
+                # This tensor has one dimension, so the lane keeps its turn.
+                dist.all_to_all_single(answer[0], rows[0])
 
 
 def run(policy: Policy, fails: str = "", **options: Any) -> tuple[Exchanging, Executor]:

@@ -1,4 +1,4 @@
-"""Tests the activation cap with unequal microbatches, as the trainer distributes these.
+"""Tests the activation cap with unequal microbatches that are balanced over replicas.
 
 ``python tests/engine/test_policy_factory.py`` runs four thousand random steps, and the tests run a
 tenth of these.
@@ -38,7 +38,7 @@ def test_no_dealt_step_deadlocks(name: str) -> None:
 
 
 def run_random(name: str, cases: int) -> None:
-    """Runs random steps of packed or padded documents, distributed, with the smallest cap."""
+    """Runs ``cases`` random steps of packed or padded documents with the smallest cap."""
     rng = random.Random(name)
     for case in range(cases):
         placement = Placement(

@@ -1,4 +1,4 @@
-"""Tests that ranks that cannot connect exit with a one-line explanation after a timeout."""
+"""Tests that ranks that cannot connect exit with a one-line error after a timeout."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def silent_port() -> Iterator[int]:
 
 
 def refusal(environment: Environment) -> str:
-    """Returns the error line of a rank that could not reach the other ranks."""
+    """Returns the error line of a rank that cannot reach the other ranks."""
     with pytest.raises((MeetingError, dist.DistError, ValueError)) as caught:
         meet(environment, LIMIT)
     error = no_rendezvous(environment, caught.value)

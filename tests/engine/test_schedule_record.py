@@ -197,7 +197,7 @@ def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
     options: dict[str, Any] = {"order_index": 0, "is_writer": True}
     with pytest.raises(ConfigError, match="chunks 1 in the recording, 2 here"):
         Recording(tmp_path / "f", other, after_step=1, **options)
-    # A fresh start writes its own file.
+    # A run that does not resume writes a new file.
     Recording(tmp_path / "f", other, after_step=0, **options)
 
 
@@ -257,6 +257,6 @@ def test_a_record_of_slices_is_repeated_and_cut_for_another_number(
                 orders=tuple(orders),
                 num_slices=slices,
             )
-            validate(schedule)  # each action once, and no deadlock
+            validate(schedule)  # Check that each action runs once, without a deadlock.
             if slices == recorded:
                 assert schedule.orders == ran.to_schedule("ran").orders

@@ -79,7 +79,7 @@ def test_meter_forgets_a_forward_that_failed() -> None:
 
 
 class Diary:
-    """Creates two chunks whose gradient synchronization records its calls."""
+    """Creates chunks whose gradient synchronization records its calls."""
 
     def __init__(self, *, explicit: bool, chunks: int = 2) -> None:
         self.events: list[str] = []
@@ -132,7 +132,7 @@ class Diary:
 def test_reduction_happens_with_the_last_backward(explicit: bool, events: str) -> None:
     diary = Diary(explicit=explicit)
     diary.sync.hold()
-    diary.sync.hold()  # the second call has no effect
+    diary.sync.hold()  # The second call has no effect.
     diary.last_backwards()
     diary.sync.release()
     assert ", ".join(diary.events) == events

@@ -81,7 +81,7 @@ def test_signal_to_one_rank_stops_all_at_one_iteration(start: Start) -> None:
 
 @pytest.mark.multiprocess
 def test_clock_that_is_first_stops_all(start: Start) -> None:
-    """Uses clocks that differ. A limit of 0 simulates the earliest clock."""
+    """Checks that all ranks stop when the time limit of any rank has passed."""
     assert [iteration for iteration, _ in start("run", "30,0,30", 3)] == [1, 1, 1]
 
 

@@ -1,4 +1,4 @@
-"""Tests spans around the pipeline's actions, and spans of work that another loop orders."""
+"""Tests spans around the actions of a pipeline, and spans in training loops of other programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_spans_of_an_iteration_and_what_follows_it(tmp_path: Path) -> None:
             pass
         tracing.end_iteration()
         with tracing.host_span("evaluate"):
-            tracing.data_read(0, 30, 40)  # does not belong to this trace
+            tracing.data_read(0, 30, 40)  # This span does not belong to the trace.
     with tracing.host_span("checkpoint"):
         pass
     tracing.close()
@@ -102,11 +102,11 @@ def test_an_error_inside_leaves_the_span(tmp_path: Path) -> None:
     assert kinds(read_run(tmp_path)) == {1: ["checkpoint", "step", "optimizer"]}
 
 
-# Tests of work that another loop orders, which is timed from outside.
+# The following tests trace work that another loop orders, which is timed from outside.
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
-    """A forward step like a user's."""
+    """Runs a forward step like a user's function for megatron-core."""
     return model(next(data_iterator)), partial(torch.sum)
 
 

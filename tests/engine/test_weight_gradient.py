@@ -1,4 +1,4 @@
-"""Tests deferred weight gradients: their order, pieces, memory and destination."""
+"""Tests when deferred weight gradients are computed, and how they are split into pieces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weight() -> torch.nn.Parameter:
 
 
 def collect(store: WeightGradientStore, microbatch: int, weights: list[torch.nn.Parameter]) -> None:
-    """Runs the forward and backward passes of a sequence of layers."""
+    """Runs layers with these weights, and collects their weight gradients in ``store``."""
     hidden = torch.randn(ROWS, WIDTH)
     for parameter in weights:
         hidden = torch.tanh(defer(LinearCall(parameter, None), hidden, store))
@@ -128,7 +128,7 @@ def test_tasks_are_freed_when_they_are_done() -> None:
     assert [reference() is None for reference in seen] == [
         False,
         True,
-    ]  # the last layer comes first
+    ]  # The last layer comes first.
     store.run(0, 1, 2)
     assert [reference() is None for reference in seen] == [True, True]
 
@@ -228,7 +228,7 @@ def test_an_embedding_keeps_its_place_in_the_graph(by_index: bool) -> None:
     table = torch.nn.Parameter(torch.randn(5, WIDTH))
     output = defer(EmbeddingCall(table, by_index=by_index), tokens, store)
     assert torch.equal(output, table[tokens])
-    assert output.requires_grad  # although its input does not require gradients
+    assert output.requires_grad  # The output requires gradients although its input does not.
     with store.collect(0):
         output.sum().backward()
     assert table.grad is None

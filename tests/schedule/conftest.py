@@ -1,4 +1,4 @@
-"""Disables hypothesis' deadline for property tests, because the machine may be busy."""
+"""Disables the deadline of hypothesis for property tests, because the machine may be busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ settings.load_profile("megatron-adaptive")
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """Parses actions from a string such as ``F0-0+ B0-1 W0-0.1``."""
+    """Parses actions from ``text``, such as ``F0-0+ B0-1 W0-0.1``."""
     actions = []
     for word in text.split():
         paired, word = word.endswith("+"), word.rstrip("+")
@@ -22,7 +22,7 @@ def actions(text: str) -> tuple[Action, ...]:
 
 
 def run(state: RankState, *todo: Action | str) -> None:
-    """Starts and finishes actions, which are given as objects or as strings."""
+    """Starts and finishes the actions ``todo``, which are objects or strings."""
     for action in (actions(item) if isinstance(item, str) else (item,) for item in todo):
         for each in action:
             assert state.start(each), state.why_not(each)

@@ -1,4 +1,4 @@
-"""Tests that the rule ``adaptive`` loses no time in quiet pipelines, and is close to a bound."""
+"""Tests that the rule ``adaptive`` is fast in pipelines with and without random delays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 class FlatCap:
-    """A variant of adaptive with a flat cap: a forward pass only needs memory for itself."""
+    """A variant of ``adaptive`` whose forward passes only need enough memory for themselves."""
 
     name = "flat"
 
@@ -43,7 +43,7 @@ def step(policy: Policy, ranks: int, chunks: int, microbatches: int, cap: float)
 
 
 def test_a_flat_cap_deadlocks_where_the_graded_does_not() -> None:
-    """Checks that two forward passes of chunk 0 fill rank 0 and leave no room for chunk 1."""
+    """Checks that a flat cap deadlocks, because chunk 0 leaves no memory for chunk 1."""
     with pytest.raises(
         ScheduleError, match=r"deadlock.*rank 0 waits for .*memory for F1-0 \(holds 1, cap 1\)"
     ):
@@ -58,7 +58,7 @@ def test_a_flat_cap_deadlocks_where_the_graded_does_not() -> None:
 def test_a_quiet_pipeline_is_never_slower_than_the_best_static_schedule(
     chunks: int, ranks: int, latency: float
 ) -> None:
-    """Compares step times with the best static schedule, also with unsplit backward passes."""
+    """Checks that ``adaptive`` is at least as fast as the best static schedule."""
     placement = Placement(num_ranks=ranks, num_chunks=chunks)
     static = "1f1b" if chunks == 1 else "interleaved"
     for rounds in (1, 2, 4):
@@ -83,7 +83,7 @@ def test_a_quiet_pipeline_is_never_slower_than_the_best_static_schedule(
 
 @pytest.mark.parametrize(("chunks", "gain"), [(1, 0.95), (2, 1.0)])
 def test_jitter_is_absorbed(chunks: int, gain: float) -> None:
-    """Compares sums over eight draws, because a single draw may favour either schedule."""
+    """Checks the total time of eight random steps, because a single step may favour either rule."""
     placement = Placement(num_ranks=4, num_chunks=chunks)
     times = StageTimes.equal(placement.num_stages, forward_s=1.0, backward_s=2.0)
     static = "1f1b" if chunks == 1 else "interleaved"
@@ -105,7 +105,7 @@ def test_jitter_is_absorbed(chunks: int, gain: float) -> None:
 
 
 def lower_bound_ps(placement: Placement, workload: Workload) -> int:
-    """Returns the time in which each rank does all its work after its first possible input."""
+    """Returns a lower bound on the step time in picoseconds."""
     forward = workload.durations_ps[0, :, 0]
     total = workload.durations_ps.sum(axis=(0, 2))
     bounds = []

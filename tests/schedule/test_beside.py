@@ -1,4 +1,4 @@
-"""Tests actions that overlap with others: hidden communication, durations, and errors."""
+"""Tests overlapping actions: hidden communication, durations, and errors."""
 
 from __future__ import annotations
 

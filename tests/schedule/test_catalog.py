@@ -1,4 +1,4 @@
-"""Tests names of schedules. An error about an unknown name lists the known names."""
+"""Tests the names of schedules, and that errors about unknown names list the known names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests choosing the length of slices from measured times of two other lengths."""
+"""Tests that slice lengths are chosen from measured times of two other lengths."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ DOCUMENTS = [512, 64, 64, 64, 32, 32]
 
 
 def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]]:
-    """Returns one step in which each document is a row by itself."""
+    """Returns a step in which each of ``documents`` is a row by itself, cut into slices."""
     rule = SliceRule(slices=1, tokens=tokens, is_packed=True, varies=True)
     return [[rule.cut(-(-length // tokens) * tokens, [length]) for length in documents]]
 
 
 def measured(parts: CostParts, *lengths: int) -> dict[tuple[ActionKind, int], list[Timed]]:
-    """Returns the times of all slices of these steps, which are equal for all kinds and stages."""
+    """Returns the times of all slices of ``lengths`` tokens, equal for all kinds and stages."""
     works = [
         cut.work(index)
         for tokens in lengths
@@ -90,7 +90,7 @@ def test_short_slices_are_chosen_if_they_cost_nothing_and_long_ones_if_they_do()
     dear = choice(CostParts(1e-2, 1e-5, 0.0))
     assert dear.tokens >= 256
     assert dear.candidate is not None
-    assert dear.candidate.cap is None  # a larger cap has no advantage
+    assert dear.candidate.cap is None  # A larger cap has no advantage.
 
 
 def test_the_faster_placement_is_chosen() -> None:

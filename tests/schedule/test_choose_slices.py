@@ -1,4 +1,4 @@
-"""Tests choosing the number of slices from measured times of two other numbers."""
+"""Tests that numbers of slices are chosen from measured times of two other numbers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NUMBERS = (4, 1, 8)
 
 
 def profile(slice_s: float, share: float = 0.4) -> StageProfile:
-    """Returns a profile whose stages take different times."""
+    """Returns a profile whose stages take different times, with ``slice_s`` per extra slice."""
     forward = tuple(0.1 + 0.001 * stage for stage in range(8))
     times = StageTimes(forward_s=forward, backward_s=forward, weight_s=forward)
     return StageProfile(times=times, attention_share=share, slice_s=slice_s)
 
 
 def measured(whole: StageProfile, num_slices: int) -> SliceTrial:
-    """Returns the sums over the slices of a drawn microbatch."""
+    """Returns the times of a random microbatch that is cut into ``num_slices`` slices."""
     work = draw(PLACEMENT, 1, whole, num_slices=num_slices)
     forward, backward, weight = (work.durations_ps.sum(axis=2) / PS_PER_S).tolist()
     times = StageTimes(forward_s=tuple(forward), backward_s=tuple(backward), weight_s=tuple(weight))
@@ -64,7 +64,7 @@ def test_noise_never_makes_work_vanish() -> None:
 
 
 def chosen(whole: StageProfile) -> int:
-    """Returns the chosen number with half as many microbatches as ranks."""
+    """Returns the number of slices chosen for a step with half as many microbatches as ranks."""
 
     def choose_for(number: int) -> ScheduleChoice:
         return choose(

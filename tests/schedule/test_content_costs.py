@@ -1,4 +1,4 @@
-"""Tests costs of microbatches, which are fitted to numbers that describe the content."""
+"""Tests that the costs of microbatches are fitted to numbers that describe their content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def rows_of(seed: int, count: int) -> list[Numbers]:
-    """Returns microbatches that are described by tokens, pairs of tokens, pixels, and 1."""
+    """Returns ``count`` random microbatches, described by tokens, token pairs, pixels and 1."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -28,12 +28,12 @@ def rows_of(seed: int, count: int) -> list[Numbers]:
 
 
 def dot(factors: Numbers, row: Numbers) -> float:
-    """Returns the sum of the numbers, each multiplied by its factor."""
+    """Returns the dot product of ``factors`` and ``row``."""
     return sum(a * b for a, b in zip(factors, row, strict=True))
 
 
 def test_a_stage_learns_what_its_time_depends_on() -> None:
-    """Uses three stages that depend on different numbers, with noisy times."""
+    """Checks that the costs of three stages are fitted to noisy times."""
     truths = [(0.0, 0.0, 3e-9, 2e-4), (2e-6, 0.0, 0.0, 0.0), (1e-6, 1e-9, 0.0, 1e-4)]
     placement = Placement(num_ranks=3, num_chunks=1, kind="loop")
     costs = ContentCosts(placement, (1, 1, 1), [StageFit(4)] * 3)
@@ -74,7 +74,7 @@ def test_factors_are_never_negative_and_numbers_that_grow_together_share_the_cos
 
 
 def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
-    """Checks that a text without images has a cost although the sample contains images."""
+    """Checks that texts without images have a cost after a single sample with images."""
     fit = StageFit(3)
     sample: list[Numbers] = [(3e5, 700.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [6.0]))

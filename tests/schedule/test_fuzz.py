@@ -26,7 +26,7 @@ CASES |= {"adaptive": 500, "hinted": 200, "any": 15}
 
 @dataclass
 class AnyThatFits:
-    """Chooses any ready action that fits, to check that the memory rule holds for every policy."""
+    """Chooses any ready action that fits into memory, to test the memory rule with any policy."""
 
     rng: random.Random
     name: str = "any"
@@ -119,7 +119,7 @@ def run_random(name: str, cases: int, most_slices: int = 1) -> None:
             compiled=True,
         )
         assert max(result.peak_units) <= cap * (1 + 1e-6) + 1e-3
-        if case % 20 < 3 or name == "any":  # each action once, in order, dependencies kept
+        if case % 20 < 3 or name == "any":  # Check that each action ran once and in a valid order.
             validate(result.to_schedule("run"))
 
 

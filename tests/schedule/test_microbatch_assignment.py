@@ -13,7 +13,7 @@ import pytest
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Measured, Size, deal
 from tests.support.sliced_run import SlicedRun
 
-# Milliseconds per microbatch, per token and per pair of tokens, for two pipeline ranks.
+# Each pipeline rank takes this many milliseconds per microbatch, per token and per pair of tokens.
 COSTS = ((5.0, 0.02, 1e-5), (3.0, 0.02, 1e-5))
 
 
@@ -52,7 +52,7 @@ class Job:
     def step(
         self, sizes: list[Size], slow: dict[int, float] | None = None
     ) -> tuple[list[int], float]:
-        """Returns the microbatches per replica, and the step time relative to the ideal."""
+        """Runs a step; returns the microbatches per replica, and its time relative to the ideal."""
         dealt = self.dealer.deal(sizes)
         factors = [(slow or {}).get(replica, 1.0) for replica in range(self.replicas)]
         measured: list[list[Measured]] = []
@@ -151,7 +151,7 @@ def test_a_replica_takes_rows_of_more_slices_than_ranks_first() -> None:
 
 
 def mean_step_s(chunks: int, tokens: int, *, by_slices: bool) -> float:
-    """Returns the mean time of simulated steps on four ranks, with a few long documents."""
+    """Returns the mean seconds of simulated steps on four ranks, with a few long documents."""
     rng = np.random.default_rng(1)
     seconds = []
     for _ in range(8):

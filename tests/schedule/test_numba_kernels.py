@@ -130,7 +130,7 @@ def test_a_hint_is_simulated_with_loaded_code_and_stays_the_same(
     placement = Placement(num_ranks=3, num_chunks=2, kind="v")
     hint_for.cache_clear()
     plain = hint_for(placement, 3, 4.0, **arguments)
-    assert not loops  # loading the code would take longer than these few actions
+    assert not loops  # Loading the code would take longer than these few actions.
     runs = []
     for rule in (runtime_rules.ready_first, runtime_rules.hinted):
         loop = numba_kernels.compiled_loop(rule)
@@ -148,14 +148,14 @@ def test_code_is_compiled_only_if_that_saves_time(
     rule = runtime_rules.ready_first
     few, many, most = (number - 1 for number in (LOADED_FROM, COMPILED_FROM, 2 * COMPILED_FROM))
     assert not numba_kernels.saves_time(rule, few)
-    assert not loops  # numba was not imported either
+    assert not loops  # numba was not imported either.
     stats = SimpleNamespace(cache_path=str(tmp_path))
     inner = SimpleNamespace(__qualname__="run_ready_first_1")
     loops[rule] = SimpleNamespace(signatures=[], stats=stats, py_func=inner)
     assert not numba_kernels.saves_time(rule, many)
     assert numba_kernels.saves_time(rule, most)
     (tmp_path / "simulator.run_ready_first_1-353.py311.nbi").touch()
-    assert numba_kernels.saves_time(rule, many)  # the code is on disk
+    assert numba_kernels.saves_time(rule, many)  # The code is on disk.
     assert not numba_kernels.saves_time(rule, few)
     loops[rule].signatures.append("compiled")
     assert numba_kernels.saves_time(rule, few)
@@ -181,7 +181,7 @@ assert numba_kernels.saves_time(runtime_rules.ready_first, numba_kernels.COMPILE
 
 
 def test_numba_may_be_told_not_to_compile() -> None:
-    """Runs ``auto`` with NUMBA_DISABLE_JIT, which is set for debuggers."""
+    """Checks that ``auto`` runs with NUMBA_DISABLE_JIT, which is set for debugging."""
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     command = [sys.executable, "-c", PLAIN]
     done = subprocess.run(

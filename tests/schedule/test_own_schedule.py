@@ -1,4 +1,4 @@
-"""Tests that a user's schedule runs like the built-in schedules, and tests its errors."""
+"""Tests that users' schedules run like built-in schedules, and tests the errors about them."""
 
 from __future__ import annotations
 

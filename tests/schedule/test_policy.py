@@ -1,4 +1,4 @@
-"""Tests policies that follow a list: positions, waiting, invalid lists, and reasons of choices."""
+"""Tests policies that follow a list of actions, and the reasons that they report."""
 
 from __future__ import annotations
 

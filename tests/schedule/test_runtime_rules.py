@@ -1,4 +1,4 @@
-"""Tests the choices of run-time rules in single situations."""
+"""Tests which actions run-time rules choose in small examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F = ActionKind.F
 def state(
     kind: str = "v", *, rank: int = 1, cap: float | None = None, pieces: int = 2
 ) -> RankState:
-    """Returns the state of a rank (by default 1 of 3, with two chunks) without arrived inputs."""
+    """Returns the state of ``rank`` of 3 ranks with two chunks each, before any input arrived."""
     placement = Placement(num_ranks=3, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     return RankState(
         placement=placement, rank=rank, num_microbatches=6, cap=cap, weight_pieces=pieces
@@ -68,9 +68,10 @@ def test_adaptive_takes_forwards_in_groups_in_a_loop() -> None:
 
 
 def test_adaptive_takes_the_longest_way_in_a_v() -> None:
-    s = state()  # stages 1 and 4
+    s = state()  # The rank has stages 1 and 4.
     arrive(s, "F1-0", *(f"F0-{index}" for index in range(5)))
-    for expected in ("F0-0", "F0-1", "F0-2", "F1-0"):  # the deeper of two equally long paths
+    # F1-0 and F0-3 have equally long paths, so the deeper action F1-0 is chosen.
+    for expected in ("F0-0", "F0-1", "F0-2", "F1-0"):
         assert pick(runtime_rules.ready_first, s) == expected
         run(s, expected)
     arrive(s, "B1-0", *(f"B0-{index}" for index in range(3)))
@@ -131,7 +132,7 @@ def test_hinted_overtakes_only_where_the_remaining_hint_fits() -> None:
         s = RankState(placement=placement, rank=1, num_microbatches=2, cap=cap)
         arrive(s, "F0-0", "F1-0")
         run(s, "F0-0")
-        return s  # the next action of the hint is F0-1, but only the input of F1-0 has arrived
+        return s  # The next action of the hint is F0-1, but only the input of F1-0 has arrived.
 
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.5)) == Action(F, 1, 0)
     # The rank holds F0-0 and F0-1, so another chunk would exceed a cap of 1.

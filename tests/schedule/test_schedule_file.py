@@ -1,4 +1,4 @@
-"""Tests schedule files: both formats, files from torch, and errors with line and cell."""
+"""Tests reading and writing schedule files, and the errors about invalid files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_examples_of_the_docstring_are_good(tmp_path: Path) -> None:
     assert loaded(tmp_path, as_csv, ".csv").num_microbatches == 2
 
 
-# JSON
+# The following tests read and write JSON files.
 
 
 def test_json_is_written_a_rank_a_line(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         save(schedule, tmp_path / "none" / "x.json")
 
 
-# CSV
+# The following tests read CSV files.
 
 
 def test_csv_of_whole_backwards_with_gaps(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests the event simulation: small steps, latency, random factors, deadlocks, bad input."""
+"""Tests the simulation of steps, including latency, random factors and deadlocks."""
 
 from __future__ import annotations
 

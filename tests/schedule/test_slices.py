@@ -1,4 +1,4 @@
-"""Tests sequences cut into slices: order, memory, cost, and gains in simulations."""
+"""Tests the order, memory and cost of slices of sequences, and their gain in simulations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests static schedules: documented tables, validity, memory, step times, and errors."""
+"""Tests the order, memory and step time of static schedules, and their errors."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_step_of_equal_times(name: str, ranks: int, microbatches: int) -> None
 def test_zb_v_with_shorter_weight_gradients_is_idle_in_the_ramp_only(
     ranks: int, rounds: int, half: int, data: st.DataObject
 ) -> None:
-    """Uses weight gradients that take at least half as long as F, with F equal to B."""
+    """Checks the step time of ZB-V if W takes at least half as long as F and B."""
     whole, weight = 2 * half, data.draw(st.integers(half, 2 * half))
     microbatches = rounds * ranks
     times = StageTimes.equal(2 * ranks, forward_s=whole, backward_s=whole, weight_s=weight)

@@ -47,7 +47,7 @@ def test_texts_of_transports_name_slices() -> None:
     assert with_slices(text, 7, COUNTS) == text.replace("microbatch 4", "microbatch 2.1")
     assert with_slices(text, 7, 3) == text.replace("microbatch 4", "microbatch 1.1")
     assert with_slices(text, 7, 1) == text
-    assert with_slices(text, 8, COUNTS) == text  # step 8 may have different numbers
+    assert with_slices(text, 8, COUNTS) == text  # Step 8 may have different numbers of slices.
     late = text.replace("microbatch 4", "microbatch 6")
     assert with_slices(late, 7, COUNTS) == late
     assert Label(7, Action(F, 3, 4), COUNTS).name == "F3-2.1"
@@ -149,7 +149,7 @@ def test_the_state_of_a_step_counts_memory_in_microbatches_of_mean_size() -> Non
     orders.recut((1, 4, 1))
     assert mean_slices((1, 4, 1)) == 2
     state = orders.state(3, forward_only=False, sizes=[16.0] * 6)
-    assert state.cap == 2.0  # the largest microbatch must fit
+    assert state.cap == 2.0  # The largest microbatch must fit.
     assert state.num_items == 6
     orders.recut(2)
     state = orders.state(3, forward_only=False, sizes=[16.0] * 6)

@@ -1,4 +1,4 @@
-"""Tests stages of unequal widths: microbatches of each rank, and completion of all steps."""
+"""Tests steps of pipelines whose stages have different numbers of replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests drawn durations: seeds, factors with mean 1, and profiles from files."""
+"""Tests the random durations of simulated steps, and profiles that are read from files."""
 
 from __future__ import annotations
 

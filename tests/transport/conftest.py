@@ -12,7 +12,7 @@ from .pool import Pool
 
 
 class Pools:
-    """Keeps the pool of a test module, and creates a new pool if a test has consumed it."""
+    """Keeps the worker pool of a test module, and creates a new pool if a test has stopped it."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None

@@ -1,4 +1,4 @@
-"""Contains the programs of the contract suite; ``test_contract.py`` lists the transports of each.
+"""Contains the programs of the contract suite, which ``test_contract.py`` runs.
 
 A program takes a :class:`Rank` and its arguments, contains assertions, and returns further results
 for the test to check. By default, rank 0 sends and rank 1 receives. Transports that a program
@@ -45,7 +45,7 @@ SHAPES = (
 
 
 def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
-    """Returns messages of every dtype and many shapes, up to many times the channel's size."""
+    """Returns messages of every dtype and of many shapes, some much larger than the channel."""
     messages = []
     for number, dtype in enumerate(CODE_OF):
         for index, shape in enumerate(SHAPES):
@@ -61,7 +61,7 @@ def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
 
 
 def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]:
-    """Returns messages of the same shape."""
+    """Returns 30 messages of ``shape``, whose content depends on ``sender``."""
     kinds = (ActionKind.F, ActionKind.B)
     return [
         (
@@ -130,7 +130,7 @@ def far_ahead(
         for number in range(count):
             begin_s = time.monotonic()
             transport.send(peer, label(number), tensor)
-            assert time.monotonic() - begin_s < 5.0  # send does not wait for the receiver
+            assert time.monotonic() - begin_s < 5.0  # ``send`` does not wait for the receiver.
         rank.mark("sent")
         return
     before = psutil.Process().memory_info().rss
@@ -145,7 +145,7 @@ def far_ahead(
 
 
 def hold(rank: Rank, kind: str) -> None:
-    """Keeps more payloads than there are slots, and releases them in any order and thread."""
+    """Checks that a receiver can keep more payloads than there are slots, and release them."""
     transport, peer = rank.open(kind)
     count = 6 * SLOTS
     if rank.rank == 0:
@@ -190,10 +190,10 @@ def train(rank: Rank, kind: str) -> None:
 def _backward(
     graphs: list[tuple[torch.Tensor, torch.Tensor]], transport: Transport, peer: int
 ) -> None:
-    """Runs the backward passes of some microbatches, sends gradients, and frees memory."""
+    """Runs the backward passes of ``graphs``, sends the gradients, and clears the list."""
     for received, output in graphs:
         value = output.detach().clone()
-        output.data = torch.empty(1)  # deallocate_output_tensor and custom_backward do the same
+        output.data = torch.empty(1)  # deallocate_output_tensor and custom_backward do the same.
         torch.autograd.Variable._execution_engine.run_backward(
             (output,), (torch.ones_like(value),), False, False, (), True, True
         )
@@ -221,7 +221,7 @@ def deadline(rank: Rank, kind: str) -> None:
 
 
 def slow_flush(rank: Rank, kind: str) -> None:
-    """Checks that a flush times out if the receiver takes no messages, and the error names it."""
+    """Checks that a flush times out with the peer's name if the receiver takes no messages."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(3 * SLOTS):
@@ -245,7 +245,7 @@ def reuse(rank: Rank, kind: str) -> None:
             transport.send(peer, label(number), tensor)
             tensor.data = torch.empty(1)
             del tensor
-            torch.full((1000,), -1.0)  # uses the memory if it is free
+            torch.full((1000,), -1.0)  # This tensor uses the memory if the memory is free.
         rank.mark("sent")
         return
     rank.await_mark("sent")
@@ -254,7 +254,7 @@ def reuse(rank: Rank, kind: str) -> None:
 
 
 def reserve(rank: Rank, kind: str) -> None:
-    """Checks payloads in the channel's memory: sent, dropped, and more than there are slots."""
+    """Checks payloads in the channel's memory that are sent, dropped, or more than the slots."""
     transport, peer = rank.open(kind)
     shapes = [(1000,), (10, 20), (), (0, 3), (SLOT_BYTES,), (64, 3)]
     if rank.rank == 0:
@@ -290,7 +290,7 @@ def reserved_is_shared(rank: Rank, kind: str) -> None:
         tensor = transport.reserve(peer, (256,), torch.float32).fill_(1.0)
         transport.send(peer, label(0), tensor)
         rank.await_mark("arrived")
-        tensor.fill_(2.0)  # not allowed, but shows that the memory is shared
+        tensor.fill_(2.0)  # This is not allowed, but shows that the memory is shared.
         rank.mark("changed")
         return
     tensor = wait(transport).take()
@@ -312,7 +312,7 @@ def drain(rank: Rank, kind: str) -> None:
         return
     time.sleep(0.2)
     kept = [wait(transport).take() for _ in range(4 * SLOTS)]
-    if kind not in OVER_TORCH:  # close() of these transports waits for the peer
+    if kind not in OVER_TORCH:  # ``close`` of these transports waits for the peer.
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
     transport.close()
@@ -321,7 +321,8 @@ def drain(rank: Rank, kind: str) -> None:
     ]
     gc.collect()
     for number, tensor in enumerate(kept):
-        require_equal(tensor, numbers(900, number))  # also after the channel was closed
+        # The payloads must be intact even after the channel was closed.
+        require_equal(tensor, numbers(900, number))
 
 
 def child(rank: Rank, kind: str) -> None:
@@ -423,7 +424,7 @@ def arrivals(rank: Rank, kind: str) -> None:
         rank.mark("sent")
         return
     rank.await_mark("sent")
-    time.sleep(0.3)  # all messages arrive in the meantime
+    time.sleep(0.3)  # All messages arrive in the meantime.
     looked_ns = time.monotonic_ns()
     for number in range(8):
         arrival = wait(transport)
@@ -436,7 +437,7 @@ def arrivals(rank: Rank, kind: str) -> None:
 
 
 def all_to_all(rank: Rank, kind: str) -> None:
-    """Checks that every rank can send to all others, and knows the sender of each message."""
+    """Checks that every rank can send to all other ranks, and knows each message's sender."""
     transport, _ = rank.open(kind)
     peers = [peer for peer in range(rank.num_ranks) if peer != rank.rank]
     count = 40
@@ -469,7 +470,7 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
             transport.send(peer, label(microbatch), torch.ones(3))
         time.sleep(LIMIT_S)
     rank.await_mark("stopped")
-    for microbatch in range(2):  # rank 0 is suspended during the first message
+    for microbatch in range(2):  # Rank 0 is suspended during the first message.
         transport.send(peer, label(microbatch), torch.ones(SLOT_BYTES * SLOTS * 2))
         wait(transport).take()
     rank.mark("went on")
@@ -512,7 +513,7 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
             first = error_of(lambda: _take(transport, 1.0))
     noticed_s = time.time()
     if kind not in OVER_TORCH and "of step" not in first[1]:
-        error = error_of(lambda: _take(transport, 5.0))  # the error in the queue has more details
+        error = error_of(lambda: _take(transport, 5.0))  # The error in the queue has more details.
         first = error if error[0] != "none" else first
     sending = ["none", ""]
     while sending[0] == "none" and time.monotonic() < end_s:
@@ -533,7 +534,7 @@ def _take(transport: Transport, limit_s: float) -> None:
 
 
 def survive(rank: Rank, kind: str) -> None:
-    """Keeps channels of an earlier job open while a new job starts and exits, until killed."""
+    """Keeps an earlier job's channels open while a new job starts and exits, until it is killed."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(10))
@@ -545,7 +546,7 @@ def survive(rank: Rank, kind: str) -> None:
 
 
 def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> None:
-    """Exchanges the job's number between two ranks while other jobs run."""
+    """Exchanges ``value``, which identifies the job, ``rounds`` times between two ranks."""
     transport, peer = rank.open(kind)
     for number in range(rounds):
         transport.send(peer, label(number), torch.full((200,), value))

@@ -71,7 +71,7 @@ class Rank:
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> tuple[Transport, int]:
-        """Connects to the given peers, or to all other ranks by default.
+        """Connects to the ranks in ``peers``, or to all other ranks by default.
 
         Args:
             kind: Name of the transport.
@@ -81,7 +81,7 @@ class Rank:
             options: Additional transport settings.
 
         Returns:
-            Transport, and first peer.
+            Transport, and the first peer.
         """
         self._opened += 1
         options = {"transport_slot_bytes": SLOT_BYTES, "transport_slots": SLOTS, **options}
@@ -109,11 +109,11 @@ class Rank:
         return made, peers[0]
 
     def mark(self, name: str) -> None:
-        """Signals the other ranks and the test that this rank has reached a point."""
+        """Signals the other ranks and the test that this rank has reached the point ``name``."""
         self.store.set(name, "set")
 
     def await_mark(self, name: str) -> None:
-        """Waits until a rank or the test has reached a point."""
+        """Waits until a rank or the test has reached the point ``name``."""
         self.store.wait([name], datetime.timedelta(seconds=LIMIT_S))
 
     def join_group(self, store: dist.Store | None = None) -> None:
@@ -192,7 +192,7 @@ class HostNccl(NcclKind):
         return self._rank.streams
 
     def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
-        """Returns a gloo pair instead of an NCCL pair."""
+        """Returns a gloo process group of two ranks instead of an NCCL group."""
         self._rank.num_pairs += 1
         if self._rank.fails_at == self._rank.num_pairs:
             raise RuntimeError("unhandled system error\nin a made-up library")
@@ -224,7 +224,7 @@ def error_of(action: Callable[[], Any]) -> list[str]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a tensor in order, as bytes."""
+    """Returns the elements of ``tensor`` in order, as bytes."""
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -236,7 +236,7 @@ def require_equal(seen: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def make_tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor of random bits, which is equal on both sides."""
+    """Returns a tensor of random bits, which is equal on both ranks if ``seed`` is equal."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Opens both endpoints of a native channel in one process, for tests of the layers above."""
+"""Opens both endpoints of a native channel in one process, for tests of native transports."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def open_transports(
 
 
 def close_all(transports: Sequence[Any]) -> list[BaseException]:
-    """Closes transports at the same time, and returns their errors."""
+    """Closes ``transports`` at the same time, and returns their errors."""
     raised: list[BaseException] = []
 
     def close(transport: Any) -> None:
@@ -81,7 +81,7 @@ def close_all(transports: Sequence[Any]) -> list[BaseException]:
 
 
 def take(transport: Transport) -> Arrival:
-    """Returns the next message of a transport."""
+    """Returns the next message that ``transport`` has received."""
     item = transport.completions.wait(time.monotonic() + LIMIT_S)
     assert isinstance(item, Arrival)
     return item
@@ -92,11 +92,11 @@ def label(number: int) -> Label:
 
 
 def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
-    """Returns the names of the events within the ``record_function`` with this name.
+    """Returns the names of the events within the ``record_function`` called ``mark``.
 
     The profiler itself synchronizes when it stops.
     """
     events: list[Any] = list(profile.events())
     ranges = [event.time_range for event in events if event.name == mark]
-    inside = min(ranges, key=lambda event: event.start)  # the longer range belongs to the device
+    inside = min(ranges, key=lambda event: event.start)  # The longer range belongs to the device.
     return {event.name for event in events if inside.start <= event.time_range.start <= inside.end}

@@ -1,4 +1,4 @@
-"""Runs two stages of two tensor-parallel ranks, with one late rank, as a program for the pool.
+"""Trains two stages of two tensor-parallel ranks, one of which is late.
 
 The executor and the channels are real. A thread simulates the device of each rank: it runs kernels
 in launch order, long after their launch, and the kernels contain all-reduces.

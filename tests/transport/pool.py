@@ -58,7 +58,7 @@ class Pool:
         return all(process.is_alive() for process in self._processes)
 
     def run(self, program: str, num_ranks: int, **arguments: Any) -> list[Any]:
-        """Runs a program on the first workers, and returns the result of each rank."""
+        """Runs ``program`` on the first ``num_ranks`` workers, and returns their results."""
         self.start(program, range(num_ranks), **arguments)
         return [self.result(rank) for rank in range(num_ranks)]
 
@@ -76,7 +76,7 @@ class Pool:
             self._connections[worker].send(job)
 
     def result(self, worker: int, limit_s: float = WATCHDOG_S) -> Any:
-        """Waits until the program on a worker finishes, and returns its result."""
+        """Waits until the program on ``worker`` finishes, and returns its result."""
         connection = self._connections[worker]
         if not connection.poll(limit_s):
             self.stop()
@@ -87,12 +87,12 @@ class Pool:
             self.stop()
             raise AssertionError(f"worker {worker} exited: {self.text(worker)}") from None
         if kind == "failed":
-            self.stop()  # its peers are blocked
+            self.stop()  # The peers of this worker are blocked.
             raise AssertionError(f"worker {worker} failed:\n{value}")
         return value
 
     def status(self, worker: int, limit_s: float = WATCHDOG_S) -> int:
-        """Waits until a worker exits; returns its exit status, which is negative for a signal."""
+        """Waits until ``worker`` exits; returns its exit status, which is negative for a signal."""
         process = self._processes[worker]
         process.join(limit_s)
         status = process.exitcode
@@ -100,12 +100,12 @@ class Pool:
         return status
 
     def text(self, worker: int) -> str:
-        """Returns the output of a worker (stdout and stderr)."""
+        """Returns the output of ``worker`` (stdout and stderr)."""
         path = None if self._folder is None else self._folder / f"{worker}.txt"
         return path.read_text() if path is not None and path.exists() else ""
 
     def await_mark(self, name: str) -> None:
-        """Waits until a program of the latest call has set this mark."""
+        """Waits until a program of the latest call has set the mark ``name``."""
         key = f"call-{self._calls}/{name}"
         end_s = time.monotonic() + WATCHDOG_S
         while not self._store.check([key]):
@@ -113,17 +113,17 @@ class Pool:
             time.sleep(0.005)
 
     def mark(self, name: str) -> None:
-        """Sets a mark for the programs of the latest call."""
+        """Sets the mark ``name`` for the programs of the latest call."""
         self._store.set(f"call-{self._calls}/{name}", "set")
 
     def pid(self, worker: int) -> int:
-        """Returns the process ID of a worker."""
+        """Returns the process ID of ``worker``."""
         pid = self._processes[worker].pid
         assert pid is not None
         return pid
 
     def signal(self, worker: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to a worker."""
+        """Sends the signal ``number`` to ``worker``."""
         os.kill(self.pid(worker), number)
 
     def stop(self) -> None:

@@ -26,7 +26,7 @@ from megatron.adaptive.transport.nccl import HostStreams, Moment
 
 from .contract_rank import CPU, LIMIT_S, Rank, error_of, label, wait
 
-# ---- gloo
+# The following programs are for gloo.
 
 
 def refused(rank: Rank) -> None:
@@ -46,7 +46,7 @@ def refused(rank: Rank) -> None:
 
 
 def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> None:
-    """Sends an invalid header from rank 0, and returns the error on rank 1."""
+    """Sends the invalid ``header`` from rank 0, and returns the error on rank 1."""
     rank.join_group()
     group = dist.new_group(backend="gloo")
     if rank.rank == 1:
@@ -64,7 +64,7 @@ def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> Non
 
 
 def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
-    """Opens the channel on rank 1 for a different shape than on rank 0, and returns the error."""
+    """Opens the channel on rank 1 for ``shape``, and on rank 0 for another; returns the error."""
     transport, peer = rank.open("gloo", shape=shape if rank.rank else (2, 3))
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(2, 3))
@@ -76,7 +76,7 @@ def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
 
 
 def stuck(rank: Rank) -> None:
-    """Flushes on rank 0 while the test suspends rank 1, and returns the error."""
+    """Calls ``flush`` on rank 0 while the test suspends rank 1, and returns the error."""
     transport, peer = rank.open("gloo")
     if rank.rank == 1:
         rank.mark("ready")
@@ -87,7 +87,7 @@ def stuck(rank: Rank) -> None:
     rank.exit_with(error_of(lambda: transport.flush(0.5)))
 
 
-# ---- NCCL, over gloo pairs
+# The following programs are for NCCL, which is replaced by gloo pairs.
 
 
 class HeldStreams(HostStreams):
@@ -127,7 +127,7 @@ class _Moment:
         assert all(event.wait(LIMIT_S) for event in self._events)
 
 
-_HELD_SHAPE = (8191,)  # no other tensor of the process has this shape
+_HELD_SHAPE = (8191,)  # No other tensor of the process has this shape.
 
 
 def _held_messages() -> int:
@@ -179,7 +179,7 @@ def late_computation(rank: Rank) -> list[str]:
         assert wait(transport).take().tolist() == [7.0, 7.0]
         return sorted(streams.within)
     computed = torch.zeros(2)
-    transport.send(peer, label(0), computed)  # returns immediately
+    transport.send(peer, label(0), computed)  # This call returns immediately.
     rank.mark("sent")
     rank.await_mark("nothing came")
     computed.fill_(7.0)
@@ -240,7 +240,7 @@ def one_takes_nothing(rank: Rank) -> list[str]:
 
 
 def row(rank: Rank) -> int:
-    """Exchanges messages between neighbouring ranks in a row.
+    """Checks that neighbouring ranks in a row can exchange messages.
 
     Returns:
         Number of channels that this rank opened.
@@ -254,14 +254,14 @@ def row(rank: Rank) -> int:
 
 
 def broken_row(rank: Rank) -> list[str]:
-    """Fails to open a channel from rank 2 to rank 3; returns the error, which all ranks get."""
+    """Lets the channel from rank 2 to rank 3 fail to open, and returns the error of this rank."""
     rank.pair_limit_s = 3.0
     rank.fails_at = 1 if rank.rank == 2 else 0
     peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
     return error_of(lambda: rank.open("nccl", peers))
 
 
-# ---- Liveness
+# The following programs test liveness.
 
 
 def watch(
@@ -296,7 +296,7 @@ def watch(
 
 
 def blocked(rank: Rank, port: int, **options: Any) -> None:
-    """Blocks all ranks. If there are three ranks, rank 0 is in a collective without rank 2."""
+    """Blocks all ranks, and rank 0 of three ranks in a collective that rank 2 does not join."""
     if options.pop("without_pidfd", False):
         del os.pidfd_open
     stop = StopRequest() if options.pop("with_stop", False) else None
@@ -311,7 +311,7 @@ def blocked(rank: Rank, port: int, **options: Any) -> None:
 
 
 def broken(rank: Rank, port: int) -> None:
-    """Runs a collective on rank 0 that fails because rank 1 is killed."""
+    """Returns the error of a collective that fails on rank 0 because rank 1 is killed."""
     watcher = watch(rank, port, grace_s=5.0)
     rank.mark(f"blocked {rank.rank}")
     if rank.rank == 1:
@@ -324,7 +324,7 @@ def broken(rank: Rank, port: int) -> None:
 
 
 def woken(rank: Rank, port: int, at_exit_s: int) -> None:
-    """Waits for messages in the main thread, which is notified of a lost peer and then exits."""
+    """Waits for messages in the main thread, which learns of a lost peer and then exits."""
     queue = CompletionQueue()
     calls = []
 
@@ -355,7 +355,7 @@ def reporting(rank: Rank, port: int) -> None:
 
 
 def leaving(rank: Rank, port: int, *, serve: bool) -> list[Any]:
-    """Exits normally on all ranks, on rank 2 long after rank 1."""
+    """Exits normally on all ranks, but on rank 2 long after rank 1."""
     watcher = watch(rank, port, serve=serve)
     dist.barrier()
     if rank.rank == 2:

@@ -32,7 +32,7 @@ COMPUTE = "computing"
 
 
 class Receiving(Enum):
-    """The methods of receiving messages."""
+    """The methods by which ranks receive messages."""
 
     THREADS = "threads"
     STREAM = "computing stream"
@@ -229,7 +229,7 @@ class Job:
                 self.devices[partner.rank].streams[partner.stream].pop(0)
 
     def _open(self, stage: int) -> list[Action]:
-        """Returns the actions that the first rank of a stage may choose."""
+        """Returns the actions that the first rank of ``stage`` may choose."""
         decided = set(self.decided[stage])
         members = range(self._first(stage), self._first(stage + 1))
         return [
@@ -260,5 +260,5 @@ def _orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def standing_still(shape: Shape, seeds: int) -> int:
-    """Returns the number of seeds with which a job deadlocks."""
+    """Returns the number of seeds, from 0 to ``seeds - 1``, with which a job deadlocks."""
     return sum(Job(shape, seed).stands_still() for seed in range(seeds))

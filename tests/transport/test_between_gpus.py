@@ -24,7 +24,7 @@ from .ends import LIMIT_S, SLOTS, close_all, label, open_nodes, open_transports,
 from .test_connect import ROW, connect_all
 from .test_staging import Device, device
 
-__all__ = ["device"]  # used as a fixture
+__all__ = ["device"]  # The tests use this name as a fixture.
 
 pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
 
@@ -67,7 +67,7 @@ def test_every_type_comes_back(
 def test_order_is_kept_with_and_without_a_slot(
     pair: tuple[NativeTransport, NativeTransport],
 ) -> None:
-    """Sends tensors that are too large for a slot, empty, or strided."""
+    """Checks the order of tensors that are too large for a slot, empty, or strided."""
     low, high = pair
     tensors = []
     for number in range(40):
@@ -120,7 +120,7 @@ def test_arrivals_of_a_listener_are_copied_out_of_a_full_channel(
 def test_a_job_is_told_which_way_its_tensors_go(
     device: Device, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses ranks in threads that simulate having a GPU."""
+    """Checks the log lines about GPU memory for ranks that simulate having a GPU."""
     monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
     monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
     offered: list[Any] = []

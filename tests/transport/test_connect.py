@@ -211,7 +211,7 @@ def test_without_the_extension_everything_is_gloo() -> None:
 
 @needs_extension
 def test_what_fails_after_all_is_replaced_on_all_ranks() -> None:
-    """Requests channels of 64 times 4 GiB, which is more than the memory of this machine."""
+    """Checks that gloo replaces channels of 64 times 4 GiB, which exceed this machine's memory."""
     assert psutil.virtual_memory().total < 256 << 30
     outcome = connect_all(ROW, transport_slot_bytes=1 << 32, transport_slots=64)
     assert [made.name for made in outcome.made] == ["gloo"] * 3

@@ -56,7 +56,8 @@ PROGRAMS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("exchange", NATIVE, {"crc": True}),
     ("wrap_around", ALL, {}),
     ("far_ahead", ALL, {"count": 400, "nbytes": 4096}),
-    # Sends 40 MiB to a receiver that takes no messages. The channel has room for 256 KiB.
+    # This program sends 40 MiB to a receiver that takes no messages. The channel has room for 256
+    # KiB.
     ("far_ahead", NATIVE, {"count": 640, "nbytes": 1 << 16, "is_bounded": True}),
     ("all_to_all", ALL, {"num_ranks": 4}),
     ("hold", ALL, {}),
@@ -132,7 +133,7 @@ def test_killed_peer_is_named(start: Callable[..., Pool], kind: str, doing: str)
 def test_a_stopped_peer_goes_on_within_the_limit_and_is_lost_beyond_it(
     start: Callable[..., Pool], kind: str
 ) -> None:
-    """Covers all but gloo, which relies on the trainer's watcher to detect silence."""
+    """Checks that a peer may be suspended briefly, and is lost if it is suspended too long."""
     limit_s = 3.0
     ranks = start("contract.meet_stopped", 2, kind=kind, limit_s=limit_s)
     ranks.await_mark("ready")

@@ -29,7 +29,7 @@ def test_sending_does_not_wait_for_the_peers_work(pool: Pool) -> None:
 
 
 def test_what_a_channel_does_not_carry_is_refused_by_the_sender(pool: Pool) -> None:
-    """Checks that the channel still works, because no part of a rejected message was sent."""
+    """Checks that the channel still works after the sender has rejected a message."""
     pool.run("programs.refused", 2)
 
 
@@ -38,7 +38,7 @@ def test_what_a_channel_does_not_carry_is_refused_by_the_sender(pool: Pool) -> N
 def test_foreign_header_ends_the_channel(
     start: Start, header: list[int], shape: tuple[int, ...] | None
 ) -> None:
-    """Checks invalid words, and a message with an unexpected sequence number."""
+    """Checks the errors about invalid headers and unexpected sequence numbers."""
     kind, text = start("programs.foreign", 2, header=header, shape=shape).result(1)
     assert kind == "TransportError"
     assert "rank 0" in text
@@ -54,7 +54,7 @@ def test_ranks_that_disagree_about_the_shape_are_told(start: Start, shape: tuple
 
 
 def test_flush_has_a_deadline(start: Start) -> None:
-    """Suspends the peer, so that its connection stays open."""
+    """Checks that a flush times out if the peer is suspended and its connection stays open."""
     job = start("programs.stuck", 2)
     job.await_mark("ready")
     job.signal(1, signal.SIGSTOP)

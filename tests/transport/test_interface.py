@@ -1,4 +1,4 @@
-"""Tests headers and the completion queue of all transports."""
+"""Tests the message headers and the completion queue that all transports share."""
 
 from __future__ import annotations
 

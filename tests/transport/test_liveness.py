@@ -23,7 +23,7 @@ from .pool import Pool
 pytestmark = pytest.mark.multiprocess
 
 Start = Callable[..., Pool]
-LIMIT_S = 30.0  # all ranks must exit within this time
+LIMIT_S = 30.0  # All ranks must exit within this time.
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def port() -> Iterator[int]:
 
 
 def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host: str = "") -> None:
-    """Checks that the survivor's line about the dead rank appears exactly once and is complete."""
+    """Checks that the survivor's line about the rank ``dead`` is complete and occurs once."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
     name = f"rank {dead} (stage {dead}, pid {pid} on host {host or socket.gethostname()})"
@@ -126,7 +126,7 @@ def test_broken_collective_is_explained(start: Start, port: int) -> None:
 
 
 def test_main_thread_that_hangs_on_its_way_out_is_ended(start: Start, port: int) -> None:
-    """Uses a main thread that has called close() and blocks all Python threads."""
+    """Checks that a main thread that has called ``close`` and blocks all threads is stopped."""
     job = start("programs.woken", 2, port=port, at_exit_s=50)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 1, job.text(0)
@@ -196,7 +196,7 @@ else:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
-    """Checks this although torchrun immediately sends SIGTERM to the survivors."""
+    """Checks the error lines of all survivors, although torchrun immediately sends SIGTERM."""
     script = tmp_path / "watched.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
@@ -212,7 +212,7 @@ def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
         text, _ = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
-            process.terminate()  # torchrun terminates its ranks
+            process.terminate()  # torchrun terminates its ranks.
             process.wait(40)
     survivors = re.findall(
         r"^error: rank 1 .* ended unexpectedly; this is rank (\d)", text, re.MULTILINE

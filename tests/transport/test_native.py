@@ -54,7 +54,7 @@ def test_every_type_comes_back(ends: Ends, dtype: torch.dtype) -> None:
 
 
 def test_other_items_keep_their_place(ends: Ends) -> None:
-    """Adds notices, arrivals of other transports, and errors to the same queue."""
+    """Checks the order of notices, other transports' arrivals and errors in the same queue."""
     low, high = ends
     queue = high.completions
     notice = Notice(LABEL, 3)
@@ -74,7 +74,7 @@ def test_other_items_keep_their_place(ends: Ends) -> None:
 
 
 def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
-    """Checks that payloads get their own memory if all but four slots are held as views."""
+    """Checks that payloads are copied if all but four slots are held as views."""
     low, high = ends
     node = low._node
     held = []
@@ -116,7 +116,7 @@ def test_what_was_reserved_is_sent_once(ends: Ends) -> None:
     tensor.view(torch.uint8).fill_(3)
     low.send(1, LABEL, tensor)
     assert take(high).take().view(torch.uint8).unique().tolist() == [3]
-    low.send(1, LABEL, tensor)  # no longer a reserved tensor
+    low.send(1, LABEL, tensor)  # The tensor is no longer reserved.
     assert take(high).take().shape == (5, 7)
 
 
@@ -169,7 +169,7 @@ def threads_of_messages(begin: Callable[[], None], number: int) -> tuple[set[str
     before = set(os.listdir("/proc/self/task"))
     begin()
     end_s = time.monotonic() + LIMIT_S
-    while True:  # a thread has no name until it has set its own name
+    while True:  # A thread has no name until it has set a name.
         begun = set(os.listdir("/proc/self/task")) - before
         counters = MachineCounters()
         counters.close()

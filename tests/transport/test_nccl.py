@@ -1,6 +1,6 @@
-"""Tests the threads of the NCCL transport and their order, between real processes without a GPU.
+"""Tests the threads of the NCCL transport between real processes without a GPU.
 
-Gloo pairs replace those of NCCL. Host streams, whose work finishes when the test allows it, replace
+Gloo pairs replace NCCL pairs. Host streams, whose work finishes when the test allows it, replace
 GPU streams. ``test_contract.py`` also runs the contract with this transport.
 """
 
@@ -31,7 +31,7 @@ def test_a_channel_holds_what_is_under_way(pool: Pool) -> None:
 
 
 def test_a_message_leaves_when_it_is_computed(pool: Pool) -> None:
-    """Checks this because an early receive would busy-wait on the receiver's GPU."""
+    """Checks that a message is not announced early, which would occupy the receiver's GPU."""
     sender, receiver = pool.run("programs.late_computation", 2)
     assert sender == ["receive-from-1", "send-to-1"]
     assert receiver == ["receive-from-0", "send-to-0"]
@@ -102,7 +102,7 @@ def in_thread(body: Callable[[], None]) -> None:
 
 
 def test_a_thread_makes_its_gpu_current_before_its_stream(cuda: Cuda) -> None:
-    """Checks the order, because leaving the stream would otherwise create a context on GPU 0."""
+    """Checks that a thread selects its GPU first, because CUDA would otherwise use GPU 0."""
     streams = CudaStreams(torch.device("cuda", 3))
 
     def body() -> None:
@@ -129,7 +129,7 @@ def test_a_finished_tensor_is_kept_for_the_stream_that_uses_it(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
 def test_a_late_tensor_parallel_rank_holds_up_nobody_for_ever(pool: Pool, schedule: str) -> None:
-    """Checks that no deadlock occurs if ranks have receives at different positions of streams."""
+    """Checks that ranks do not deadlock if one tensor-parallel rank is late."""
     first, late, *others = pool.run(
         "late_rank.train", 4, schedule=schedule, steps=6, microbatches=6, seed=1
     )

@@ -1,4 +1,4 @@
-"""Tests that both endpoints of a pair choose the same transport, with a readable reason."""
+"""Tests that both ranks of a pair choose the same transport, and log a readable reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_BUILT = dict.fromkeys(("shm", "rdma", "tcp"), "the extension is not built") 
 
 
 def end(rank: int, **changes: Any) -> Endpoint:
-    """Returns an endpoint on a machine that has RDMA but no GPU by default."""
+    """Returns an endpoint of ``rank`` on a machine that has RDMA but no GPU by default."""
     machine = changes.pop("machine", "a")
     facts: dict[str, Any] = {
         "host": f"host-{machine}",
@@ -146,10 +146,10 @@ def test_the_log_names_every_pair_once() -> None:
         (None, None, MIB, 8),
         (3 * MIB, 6, 3 * MIB, 10),
         (3 * MIB, 1000, 3 * MIB, 64),
-        (10, 2, 4096, 6),  # one page
+        (10, 2, 4096, 6),  # The slot has the size of one page.
         (0, 1, 4096, 5),
-        (32 * MIB, 20, 32 * MIB, 8),  # 256 MiB
-        (200 * MIB, 20, 64 * MIB, 4),  # sent in several pieces
+        (32 * MIB, 20, 32 * MIB, 8),  # The slots take 256 MiB together.
+        (200 * MIB, 20, 64 * MIB, 4),  # Each message is sent in several pieces.
     ],
 )
 def test_a_channel_has_a_slot_for_each_microbatch_in_flight(
@@ -198,9 +198,9 @@ def test_channels_of_any_ranks_open_in_a_bounded_number_of_rounds() -> None:
 
 
 def last_round(order: list[tuple[int, int]]) -> int:
-    """Returns the number of rounds for connecting all pairs if a rank opens one channel per round.
+    """Returns the number of rounds to connect all pairs if a rank opens one channel per round.
 
-    Ranks open their pairs in the given order.
+    Ranks open their pairs in the order of ``order``.
     """
     done = dict.fromkeys(itertools.chain(*order), 0)
     for low, high in order:
@@ -213,5 +213,5 @@ def test_ranks_on_processors_of_their_own_do_not_share_them() -> None:
     assert not bound[0].shares_cpus(bound[1])
     assert bound[0].shares_cpus(bound[0])
     assert bound[0].shares_cpus(bound[2])
-    assert bound[0].shares_cpus(bound[3])  # its CPUs are unknown
+    assert bound[0].shares_cpus(bound[3])  # The CPUs of this rank are unknown.
     assert not bound[0].shares_cpus(end(4, machine="b", cpus=(0,)))

@@ -23,7 +23,7 @@ def test_no_other_shape_stands_still(shape: Shape) -> None:
 
 
 def test_a_receive_in_the_computing_stream_stands_still() -> None:
-    """Uses two tensor-parallel ranks, which poll headers at different positions."""
+    """Checks that two tensor-parallel ranks that poll headers at different times deadlock."""
     alone = Shape(pp=2, tp=1, ep=1, receiving=Receiving.STREAM)
     assert standing_still(alone, 100) == 0
     pair = Shape(pp=2, tp=2, ep=1, receiving=Receiving.STREAM)

@@ -1,4 +1,4 @@
-"""Tests which streams wait in the GPU part of a native transport, with the host as the device.
+"""Tests which streams wait when tensors are copied between a simulated GPU and the host.
 
 Copies are real, but streams and events are replaced by objects that record calls.
 ``tests/gpu/test_transport.py`` contains the same tests for a GPU.
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.w
 
 
 class Device:
-    """Replaces ``torch.cuda``.
+    """Replaces the streams, events and memory functions of ``torch.cuda``.
 
     Attributes:
         said: Calls on streams and events, in order.
@@ -155,19 +155,19 @@ def test_a_slot_goes_back_when_its_copy_is_there(ends: Ends, device: Device) -> 
     arrival = take(high)
     device.copied.clear()
     received = arrival.take()
-    low.send(1, label(1), torch.ones(10))  # queued in the worker
+    low.send(1, label(1), torch.ones(10))  # The worker queues this message.
     device.copied.set()
     low.flush(LIMIT_S)
     high.flush(LIMIT_S)
     second = take(high)
-    # only its own slot is in use, although `received` still exists
+    # Only this message's slot is in use, although ``received`` still exists.
     assert second._native.free_slots == 7
     assert received.sum() == 10.0
     assert node.pending(1) == 0
 
 
 def test_order_is_kept_with_and_without_a_slot(ends: Ends) -> None:
-    """Sends tensors that are reserved, too large, without a slot, or strided."""
+    """Checks the order of tensors that are reserved, too large, without a slot, or strided."""
     low, high = ends
     tensors = []
     for number in range(40):
@@ -217,7 +217,7 @@ def test_a_pinned_slot_is_the_target_of_a_copy(ends: Ends, device: Device) -> No
 
 
 def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks this because threads without a current GPU would use memory of GPU 0."""
+    """Checks that workers select their GPU, because they would otherwise use memory of GPU 0."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
@@ -230,7 +230,7 @@ def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.Monkey
 def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks this because the thread copies payloads out of device slots when slots run out."""
+    """Checks that the thread selects its GPU, because it may copy payloads out of GPU slots."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))

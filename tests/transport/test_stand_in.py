@@ -1,4 +1,4 @@
-"""Tests the stand-in for channels, which provides inputs in order of need and discards sends."""
+"""Tests the simulated channels, which provide inputs in order and discard sent messages."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ values or exchange tokens of different microbatches, without any error. So the f
 group (the leader) chooses each action and publishes its choice. The other ranks (followers) read
 the choice and run the same action. This needs no collective operation.
 
-Each member receives its own inputs; the inputs of a replica come from a replica of the previous
+Each member receives inputs separately; the inputs of a replica come from a replica of the previous
 stage. Every stage has such a group, so a group acts like one rank of a pipeline: an input counts as
 arrived when it has arrived on every member. A slow member delays its group. The groups can only
 deadlock if a pipeline of single ranks could deadlock, too.
@@ -45,15 +45,15 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
-# Message with which a follower reports that it cannot continue. No label of an input is encoded as
-# this number.
+# A follower sends this message to report that it cannot continue. No label of an input is encoded
+# as this number.
 _LOST = (1 << 63) - 1
-# Message with which the leader announces that no action starts while another action communicates.
+# The leader sends this message to announce that no action starts while another action communicates.
 # No action is encoded as this number, because there is no kind 3.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# Time limit for reporting a lost channel. It is short because the reporting thread may be the
+# This time limit for reporting a lost channel is short, because the reporting thread may be the
 # thread that must stop the process.
 _REPORT_S = 1.0
 
@@ -80,7 +80,7 @@ class Agreement:
         """
 
     def is_everywhere(self, item: Item) -> bool:
-        """Records that an input has arrived in this step, on this rank or on another member.
+        """Records that ``item``, an input of this step, has arrived on this or another member.
 
         Returns:
             True if the input has arrived on all members, so that it may be marked as arrived in the
@@ -223,7 +223,7 @@ class Leader(Agreement):
                 )
 
     def _collect(self, rank: int) -> None:
-        """Adds the reports of one follower to the completion queue.
+        """Adds the reports of the follower ``rank`` to the completion queue.
 
         This method runs in a thread until the follower closes its channel.
         """
@@ -260,13 +260,13 @@ class Follower(Agreement):
         self._reports = reports
         self._completions = completions
         self._timeout_s = timeout_s
-        # Guards the set of reported inputs. Receiving threads and the executor's thread report
-        # inputs, and each input must be reported only once.
+        # This lock guards the set of reported inputs. Receiving threads and the executor's thread
+        # report inputs, and each input must be reported only once.
         self._lock = threading.Lock()
         self._step = -1
         self._is_static = True
         self._reported: set[Action] = set()
-        self._has_ended = False  # True if no more reports can be sent
+        self._has_ended = False  # This becomes True when no more reports can be sent.
         self._is_closed = False
         completions.listen(self._hear)
 
@@ -307,7 +307,7 @@ class Follower(Agreement):
         self._decisions.close()
 
     def _hear(self, item: Item | Exception) -> None:
-        """Reports an item of the completion queue, in the thread that added the item."""
+        """Reports ``item`` of the completion queue, in the thread that added it."""
         try:
             if isinstance(item, Exception):
                 self._report_loss()
@@ -377,7 +377,7 @@ def connect(
 
 
 def encode(action: Action, extra: int) -> int:
-    """Packs an action and the index of its piece or its step into a 63-bit integer.
+    """Packs ``action`` and ``extra``, the index of its piece or its step, into 63 bits.
 
     Raises:
         ScheduleError: A chunk, microbatch, piece or step does not fit into the integer.
@@ -393,5 +393,5 @@ def encode(action: Action, extra: int) -> int:
 
 
 def decode(number: int) -> tuple[ActionKind, int, int, int]:
-    """Unpacks an integer made by :func:`encode` into (kind, chunk, microbatch, extra)."""
+    """Unpacks the integer ``number`` of :func:`encode` into (kind, chunk, microbatch, extra)."""
     return KINDS[number >> 30 & 3], number >> 20 & 0x3FF, number & 0xFFFFF, number >> 32

@@ -2,17 +2,17 @@
 
 A collective begins on a rank when the rank has all its input, and ends when the result is
 available. Data is only transferred after the last member of the group has arrived. Each rank
-records its own begin and end. The trace reader converts the times of all ranks to one clock, and
-separates waiting from transferring (see ``trace.collectives``)::
+records when the collective begins and ends on that rank. The trace reader converts the times of all
+ranks to one clock, and separates waiting from transferring (see ``trace.collectives``)::
 
     rank 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     rank 1                          arrives ┴─ transfer ─┘ end
 
 Every collective of torch calls a method of ``ProcessGroup``. These methods are patched, but only
-during traced steps. If steps of several models in one process overlap, their meters share one patch
-of each method, and the last meter to finish removes the patch. Collectives on tensors in host
-memory are timed with the host's clock, and collectives on tensors on a device with events of the
-device.
+during traced steps. If steps of several models in one process overlap, their
+:class:`CollectiveMeter` objects share one patch of each method, and the last object to finish
+removes the patch. Collectives on tensors in host memory are timed with the host's clock, and
+collectives on tensors on a device with events of the device.
 
 A rank counts all collectives of a step, but keeps the times of at most :data:`MOST_KEPT` per group.
 The choice depends only on the iteration and on the index of a collective, so all members keep the
@@ -126,7 +126,7 @@ class CollectiveMeter:
         return [_summary(group, self._iteration) for group in measured]
 
     def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
-        """Records the begin of a collective. Returns ``None`` if its group is not measured.
+        """Records that a collective begins; returns ``None`` if its group is not measured.
 
         Args:
             operation: Name of the collective.
@@ -146,7 +146,7 @@ class CollectiveMeter:
 
 
 class _Replacement:
-    """Patches a method of all process groups while at least one meter is measuring.
+    """Patches a method of all process groups while at least one :class:`CollectiveMeter` measures.
 
     Args:
         method: Name of a method of ``ProcessGroup``. Nothing is patched if this release of torch
@@ -162,12 +162,12 @@ class _Replacement:
 
     @classmethod
     def of(cls, method: str) -> _Replacement:
-        """Returns the replacement that currently patches a method, or a new one."""
+        """Returns the object that currently patches ``method``, or a new object."""
         present = getattr(vars(dist.ProcessGroup).get(method), "replacement", None)
         return present if isinstance(present, cls) else cls(method)
 
     def join(self, meter: CollectiveMeter) -> Callable[[], None]:
-        """Adds a meter, and returns a function that removes the meter."""
+        """Adds ``meter``, and returns a function that removes it."""
         if self._attribute is None:
             return lambda: None
         if not self._meters:
@@ -181,7 +181,7 @@ class _Replacement:
             setattr(dist.ProcessGroup, self._method, self._attribute)
 
     def _measured(self) -> Callable[..., Any]:
-        """Returns a wrapper of the method that records each call in all meters of the group."""
+        """Returns a wrapper of the method that records each call in all meters that were added."""
         original = getattr(dist.ProcessGroup, self._method)
         operation = _OPERATIONS[self._method]
 
@@ -223,7 +223,7 @@ class _TimedWork:
 
 
 def _timed(work: Any, call: _Call) -> Any:
-    """Returns the ``Work`` of a collective or a wrapper, and arranges that its end is recorded."""
+    """Returns ``work`` or a wrapper of it, and arranges that the collective's end is recorded."""
 
     def ends(_: Any) -> None:
         # For tensors on a device, torch calls this function when the collective is queued. The
@@ -259,7 +259,7 @@ def model_parallel_groups(model_groups: ModelGroups | None = None) -> dict[str, 
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested lists and tuples."""
+    """Yields the tensors in ``values``, which may be nested lists and tuples."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -268,7 +268,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _summary(group: _Group, iteration: int) -> GroupCollectives:
-    """Returns a group's collectives in a step: counts and total times, and times of some calls."""
+    """Returns the counts, total times and some single times of a group's collectives in a step."""
     operations = list(dict.fromkeys(call.operation for call in group.calls))
     counts = dict.fromkeys(operations, 0)
     totals_ns = dict.fromkeys(operations, 0)
@@ -300,7 +300,7 @@ def _summary(group: _Group, iteration: int) -> GroupCollectives:
 
 
 def _chosen(count: int, iteration: int) -> list[int]:
-    """Returns the indices of the collectives to keep, evenly spread and the same on all ranks."""
+    """Returns the indices of the collectives to keep out of ``count``, equal on all ranks."""
 
     def key(number: int) -> int:
         # The top bits of a product with an odd constant depend on all bits of the number.

@@ -34,10 +34,10 @@ An example is ``rank 4 (stage 1, pid 17 on node-2)``.
 """
 
 _CLOSE_S = 30.0
-# Capacity of the shared memory in numbers. The writer waits if the slowest reader has this many
-# unread numbers.
+# The shared memory has room for this many numbers. The writer waits if the slowest reader has this
+# many unread numbers.
 _CAPACITY = 256
-# Maximum number of messages in flight to the slowest reader, above which the writer waits.
+# The writer waits if more messages than this number are in flight to the slowest reader.
 _BEHIND = 8
 _CLOSED = -1
 # Timeouts are limited to this range, because gloo counts whole milliseconds, treats 0 as no limit,
@@ -170,7 +170,7 @@ class _MemoryEnd:
         self._describe = describe
 
     def _raise(self, lack: str, error: TransportError) -> NoReturn:
-        """Raises an error with the name of the rank that does not respond or has aborted."""
+        """Raises ``error`` with the name of the rank that does not respond or has aborted."""
         if isinstance(error, DeadlineError):
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
         if (rank := self._log.abort_reason) is not None:
@@ -271,7 +271,7 @@ def _limit(timeout_s: float) -> datetime.timedelta:
 
 @contextlib.contextmanager
 def _lost(lack: str, timeout_s: float) -> Iterator[None]:
-    """Converts errors of gloo in the block to :class:`PeerLostError`."""
+    """Converts errors of gloo inside the context to :class:`PeerLostError`."""
     try:
         yield
     except RuntimeError as error:

@@ -74,12 +74,12 @@ class ParallelLinearCall(LayerCall):
     sequence_group: dist.ProcessGroup | None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for an input."""
+        """Returns the output of the layer for ``inputs``."""
         output = torch.matmul(self._whole(inputs), self.weight.t())
         return output if self.bias is None else output + self.bias
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given the gradient of the output."""
+        """Returns the input gradient, given ``gradient``, the gradient of the output."""
         answer = gradient.matmul(self.weight)
         if self.all_reduce_group is not None:
             dist.all_reduce(answer, group=self.all_reduce_group)
@@ -104,7 +104,7 @@ class ParallelLinearCall(LayerCall):
             yield self.bias, gradient.sum(dim=0)
 
     def _whole(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Gathers the parts of the sequence from all ranks of the group.
+        """Gathers ``inputs``, the parts of the sequence, from all ranks of the group.
 
         The next call overwrites the result.
         """
@@ -139,11 +139,11 @@ class GroupedCall(LayerCall):
     counts: torch.Tensor
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for an input."""
+        """Returns the output of the layer for ``inputs``."""
         return self._product(inputs, turned=False)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given the gradient of the output."""
+        """Returns the input gradient, given ``gradient``, the gradient of the output."""
         return self._product(gradient, turned=True)
 
     def weight_gradients(
@@ -186,7 +186,7 @@ class DelayedCall(LayerCall):
     delayed: Any
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
-        """Adds the call's weight gradient to the store, directly before the B of the layer runs.
+        """Adds the call's weight gradient to ``store``, directly before the B of the layer runs.
 
         The layer keeps the tensors itself, so the store gets tensors on the meta device. If
         megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight to
@@ -206,7 +206,7 @@ class DelayedCall(LayerCall):
                 else:
                     parameter.grad = torch.zeros_like(parameter)
 
-    @torch.no_grad()  # the layer's tensors may require gradients
+    @torch.no_grad()  # The layer's tensors may require gradients.
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, Any]]:
@@ -299,7 +299,7 @@ class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):
     """Replaces ``VocabParallelEmbedding``; defers its weight gradient while the store is active."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of the tokens, and defers the weight gradient.
+        """Returns the embeddings of the tokens in ``input_``, and defers the weight gradient.
 
         The shapes are ``[b, s] int -> [b, s, h]``, or ``[s, b, h]`` with this rank's part of the
         sequence.
@@ -405,13 +405,13 @@ def _delaying(layer: type) -> type:
 
 
 def _engine_class(layer: type) -> Any:
-    """Returns the Transformer Engine class that a layer's class derives from, or ``None``."""
+    """Returns the Transformer Engine class from which ``layer`` derives, or ``None``."""
     bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
     return next(bases, None)
 
 
 def defer_layers(chunk: torch.nn.Module) -> list[str]:
-    """Changes the layers of a chunk so that they defer weight gradients while they have a store.
+    """Changes the layers of ``chunk`` so that they defer weight gradients if they have a store.
 
     Only the class of each layer object changes.
 
@@ -446,7 +446,7 @@ def _has_matrix(layer: torch.nn.Module) -> bool:
 
 
 def _why_whole(layer: Any) -> str | None:
-    """Returns the reason why a layer cannot defer its weight gradient, or ``None`` if it can."""
+    """Returns the reason why ``layer`` cannot defer its weight gradient, or ``None`` if it can."""
     config = getattr(layer, "config", None)
     if getattr(config, "cpu_offloading", False):
         return "with CPU offloading, which takes away what its weight gradient needs"
@@ -467,7 +467,7 @@ _IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
 
 
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Returns whether the chunks contain layers that delay weight gradients themselves.
+    """Returns whether ``chunks`` contain layers that delay weight gradients themselves.
 
     This is only true for layers of Transformer Engine.
     """
@@ -475,7 +475,7 @@ def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Makes the layers of a rank's chunks defer weight gradients (see :func:`defer_layers`).
+    """Makes the layers of ``chunks`` defer weight gradients (see :func:`defer_layers`).
 
     Returns:
         ``None`` if at least one layer can defer, or if no layer has a weight matrix. Otherwise, the
@@ -502,7 +502,7 @@ def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore
     """Makes the layers of each chunk defer weight gradients, and returns a new store per chunk.
 
     Raises:
-        ConfigError: The layers have weight gradients, but none of them can defer.
+        ConfigError: The layers have weight gradients, but no layer can defer them.
     """
     reason = why_not_split(chunks)
     if reason is not None:

@@ -92,7 +92,7 @@ class RunningDiagnosis:
             return
         try:
             self._process.wait(_LAST_S)
-        except subprocess.TimeoutExpired:  # a diagnosis must not delay the end of the job
+        except subprocess.TimeoutExpired:  # A diagnosis must not delay the end of the job.
             self._process.kill()
             self._process.wait()
         self._take(self._process)
@@ -112,11 +112,11 @@ class RunningDiagnosis:
             )
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         except OSError:
-            return  # after_iteration tries again after the next iteration
+            return  # ``after_iteration`` tries again after the next iteration.
         self._next = last + 1
 
     def _take(self, ended: subprocess.Popen[bytes]) -> None:
-        """Reports the diagnosis of a process that has exited, unless the process failed."""
+        """Reports the diagnosis of the process ``ended``, unless the process failed."""
         self._process = None
         with self._answer as file:
             file.seek(0)
@@ -136,7 +136,7 @@ class RunningDiagnosis:
     def _note_findings(
         self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Records each finding and its gain, also in Weights & Biases if it is in use."""
+        """Records each of ``findings`` and its gain, also in Weights & Biases if it is in use."""
         notes = [
             {
                 "headline": finding["headline"],
@@ -173,5 +173,5 @@ class RunningDiagnosis:
 
 
 def _name(finding: Mapping[str, Any]) -> str:
-    """Returns the name of a finding, which stays the same in later diagnoses."""
+    """Returns a name of ``finding`` that stays the same in later diagnoses."""
     return " ".join(map(str, (finding["cause"], *finding["ranks"])))

@@ -82,7 +82,7 @@ class Stages(Protocol):
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Allows the output of a forward pass to be freed, after the transport has copied it."""
+        """Allows the output of a forward pass to be freed when the transport has copied it."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         """Returns the size in bytes of the activations that are kept for the backward pass."""
@@ -193,7 +193,7 @@ class Executor:
         self._log: StepLog | None = None
 
     def record_to(self, recorder: Recorder | None) -> None:
-        """Stores the spans of later steps in another recorder; ``None`` turns tracing off."""
+        """Stores the spans of later steps in ``recorder``, or stops tracing if it is ``None``."""
         self._recorder = recorder
 
     @property
@@ -220,7 +220,7 @@ class Executor:
             return {}
         finished = len(launched)
         if launched and not self._clock.is_passed(launched[-1].end):
-            finished -= 1  # the device is still running this action
+            finished -= 1  # The device is still running this action.
         kinds = tuple(ActionKind)
         chunks = self._num_chunks
         fields: dict[str, Any] = {"doing": "wait", "held_bytes": self._held_bytes}
@@ -272,7 +272,8 @@ class Executor:
         for action in state.lacking():
             if due is not None and action not in due:
                 continue
-            if action in self._inputs:  # it has arrived here, but not on all members of the group
+            # The input has arrived here, but not on all members of the group.
+            if action in self._inputs:
                 continue
             source = self._placement.source_of(action.kind, self._pp_rank, action.chunk)
             if source is None or source[0] == self._pp_rank:
@@ -347,8 +348,8 @@ class Executor:
         )
         lanes.run(lambda: state.done)
         self._away_ns = lanes.away_ns
-        # Actions may finish in a different order from the one they started in. Reasons and trace
-        # records are in the order of the starts, so sort the actions.
+        # Actions may finish in a different order than they started. Reasons and trace records are
+        # in the order of the starts, so sort the actions.
         started = actions_of(self._codes, self._num_chunks, state.weight_pieces, state.num_slices)
         index_of = {action: index for index, action in enumerate(started)}
         self._launched.sort(key=lambda launched: index_of[launched.action])
@@ -489,7 +490,7 @@ class Executor:
         kind = action.kind
         target = self._targets[kind][action.chunk]
         if target is None:
-            return 0  # no stage needs the loss, or the input gradient of the first stage
+            return 0  # No stage needs the loss, or the input gradient of the first stage.
         if tensor is None:
             raise ScheduleError(
                 f"{action.label(state.num_slices)} on rank {self._pp_rank} of the pipeline "
@@ -561,7 +562,7 @@ class Executor:
                 item.take(), item.nbytes, item.peer, arrived_ns, is_exact
             )
         elif step != self._step:
-            return  # outdated notice from an earlier step
+            return  # This is an outdated notice from an earlier step.
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
 
@@ -585,7 +586,7 @@ class ActivationMeter:
         self._bytes: dict[int, int] = {}
 
     def bytes_of(self, chunk: int) -> int:
-        """Returns the size in bytes for a microbatch, or 0 before the first forward pass."""
+        """Returns the measured activation size of ``chunk`` in bytes per microbatch, or 0."""
         return self._bytes.get(chunk, 0)
 
     def measure(

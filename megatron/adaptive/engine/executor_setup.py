@@ -75,7 +75,7 @@ class Wiring:
 
 @dataclass(frozen=True, kw_only=True)
 class _Neighbourhood:
-    """The ranks that this rank communicates with in its pipeline.
+    """The ranks with which this rank communicates in its pipeline.
 
     Attributes:
         members: Global ranks of the pipeline, or all ranks if stages have different numbers of
@@ -93,7 +93,7 @@ class _Neighbourhood:
     def of(
         cls, placement: Placement, pp_ranks: Sequence[int], widths: Widths | None
     ) -> _Neighbourhood:
-        """Returns the neighbourhood of this rank. Takes the same arguments as build_executor."""
+        """Returns the ranks that this rank communicates with (see :func:`build_executor`)."""
         rank = dist.get_rank()
         if widths is not None:
             return cls(
@@ -206,7 +206,7 @@ def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any
 
 
 def _set_aside_earlier_run(folder: str, job: Job) -> None:
-    """Moves an earlier run's traces out of the folder. All ranks must call this function."""
+    """Moves an earlier run's traces out of ``folder``. All ranks must call this function."""
     machines = [entry["machine"] for entry in job.places]
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
@@ -381,7 +381,8 @@ def _build_agreement(
     if transport is None or is_alone():
         return Agreement()
     members = decision_group(model, model_groups)
-    if len(members) == 1:  # true on all ranks or on none, so either all ranks return here or none
+    # The condition has the same value on all ranks, so all ranks or no ranks create a group.
+    if len(members) == 1:
         return Agreement()
     group = gloo_group(members, gather)
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1

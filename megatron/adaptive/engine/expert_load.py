@@ -35,7 +35,7 @@ def measured_experts(
     accelerator: Accelerator,
     model_groups: ModelGroups | None = None,
 ) -> ExpertLoad | None:
-    """Returns a meter for this rank's experts, or ``None`` if the model has no experts."""
+    """Returns an object that measures this rank's experts, or ``None`` if there are no experts."""
     if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
         return None
     return ExpertLoad(chunks, accelerator.clock(), model_groups or ModelGroups())
@@ -56,7 +56,7 @@ class ExpertLoad:
     ) -> None:
         self._clock = clock
         self._groups = model_groups
-        # One entry per MoE layer: the layer's index in the model, and the index of its first expert
+        # Each entry contains an MoE layer's index in the model, and the index of its first expert
         # on this rank.
         self._layers: list[tuple[int, int]] = []
         self._tokens: list[torch.Tensor | None] = []
@@ -79,7 +79,7 @@ class ExpertLoad:
                     self._tokens.append(None)
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step by setting counts to 0. Exchanges are timed if the step is traced."""
+        """Begins a step and sets counts to 0; times exchanges if ``is_traced`` is True."""
         self._watching.close()
         self._tokens = [None] * len(self._layers)
         if is_traced and self._layers:

@@ -46,7 +46,8 @@ _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-_SUM = "sum"  # key of the checksum over the other keys, absent in claims of earlier versions
+# This is the key of the checksum over the other keys. Claims of earlier versions lack it.
+_SUM = "sum"
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "ticks", "boot", "job", "run", "address", "secret"), (str,)),
@@ -54,7 +55,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # number of earlier claims whose files a new claim removes
+_KEPT = 8  # A new claim removes the files of this many earlier claims.
 
 
 class LeaseTakenError(SetupError):
@@ -73,7 +74,8 @@ class Lease:
 
     Attributes:
         number: Number of this job's claim, or 0 before the job has made a claim.
-        former: Facts about the previous holder, or empty if there was none.
+        former: Description of the previous holder (such as its host and process), or empty if no
+            job held the folder before.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +83,7 @@ class Lease:
         self._files = folder / _FOLDER
         self.number = 0
         self.former: Mapping[str, Any] = {}
-        # facts in this claim, empty if another process made the claim
+        # This is the content of the claim. It is empty if another process made the claim.
         self._claimed: dict[str, Any] = {}
         self._private: Mapping[str, Any] = {}
         self._count = 0
@@ -136,7 +138,7 @@ class Lease:
 
         Args:
             number: Number of the manager's claim, or ``None`` if there is no manager.
-            job: ID of the job that this process belongs to.
+            job: ID of the job of this process.
         """
         run = None if number is None else self._facts(number).get("run")
         if number is None or run is None or run != job.rpartition("-")[0]:
@@ -160,7 +162,7 @@ class Lease:
         return True
 
     def publish(self, facts: Mapping[str, Any]) -> None:
-        """Publishes additional facts about the holder, which processes of the same user can read.
+        """Publishes the entries of ``facts``, which only processes of the same user can read.
 
         Raises:
             OSError: The folder is not writable.
@@ -241,7 +243,7 @@ class Lease:
         """Releases the right if this process made the claim, so that other jobs need not wait."""
         self._over.set()
         if self._claimed and self.number:
-            with contextlib.suppress(OSError):  # another job has taken over
+            with contextlib.suppress(OSError):  # Writing fails if another job has taken over.
                 self._write_beat(_ENDED, 0)
 
     def taken(self, number: int | None = None, *, over: bool = False) -> LeaseTakenError:
@@ -282,7 +284,7 @@ class Lease:
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
     def _take(self, number: int) -> bool:
-        """Makes the claim with this number.
+        """Makes the claim with number ``number``.
 
         Returns False if another process has already made the claim.
         """
@@ -379,7 +381,7 @@ def _sum(facts: Mapping[str, Any]) -> str:
 
 
 def _checked(read: Any) -> dict[str, Any]:
-    """Returns the facts read from a claim, or an empty dictionary if the claim's file is damaged.
+    """Returns the content ``read`` from a claim, or an empty dictionary if it is damaged.
 
     A damaged claim might contain a process that has exited. A job that relied on it would take the
     folder from a running job.
@@ -401,7 +403,7 @@ def _read(path: Path) -> str:
 
 
 def _here() -> dict[str, Any]:
-    """Returns facts that identify this process, its container, and the last boot of its machine."""
+    """Returns values that identify this process, its container and the last boot of its machine."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -412,13 +414,13 @@ def _here() -> dict[str, Any]:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Returns a process's state and its start time in clock ticks since boot, or empty strings."""
+    """Returns the state of ``pid`` and its start in clock ticks since boot, or empty strings."""
     columns = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return (columns[0], columns[19]) if len(columns) > 19 else ("", "")
 
 
 def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Returns whether a holder is a process of this machine that has exited, or this process."""
+    """Returns whether ``owner`` is this process, or a process of this machine that has exited."""
     here = _here()
     pid = owner.get("pid")
     if owner.get("boot") != here["boot"] or not isinstance(pid, int) or pid < 1:
@@ -430,7 +432,7 @@ def _is_gone(owner: Mapping[str, Any]) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # another user's process is running
+        return False  # The process is running and belongs to another user.
     state, ticks = _state(pid)
     return state == "Z" or ticks not in ("", owner.get("ticks"))
 

@@ -88,13 +88,13 @@ class HangGuard:
         if after_s == 0 or len(places) < 2:
             return
         if rank == local[0]:
-            for former in base.glob(f"{prefix}*"):  # remove the folders of jobs that were killed
+            for former in base.glob(f"{prefix}*"):  # Remove the folders of jobs that were killed.
                 if not Path("/proc", former.name.removeprefix(prefix)).exists():
                     shutil.rmtree(former, ignore_errors=True)
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if self._folder.is_symlink() or self._folder.stat().st_uid != os.geteuid():
-                return  # the folder belongs to another user
+                return  # Do not use a folder that belongs to another user.
             self._stacks = (self._folder / f"stack_{rank}.txt").open("ab")
             if rank == local[0]:
                 self._process = self._start(places, local, after_s, on_hang, page_folder)
@@ -117,7 +117,7 @@ class HangGuard:
         faulthandler.unregister(SIGNAL)
         self._stacks.close()
         self._file.end(self._read)
-        if self._process is not None:  # only the first rank of the machine started it
+        if self._process is not None:  # Only the first rank of the machine started the process.
             self._process.kill()
             self._process.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -153,8 +153,8 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            # Start the detector's process in its own session. It removes the folder after the rank
-            # has exited, so it must survive a signal to the rank's process group.
+            # Start the detector's process in a separate session. It removes the folder after the
+            # rank has exited, so it must survive a signal to the rank's process group.
             start_new_session=True,
         )
 
@@ -178,7 +178,7 @@ class HangGuard:
     def _read(self) -> dict[str, Any]:
         try:
             fields = dict(self.snapshot())
-        except Exception:  # for example while the run is being closed
+        except Exception:  # The function may fail, for example while the run is being closed.
             fields = {}
         return {**fields, "pid": os.getpid(), "collectives": _collectives()}
 
@@ -189,7 +189,7 @@ class HangGuard:
         return dist.PrefixStore("hang", store)
 
     def _carry(self, store: Any) -> None:
-        """Writes this machine's report to the store.
+        """Writes this machine's report to ``store``.
 
         Also reads the reports of the other machines if this machine makes no progress.
         """

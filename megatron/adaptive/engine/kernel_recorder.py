@@ -50,7 +50,7 @@ class KernelRecorder:
         self._marks_ns: list[int] = []
 
     def begin(self, iteration: int, *, is_traced: bool) -> None:
-        """Begins an iteration, which is recorded if it is traced and selected."""
+        """Begins ``iteration``, which is recorded if it is traced and selected."""
         self._stop()
         if not is_traced or iteration not in self._iterations:
             return
@@ -101,14 +101,14 @@ class KernelRecorder:
         self._file.close()
 
     def _stop(self) -> Any:
-        """Stops and returns the profiler, which waits for the device, or returns ``None``."""
+        """Stops the profiler, which waits for the device, and returns it or ``None``."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()
         return running
 
     def _kernels(self, events: Any) -> Iterator[TimedKernel]:
-        """Yields the kernels among the profiler's events, with times on the monotonic clock."""
+        """Yields the kernels among ``events``, with times on the monotonic clock."""
         marks = [event.time_range.start for event in events if event.name == _MARK]
         if len(marks) < len(self._marks_ns):
             return
@@ -127,13 +127,13 @@ class KernelRecorder:
 
 
 def _is_of_gpu(event: Any) -> bool:
-    """Returns whether an event is a kernel or a copy on a GPU."""
+    """Returns whether ``event`` is a kernel or a copy on a GPU."""
     is_range = getattr(event, "is_user_annotation", False)
     return bool(event.device_type != torch.autograd.DeviceType.CPU and not is_range)
 
 
 def _is_outermost(event: Any) -> bool:
-    """Returns whether an event is an operator on the CPU that is not nested in another operator."""
+    """Returns whether ``event`` is an operator on the CPU outside of all other operators."""
     if event.device_type != torch.autograd.DeviceType.CPU or _WRAPPER.match(event.name):
         return False
     parent = event.cpu_parent

@@ -1,4 +1,4 @@
-"""Runs an F and a B of a rank alternately: one computes while the other communicates.
+"""Runs an F and a B of a rank alternately, so that one computes while the other communicates.
 
 There are two lanes. Each lane is a thread that runs one action. Only the lane that has the turn
 computes. When its action exchanges tokens with other ranks, the lane starts the exchange and passes
@@ -68,7 +68,7 @@ class Lanes:
         self._lanes: list[Action | None] = [None, None]
         self._communicates = [False, False]
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
-        self._next: Action | None = None  # action that the second lane will start
+        self._next: Action | None = None  # This is the action that the second lane will start.
         self._error: BaseException | None = None
 
     def run(self, is_done: Callable[[], bool]) -> None:
@@ -96,7 +96,8 @@ class Lanes:
             self._error = self._error or _Abandoned()
             raise
         finally:
-            self._turns[1].release(2)  # once to stop an unfinished action, once to stop the thread
+            # Release once to stop an unfinished action, and once to stop the thread.
+            self._turns[1].release(2)
             second.join(_JOIN_S)
 
     def hand_over(self) -> None:
@@ -178,7 +179,7 @@ class Lanes:
                 return plain(*arguments, async_op)
             work = plain(*arguments, async_op=True)
             self.hand_over()
-            if work is not None:  # None if this rank is not in the group
+            if work is not None:  # ``work`` is None if this rank is not in the group.
                 work.wait()
             return None
 

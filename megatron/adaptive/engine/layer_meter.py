@@ -91,7 +91,7 @@ class LayerMeter(LayerSums):
 
 
 def _number_of(layer: Any, name: str, num_layers: int) -> int:
-    """Returns the index of a layer in the model. Multi-token prediction layers come last."""
+    """Returns the index of ``layer`` in the model. Multi-token prediction layers come last."""
     predicting = _PREDICTING.search(name)
     if predicting is not None:
         return num_layers + int(predicting[1])

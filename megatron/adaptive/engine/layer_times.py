@@ -35,7 +35,7 @@ class LayerSums:
         self.is_traced = False
         self._clock = clock
         self._numbers = list(numbers)
-        # position of the layer, kind of pass, start, end
+        # Each entry contains the position of a layer, the kind of pass, its start and its end.
         self._marks: list[tuple[int, int, Any, Any]] = []
         self._first_passes: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -89,7 +89,7 @@ class LayerSums:
         ]
 
     def passes(self) -> list[tuple[int, int, int, int]]:
-        """Returns the first passes of layers in the step of the latest call of :meth:`rows`.
+        """Returns the first passes of layers in the step for which :meth:`rows` was last called.
 
         If the rank has more than ``MOST_DRAWN`` layers, only evenly spaced layers are returned.
 

@@ -29,7 +29,7 @@ _BY_KIND = {
 
 
 class ModelGroups:
-    """Returns the process groups that connect this rank to the other ranks of a model.
+    """Provides the process groups that connect this rank to the other ranks of a model.
 
     Groups of ``parallel_state`` are looked up on each access, because a run may need only some of
     them.
@@ -184,13 +184,13 @@ class ModelGroups:
         }
 
     def connect_same_ranks(self, other: ModelGroups) -> bool:
-        """Returns whether pipeline, tensor and context groups of two models have the same ranks."""
+        """Returns whether pipeline, tensor and context groups of ``other`` have the same ranks."""
         pairs = ((self.pp, other.pp), (self.tp, other.tp), (self.cp, other.cp))
         return all(has_same_ranks(group, twin) for group, twin in pairs)
 
 
 def has_same_ranks(group: Any, other: Any) -> bool:
-    """Returns whether two process groups consist of the same ranks, in the same order."""
+    """Returns whether ``group`` and ``other`` consist of the same ranks in the same order."""
     if group is other:
         return True
     if not isinstance(group, dist.ProcessGroup) or not isinstance(other, dist.ProcessGroup):

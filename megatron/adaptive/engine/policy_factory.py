@@ -129,11 +129,11 @@ class Orders:
 
     @property
     def weight_pieces(self) -> int:
-        """Returns the number of W actions per weight gradient, or 0 if there are none."""
+        """Returns the number of W actions per weight gradient, or 0 if there are no W actions."""
         return self._chosen.weight_pieces
 
     def recut(self, num_slices: SliceCounts) -> None:
-        """Changes the number of slices of each microbatch, starting with the next step.
+        """Changes the number of slices of each microbatch to ``num_slices`` from the next step.
 
         All ranks of a pipeline must call this with the same number, before the same step. The
         slices then have equal lengths, unless :meth:`state` gets the size of each slice.
@@ -147,7 +147,8 @@ class Orders:
             return
         if num_slices != len(self._shares):
             self._shares = (1 / num_slices,) * num_slices
-        if num_slices != self._chosen.num_slices:  # use() may have set a candidate for any number
+        # ``use`` may have set a candidate with any number of slices.
+        if num_slices != self._chosen.num_slices:
             self._chosen = replace(self._chosen, num_slices=num_slices)
 
     def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:
@@ -212,7 +213,7 @@ class Orders:
         )
 
     def use(self, candidate: Candidate) -> None:
-        """Switches to another schedule or run-time rule, starting with the next step.
+        """Switches to the schedule or run-time rule ``candidate``, starting with the next step.
 
         All ranks must call this with the same candidate, before the same step.
         """
@@ -220,7 +221,7 @@ class Orders:
         self._policies.clear()
 
     def candidate(self, num_microbatches: int) -> Candidate:
-        """Returns the schedule and settings to simulate for this number of microbatches."""
+        """Returns the schedule and settings to simulate for ``num_microbatches`` per step."""
         name = _simulated_name(self.schedule)
         cap = self._cap_for(num_microbatches) if is_rule(name) else None
         return replace(self._chosen, name=name, cap=cap)
@@ -302,7 +303,7 @@ slices differ in each step."""
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices: int) -> Schedule:
-    """Loads the file of ``--schedule-file``, and checks that it is for this pipeline."""
+    """Loads the schedule file ``path``, and checks that it is for this pipeline."""
     schedule = load(Path(path))
     its = schedule.placement
     if its != placement:

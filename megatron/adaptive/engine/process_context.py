@@ -1,4 +1,4 @@
-"""Represents a process in its job: its device, small messages to all ranks, and closing the job."""
+"""Represents a process in its job, with its device, small messages to all ranks, and cleanup."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_alone() -> bool:
 
 
 def gather(value: T, group: Any = None) -> list[T]:
-    """Gathers a value from each rank of a group, and returns all values by rank.
+    """Gathers ``value`` from each rank of ``group``, and returns all values by rank.
 
     All ranks of the group must call this function. The default group contains all ranks.
     """
@@ -50,7 +50,7 @@ def gather(value: T, group: Any = None) -> list[T]:
 
 
 def from_first(value: T, group: Any = None) -> T:
-    """Broadcasts the value of a group's first rank, and returns that value.
+    """Broadcasts ``value`` from the first rank of ``group``, and returns the broadcast value.
 
     All ranks of the group must call this function. The default group contains all ranks.
     """
@@ -85,7 +85,7 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
 
 
 def _broken_connection(error: BaseException) -> str | None:
-    """Returns the library's text about a broken connection, or ``None`` for any other error."""
+    """Returns the library's text about a broken connection, or ``None`` for other errors."""
     text = str(error)
     if isinstance(error, RuntimeError) and (match := _GLOO.search(text)) is not None:
         return match[1]
@@ -157,14 +157,14 @@ class Job:
         return self.environment.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Gathers a value from each rank, and returns the list of values by rank.
+        """Gathers ``value`` from each rank, and returns the list of values by rank.
 
         All ranks must call this method.
         """
         return gather(value, self.control_group)
 
     def from_first(self, value: Any) -> Any:
-        """Broadcasts the value of rank 0, and returns it on all ranks. Collective."""
+        """Broadcasts ``value`` from rank 0 and returns it. All ranks must call this method."""
         return from_first(value, self.control_group)
 
     def on_first(self, action: Callable[[], T]) -> T:
@@ -218,7 +218,7 @@ class Job:
         All ranks must call this method.
         """
         if not self.owns_process_group:
-            dist.barrier()  # afterwards, no rank is waiting in one of these groups
+            dist.barrier()  # After the barrier, no rank is waiting in one of these groups.
         self._end(with_groups=True)
 
     def _end(self, *, with_groups: bool) -> None:
@@ -253,7 +253,7 @@ class Job:
         if is_alone():
             return True
         store = dist.distributed_c10d._get_default_store()
-        if store is None:  # the MPI backend has no store
+        if store is None:  # The MPI backend has no store.
             return False
         key = f"{_FAILED_SETUPS}/{self.control_group.group_name}"
         deadline_s = time.monotonic() + _FAILED_TOGETHER_S
@@ -262,7 +262,7 @@ class Job:
             while count < self.environment.world_size and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
                 count = store.add(key, 0)
-        except (RuntimeError, OSError):  # the process that serves the store has exited
+        except (RuntimeError, OSError):  # The process that serves the store has exited.
             return False
         return bool(count >= self.environment.world_size)
 
@@ -283,7 +283,7 @@ def process_groups() -> list[Any]:
 
 
 def destroy_groups(groups: Iterable[Any]) -> None:
-    """Destroys the groups that still exist, which stops their threads. All ranks must call this."""
+    """Destroys those of ``groups`` that still exist, with their threads. Call on all ranks."""
     for group in list(groups):
         if group in process_groups():
             dist.destroy_process_group(group)

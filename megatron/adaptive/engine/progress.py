@@ -99,7 +99,7 @@ class ProgressFile:
             self._flush()
 
     def report(self, values: Mapping[str, Value]) -> None:
-        """Writes a line for an event, such as a checkpoint or the end of training."""
+        """Writes a line with ``values`` for an event, such as a saved checkpoint."""
         self._flush()
         self._write(values)
 

@@ -51,10 +51,10 @@ class NotAStoreError(MeetingError):
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     """Returns the key-value store that all ranks share. All ranks must call this function.
 
-    A process without a launcher gets its own store. If rank 0 serves the store and ``MASTER_ADDR``
-    is an address of its machine, the store listens only at that address. torch itself would listen
-    at all addresses and accept any client. The call blocks until all ranks are connected, for at
-    most ``environment.meeting_s``.
+    A process without a launcher gets a separate store. If rank 0 serves the store and
+    ``MASTER_ADDR`` is an address of its machine, the store listens only at that address. torch
+    itself would listen at all addresses and accept any client. The call blocks until all ranks are
+    connected, for at most ``environment.meeting_s``.
 
     Args:
         environment: Settings of this rank, from environment variables.
@@ -74,7 +74,7 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     else:
         store = _join(environment, end_s)
     store.set_timeout(timeout)
-    # Each start of the ranks needs its own prefix, because a launcher may keep the store when it
+    # Each start of the ranks needs a separate prefix, because a launcher may keep the store when it
     # restarts its ranks.
     store = dist.PrefixStore(f"start-{environment.restart_count}", store)
     _wait_for_all(dist.PrefixStore("meeting", store), environment, end_s)
@@ -118,7 +118,7 @@ def within(
     def run() -> None:
         try:
             answers.put((action(), None))
-        except BaseException as error:  # raised again in the waiting thread
+        except BaseException as error:  # The waiting thread raises this error again.
             answers.put((None, error))
 
     threading.Thread(target=run, name="meeting", daemon=True).start()
@@ -168,7 +168,7 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
 
 
 def connect(host: str, port: int, end_s: float) -> Any:
-    """Connects to the key-value store that another process serves.
+    """Connects to the key-value store that another process serves at ``host`` and ``port``.
 
     Raises:
         NotAStoreError: The program that listens at the address does not reply.
@@ -195,7 +195,7 @@ def _serve(environment: Environment, end_s: float) -> Any:
     port = environment.master_port
     left_s = max(1.0, end_s - time.monotonic())
     if port is not None:
-        with contextlib.suppress(OSError):  # a wrong port is reported later, when ranks connect
+        with contextlib.suppress(OSError):  # A wrong port is reported later, when ranks connect.
             reach(address, port, end_s, only_look_up=True)
             listener = bind(address, port)
             return dist.TCPStore(
@@ -223,7 +223,7 @@ def _join(environment: Environment, end_s: float) -> Any:
 
 
 def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
-    """Waits until every rank is connected to the store.
+    """Waits until every rank is connected to ``store``.
 
     Raises:
         MeetingError: The timeout has passed. The message lists the missing ranks.

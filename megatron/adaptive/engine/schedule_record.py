@@ -57,7 +57,7 @@ Shares = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """The sizes that a run must have in common with the recorded run to replay it.
+    """The sizes that must be equal in the recorded run and in a run that replays the record.
 
     The number of microbatches is not included, because it may change from step to step, and follows
     from the length of an order.
@@ -66,7 +66,7 @@ class RecordShape:
         ranks: Number of pipeline-parallel ranks.
         chunks: Number of chunks per rank.
         placement: Name of the stage placement, ``loop`` or ``v``.
-        weight_pieces: Number of W actions per weight gradient, or 0 if there are none.
+        weight_pieces: Number of W actions per weight gradient, or 0 if there are no W actions.
         replicas: Number of replicas if microbatches are assigned to replicas to balance the load,
             or 0 if they are assigned round-robin.
         slices: Number of slices of each microbatch; 1 for whole microbatches. A run with a
@@ -126,7 +126,8 @@ class ScheduleRecord:
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        # Maps each order to the first equal tuple, so that equal orders share memory.
+        # This dictionary maps each order to the first equal tuple, so that equal orders share
+        # memory.
         self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
@@ -137,7 +138,7 @@ class ScheduleRecord:
         return tuple(sorted(self._steps))
 
     def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
-        """Stores the orders of a step, one per rank.
+        """Stores the orders of ``step``, one per rank.
 
         Orders that were stored earlier for the same step are replaced.
         """
@@ -153,7 +154,7 @@ class ScheduleRecord:
         self._steps = {number: orders for number, orders in self._steps.items() if number <= step}
 
     def save(self, path: str | Path) -> None:
-        """Writes the record to a file atomically.
+        """Writes the record to ``path`` atomically.
 
         Raises:
             TraceError: The file cannot be written.
@@ -175,7 +176,7 @@ class ScheduleRecord:
 
     @staticmethod
     def load(path: str | Path) -> ScheduleRecord:
-        """Reads a record from a file.
+        """Reads a record from the file ``path``.
 
         Raises:
             ConfigError: The file does not exist, is damaged, or has a different version.
@@ -195,7 +196,7 @@ class ScheduleRecord:
             raise _damaged(path, reason) from error
 
     def require_shape(self, shape: RecordShape) -> None:
-        """Checks that a run has the recorded run's sizes, except for the number of slices.
+        """Checks that a run has the sizes of the recorded run, except for the number of slices.
 
         Raises:
             ConfigError: A size differs. The message lists all differing sizes with both values.
@@ -215,7 +216,7 @@ class ScheduleRecord:
             )
 
     def require_steps(self, first: int, last: int) -> None:
-        """Checks that the record contains a range of steps.
+        """Checks that the record contains the steps from ``first`` to ``last``.
 
         Raises:
             ConfigError: Steps are missing. The message lists the missing and the recorded steps.
@@ -248,7 +249,7 @@ class ScheduleRecord:
         return codes
 
     def cut(self, num_slices: int) -> ScheduleRecord:
-        """Returns a record that is converted to a different number of slices."""
+        """Returns this record after conversion to ``num_slices`` slices per microbatch."""
         if num_slices == self.shape.slices:
             return self
         record = ScheduleRecord(replace(self.shape, slices=num_slices), self._source)
@@ -324,7 +325,7 @@ class Recording:
             self._record = self._record.cut(shape.slices)
 
     def append(self, step: int, codes: Iterable[int], dealt: Shares | None = None) -> None:
-        """Records the order of a training step, as codes from ``Executor.last_codes``."""
+        """Records the order of a training step, given the codes from ``Executor.last_codes``."""
         if self._order_index is not None:
             self._pending[step] = tuple(codes), dealt
 
@@ -338,7 +339,7 @@ class Recording:
         Args:
             group: Gloo group that contains all recording ranks, for example the group of all ranks.
         """
-        # imported here because reading a record does not require torch
+        # torch is imported only here because reading a record does not require torch.
         import torch.distributed as dist
 
         first = dist.get_process_group_ranks(group)[0]
@@ -383,7 +384,7 @@ class Replay:
         self._policies: dict[Codes, Follow] = {}
 
     def begin(self, step: int) -> None:
-        """Sets the index of the training step that :meth:`policy` is for."""
+        """Sets the index of the training step for which :meth:`policy` returns a policy."""
         self._step = step
 
     def policy(self, num_microbatches: int) -> Follow:
@@ -405,7 +406,7 @@ class Replay:
 
 
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
-    """Parses the content of a record's file.
+    """Parses ``content``, the content of a record's file.
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` if the content is damaged.
     """
@@ -438,7 +439,7 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
 
 
 def _require_whole(order: Codes, shape: RecordShape) -> None:
-    """Checks that an order contains every action of a rank exactly once."""
+    """Checks that ``order`` contains every action of a rank exactly once."""
     if not all(_is_count(code) for code in order):
         raise ValueError("an order must contain only codes")
     lanes = 3 * shape.chunks
@@ -454,7 +455,7 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
 
 
 def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
-    """Converts a rank's order to a different number of slices per microbatch.
+    """Converts a rank's order to ``num_slices`` slices per microbatch.
 
     The actions of a chunk and kind are numbered in execution order. So the action with number
     ``turn`` has the same slice on all stages, and replaces the same recorded slice on all stages.

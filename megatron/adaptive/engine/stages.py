@@ -68,13 +68,13 @@ class Slices(Protocol):
         """
 
     def tokens(self, item: int) -> int:
-        """Returns the number of tokens in an item's slice."""
+        """Returns the number of tokens in the slice of ``item``."""
 
     def begin(self, chunk: int, item: int) -> None:
-        """Sets an item's slice as the current slice, before its forward or backward pass."""
+        """Sets the slice of ``item`` as the current slice, before its forward or backward pass."""
 
     def release(self, chunk: int, item: int) -> None:
-        """Frees the tensors that a chunk keeps for the slices of an item's microbatch."""
+        """Frees the tensors that ``chunk`` keeps for the slices of the microbatch of ``item``."""
 
     def finish(self) -> None:
         """Frees all tensors kept for slices, at the end of a step or after an error."""
@@ -83,7 +83,7 @@ class Slices(Protocol):
         """Yields the tensors that the slices of the current microbatch share on its chunk."""
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the size in bytes of an item's tensors that a chunk keeps for later slices.
+        """Returns the size in bytes of tensors of ``item`` that ``chunk`` keeps for later slices.
 
         The size is 0 before the chunk's first forward pass.
         """
@@ -178,7 +178,7 @@ class GradientSync:
 
 
 def _reduces_at_last_microbatch(chunk: torch.nn.Module) -> bool:
-    """Returns whether a chunk starts reducing its gradients with the step's last microbatch.
+    """Returns whether ``chunk`` starts to reduce its gradients at the step's last microbatch.
 
     The result is False if the chunk reduces its gradients when the step is finalized. It is also
     False if the caller accumulates gradients over several steps, and has turned the reduction off
@@ -216,13 +216,14 @@ class MegatronStages(SplitStages):
         pp_rank: Pipeline rank of this process.
         num_microbatches: Number of microbatches in the step.
         groups: Process groups of megatron-core for the step.
-        meter: Meter of the size of each chunk's activations, which is measured in its first forward
-            pass.
+        meter: Object that measures the size of each chunk's activations, in the chunk's first
+            forward pass.
         forward_only: Whether the step is an evaluation, which keeps nothing for backward passes.
         collect_non_loss_data: Argument for megatron-core's forward step.
         first_val_step: Argument for megatron-core's forward step.
         stores: Stores of deferred weight gradients, one per chunk, attached to the chunk's layers,
-            or ``None`` if the backward pass computes weight gradients. Not used in an evaluation.
+            or ``None`` if the backward pass computes weight gradients. They are not used in an
+            evaluation.
         loss_parts: Number of microbatches to average the step's loss over, or ``None`` for
             ``num_microbatches``.
         sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured, or
@@ -233,7 +234,7 @@ class MegatronStages(SplitStages):
             whose weight gradients were measured in a chunk.
         config: megatron-core's configuration of the chunks.
         reduced_losses: Values for the log that the loss function returned, one per item.
-        num_tokens: Number of tokens that the loss was computed over, on the last stage.
+        num_tokens: Number of tokens over which the loss was computed, on the last stage.
     """
 
     forward_step_func: Callable[..., Any]
@@ -266,7 +267,8 @@ class MegatronStages(SplitStages):
         # The last backward pass of a chunk processes the first slice of the last microbatch.
         last_item = item_count(self.num_microbatches, self._count) - 1
         self._last_backward = last_item - place_of(last_item, self._count).part
-        # Input and output of each forward pass whose backward pass has not run, by (chunk, item).
+        # ``_kept`` contains the input and output of each forward pass whose backward pass has not
+        # run yet, by (chunk, item).
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
         self._backward_rest = (*kind, self.config)
@@ -371,7 +373,7 @@ class MegatronStages(SplitStages):
         return self._sized(super().retained_bytes(chunk, microbatch), microbatch, key)
 
     def _meter_key(self, chunk: int, item: int) -> int:
-        """Returns the key with which the meter stores the size of an item's slice in a chunk.
+        """Returns the key with which ``meter`` stores the size of an item's slice in a chunk.
 
         Each slice is measured, because later slices may store more attention scores per token.
         """
@@ -398,7 +400,7 @@ class MegatronStages(SplitStages):
 
 
 class ForwardBackward:
-    """Runs the forward and backward passes of a step. Called like megatron-core's function.
+    """Runs the passes of a step, with the interface of megatron-core's function.
 
     Args:
         executor: Executor that runs this rank's steps.
@@ -433,9 +435,9 @@ class ForwardBackward:
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
         self._measured: dict[int, int] = {}
-        # Number of token positions in the measured microbatch.
+        # This is the number of token positions in the measured microbatch.
         self._measured_size = 0.0
-        # Mean microbatch size in the last step, relative to the measured microbatch.
+        # This is the mean microbatch size in the last step, relative to the measured microbatch.
         self._mean_size = 1.0
 
     def __call__(
@@ -539,7 +541,7 @@ class ForwardBackward:
             )
 
     def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
-        """Returns each size relative to the size of the microbatch whose memory was measured."""
+        """Returns ``sizes`` relative to the size of the microbatch whose memory was measured."""
         if sizes is None:
             return None
         self._measured_size = self._measured_size or sizes[0]
@@ -565,7 +567,7 @@ class ForwardBackward:
             stages.finish()
 
     def use(self, candidate: Candidate) -> None:
-        """Switches to another schedule or run-time rule, starting with the next step.
+        """Switches to the schedule or run-time rule ``candidate``, starting with the next step.
 
         All ranks must call this with the same candidate.
 
@@ -629,5 +631,5 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 _NOTHING = contextlib.nullcontext()
-# Whether backward_step takes the model's type, which megatron-core 0.17 has removed.
+# megatron-core 0.17 has removed the model's type from the parameters of ``backward_step``.
 _TAKES_TYPE = "model_type" in inspect.signature(backward_step).parameters

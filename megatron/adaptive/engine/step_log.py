@@ -26,7 +26,7 @@ SHORT_NS = 20_000
 
 
 class ActionInput(NamedTuple):
-    """The input tensor of an action, with its sender and time of arrival.
+    """The input tensor of an action, with its sender and arrival time.
 
     Attributes:
         tensor: Input tensor, or ``None`` if the action needs no input from another stage.
@@ -80,18 +80,19 @@ class StepLog:
         self._policy = policy
         self._num_chunks = num_chunks
         self._rows: list[SpanRow] = []
-        self._since_ns = 0  # start of the current wait, 0 if the rank is not waiting
+        # This is the start of the current wait, or 0 if the rank is not waiting.
+        self._since_ns = 0
         self._until_ns = 0
         self._cause = _INPUT
         self._waker = -1
-        self._by_group = False  # True if a notice from another group member ended the wait
+        self._by_group = False  # This is True if a notice from another group member ended the wait.
 
     def now_ns(self) -> int:
         """Returns the current time of the host's monotonic clock, in nanoseconds."""
         return time.monotonic_ns()
 
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
-        """Returns the arrival time of an input in nanoseconds, and whether it is exact.
+        """Returns the arrival time of ``item`` in nanoseconds, and whether it is exact.
 
         If the transport does not report the arrival time, the result is the current time, which is
         exact only if the executor was waiting for the input.
@@ -100,7 +101,7 @@ class StepLog:
         return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
 
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Records the begin of a wait because no action can start.
+        """Records that a wait begins, because no action can start.
 
         Does nothing if the rank is already waiting.
         """
@@ -114,7 +115,7 @@ class StepLog:
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """Records the arrival of an input, which may allow an action to start."""
+        """Records the arrival of ``item``, which may allow an action to start."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
@@ -126,7 +127,7 @@ class StepLog:
             return
         self.wait_begins(asked_ns, state)
         if self._cause == _ORDER:
-            self._cause = _GROUP  # an action was ready here, so only the group caused the wait
+            self._cause = _GROUP  # An action was ready here, so only the group caused the wait.
         self._until_ns = now_ns
         self._waker = -1
         self._by_group = True
@@ -136,7 +137,7 @@ class StepLog:
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, action_input: ActionInput) -> None:
-        """Records the start of an action, and the time when its input arrived."""
+        """Records the start of ``action``, and the time when its input arrived."""
         now_ns = self.now_ns()
         peer = action_input.peer
         arrived_ns = action_input.arrived_ns
@@ -147,7 +148,7 @@ class StepLog:
             cause = self._cause
             waker = peer
             if self._by_group and peer >= 0 and arrived_ns <= self._since_ns:
-                cause = _GROUP  # the input had arrived here, but not on all members
+                cause = _GROUP  # The input had arrived here, but not on all members.
             if peer < 0 or cause == _GROUP:
                 waker = self._waker
             self._rows.append(

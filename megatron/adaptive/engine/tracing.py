@@ -40,7 +40,7 @@ from megatron.adaptive.trace.machine_counters import MachineCounters
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
-if TYPE_CHECKING:  # the import loads megatron-core, which may not be installed for other programs
+if TYPE_CHECKING:  # This import loads megatron-core, which may not be installed for other programs.
     from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.expert_load import ExpertLoad
     from megatron.adaptive.engine.kernel_recorder import KernelRecorder
@@ -88,10 +88,13 @@ class Tracing:
             closed with the trace.
 
     Attributes:
-        experts: Meter of the load of this rank's experts, or ``None`` if the load is not measured.
-        layers: Meter of the times of this rank's layers, or ``None`` if these are not measured.
-        collectives: Meter of this rank's collectives, or ``None`` if these are not measured.
-        kernels: Recorder of this rank's kernels, or ``None`` if these are not recorded.
+        experts: Object that measures the load of this rank's experts, or ``None`` if the load is
+            not measured.
+        layers: Object that measures the times of this rank's layers, or ``None`` if these are not
+            measured.
+        collectives: Object that measures this rank's collectives, or ``None`` if these are not
+            measured.
+        kernels: Object that records this rank's kernels, or ``None`` if these are not recorded.
     """
 
     def __init__(
@@ -108,8 +111,8 @@ class Tracing:
         self.layers: LayerSums | None = None
         self.collectives: CollectiveMeter | None = None
         self.kernels: KernelRecorder | None = None
-        self._traced: _Iteration | None = None  # current iteration if it is traced
-        self._iteration = _Iteration()  # current or last iteration, traced or not
+        self._traced: _Iteration | None = None  # This is the current iteration if it is traced.
+        self._iteration = _Iteration()  # This is the current or the last iteration, traced or not.
         self._doing = ""
         self._in_step = False
         self._begun_ns = 0
@@ -180,7 +183,7 @@ class Tracing:
                 self._counters.begin()
 
     def end_iteration(self) -> None:
-        """Ends the iteration. Spans until the begin of the next iteration still belong to it."""
+        """Ends the iteration. Spans before the next iteration begins still belong to it."""
         self._in_step = False
         if self.recorder is None:
             return
@@ -225,14 +228,14 @@ class Tracing:
     def device_span(
         self, kind: str, start: Any, end: Any, chunk: int = -1, microbatch: int = -1
     ) -> None:
-        """Traces the device's work between two marks, if the iteration is traced."""
+        """Traces the device's work from ``start`` to ``end``, if the iteration is traced."""
         if self._traced is not None:
             self._unresolved.append(
                 _DeviceSpan(self._traced, KINDS.index(kind), chunk, microbatch, start, end)
             )
 
     def around(self, kind: str, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Wraps a function so that every call is traced.
+        """Wraps ``function`` so that every call is traced as a span of ``kind``.
 
         Returns the function unchanged if tracing is off.
         """
@@ -270,7 +273,7 @@ class Tracing:
         if self.recorder is None:
             return
         for last in self._unresolved[-1:]:
-            self._clock.wait(last.end)  # all earlier spans have ended by then
+            self._clock.wait(last.end)  # All earlier spans have ended by then.
         self._resolve()
         if self.collectives is not None:
             self.collectives.close()
@@ -283,7 +286,7 @@ class Tracing:
         self.recorder.close()
 
     def adopt(self, other: Tracing) -> None:
-        """Continues in the files of another trace, which must not be used afterwards.
+        """Continues in the files of ``other``, which must not be used afterwards.
 
         Call :meth:`close` first. Other objects can keep their references to this trace.
         """
@@ -449,7 +452,7 @@ def record_trace(
 
 
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
-    """Gives each forward and backward pass of a model a named range of the profiler.
+    """Gives each forward and backward pass of ``model`` a named range of the profiler.
 
     Megatron-LM and ``torch.distributed.pipelining`` use the same names.
     """
@@ -470,7 +473,7 @@ def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
 
 
 def _range(name: str) -> Callable[[], None]:
-    """Begins a named range of the profiler, and returns a function that ends the range."""
+    """Begins the range ``name`` of the profiler, and returns a function that ends it."""
     entered = profiler.record_function(name)
     entered.__enter__()
     return lambda: entered.__exit__(None, None, None)

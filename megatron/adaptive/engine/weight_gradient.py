@@ -52,11 +52,11 @@ class LayerCall:
     weight: torch.nn.Parameter
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for an input."""
+        """Returns the output of the layer for ``inputs``."""
         raise AssertionError(f"{type(self).__name__}: the layer runs its own forward")
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given the gradient of the output."""
+        """Returns the input gradient, given ``gradient``, the gradient of the output."""
         raise AssertionError(f"{type(self).__name__}: there is no gradient of the input")
 
     def weight_gradients(
@@ -93,14 +93,14 @@ class LinearCall(LayerCall):
     dtype: torch.dtype | None = None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for an input."""
+        """Returns the output of the layer for ``inputs``."""
         weight = self.weight.t() if self.turned else self.weight
         bias = None if self.bias is None else self._cast(self.bias)
         with torch.autocast(inputs.device.type, enabled=False):
             return F.linear(self._cast(inputs), self._cast(weight), bias)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given the gradient of the output."""
+        """Returns the input gradient, given ``gradient``, the gradient of the output."""
         weight = self._cast(self.weight)
         rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
         return rows.view(*gradient.shape[:-1], -1)
@@ -128,7 +128,8 @@ class EmbeddingCall(LayerCall):
 
     Attributes:
         weight: Weight ``[rows, width]``.
-        padding_idx: Index of the padding row, which gets no gradient, or -1 if there is none.
+        padding_idx: Index of the padding row, which gets no gradient, or -1 if there is no padding
+            row.
         scale_grad_by_freq: Whether to divide the gradient of a row by its number of occurrences, as
             in torch.
         by_index: Whether to look up rows by indexing, whose backward pass is deterministic on a
@@ -141,7 +142,7 @@ class EmbeddingCall(LayerCall):
     by_index: bool = False
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for an input."""
+        """Returns the output of the layer for ``inputs``."""
         return self.weight[inputs] if self.by_index else F.embedding(inputs, self.weight)
 
     def weight_gradients(
@@ -169,7 +170,7 @@ class EmbeddingCall(LayerCall):
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Adds a microbatch's gradient to ``main_grad`` if the parameter has one, else to ``grad``.
+    """Adds ``gradient`` to ``main_grad`` if the parameter has this attribute, else to ``grad``.
 
     Autograd and megatron-core's hook use the same tensor and the same operations, so the results
     are bitwise equal.
@@ -290,16 +291,17 @@ class WeightGradientStore:
     def __init__(self) -> None:
         self.active = False
         self.num_slices: SliceCounts = 1
-        # Set by layers whose cost differs between microbatches and ranks, such as experts.
+        # Layers whose cost differs between microbatches and ranks, such as experts, set this to
+        # True.
         self.is_uneven = False
         self._collected: list[_Task] | None = None
         self._last_collected = -1
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # Number of units in each piece of the last microbatch, with a key of the number of units,
-        # the number of pieces and a shape. Later microbatches with an equal key are split in the
-        # same way.
+        # ``_cut`` contains the number of units in each piece of the last microbatch. Its key is the
+        # number of units, the number of pieces and a shape. Later microbatches with an equal key
+        # are split in the same way.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
@@ -326,7 +328,7 @@ class WeightGradientStore:
         return self._anchors[device]
 
     def collect(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that collects a microbatch's weight gradients for later.
+        """Returns a context manager that collects the weight gradients of ``microbatch``.
 
         The microbatch's backward pass must run within this context.
 
@@ -347,7 +349,7 @@ class WeightGradientStore:
         return _Collecting(self)
 
     def _turn(self, item: int) -> int:
-        """Returns the position of an item in the order of backward passes, or -1 for no item."""
+        """Returns the position of ``item`` in the order of backward passes, or -1 for no item."""
         if item < 0:
             return -1
         return mirrored(item, self.num_slices)
@@ -373,7 +375,7 @@ class WeightGradientStore:
             self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keeps the tensors for a call's weight gradient. Only allowed within :meth:`collect`.
+        """Keeps the tensors for the weight gradient of ``call``, within :meth:`collect` only.
 
         Raises:
             ScheduleError: The backward pass of a deferring layer runs outside of :meth:`collect`.
@@ -564,6 +566,6 @@ def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> 
         store: Store of the layer's chunk.
     """
     anchor = None if inputs.requires_grad else store.anchor(call.weight.device)
-    function: Any = _Defer  # torch declares no types for apply()
+    function: Any = _Defer  # torch declares no types for ``apply``.
     output: torch.Tensor = function.apply(inputs, anchor, call, store)
     return output

@@ -1,6 +1,6 @@
 """Orders the actions of a pipeline, by static schedules or by rules that choose at run time.
 
-This package does not import torch. This file exports the names that users' own schedules need
+This package does not import torch. This file exports the names that users need in their schedules
 (``examples/own_schedule``). Other names must be imported from their modules. Exported names are
 imported on first use, so that a process loads only the modules it needs.
 """
@@ -29,7 +29,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports an exported name on first use."""
+    """Imports the exported name ``name`` on first use, and returns its value."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"megatron.adaptive.{_MODULES[name]}"), name)

@@ -1,6 +1,7 @@
-"""Defines actions: the F, B or W of one microbatch in one model chunk of a rank.
+"""Defines actions: forward (F), backward (B) or weight-gradient (W) work on one microbatch.
 
-Other modules decide on which rank, in which order and when actions run.
+Each action belongs to one model chunk of a rank. Other modules decide on which rank, in which order
+and when actions run.
 """
 
 from __future__ import annotations
@@ -90,8 +91,7 @@ class Action:
 
 
 SliceCounts: TypeAlias = int | tuple[int, ...]
-"""Number of slices of each microbatch: an integer for all microbatches, or a tuple with an integer
-for each.
+"""Number of slices of each microbatch: an integer if it is the same for all, otherwise a tuple.
 
 The number is 1 if a microbatch is not cut into slices.
 """
@@ -113,12 +113,12 @@ class SlicePlace(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the number of items up to the end of each microbatch."""
+    """Returns the cumulative sums of ``counts``, the numbers of slices of the microbatches."""
     return tuple(itertools.accumulate(counts))
 
 
 def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
-    """Returns the position of an item within its microbatch."""
+    """Returns the microbatch of ``item`` and the position of the item within it."""
     if isinstance(num_slices, int):
         return SlicePlace(*divmod(item, num_slices), num_slices)
     ends = _ends_of(num_slices)
@@ -128,28 +128,28 @@ def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
 
 
 def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
-    """Returns the number of items in a step, which are the slices of all microbatches."""
+    """Returns the number of slices in a step, summed over all microbatches."""
     if isinstance(num_slices, int):
         return num_microbatches * num_slices
     return sum(num_slices)
 
 
 def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
-    """Returns the number of slices of each microbatch as a tuple."""
+    """Returns ``num_slices`` as a tuple with the number of slices of each microbatch."""
     if isinstance(num_slices, int):
         return (num_slices,) * num_microbatches
     return num_slices
 
 
 def mean_slices(num_slices: SliceCounts) -> float:
-    """Returns the mean number of slices of a microbatch."""
+    """Returns the mean of ``num_slices``, the numbers of slices of the microbatches."""
     if isinstance(num_slices, int):
         return num_slices
     return sum(num_slices) / len(num_slices)
 
 
 def most_slices_of(num_slices: SliceCounts) -> int:
-    """Returns the largest number of slices of a microbatch."""
+    """Returns the maximum of ``num_slices``, the numbers of slices of the microbatches."""
     return num_slices if isinstance(num_slices, int) else max(num_slices)
 
 
@@ -193,17 +193,18 @@ def action_table(
 
 
 def mirrored(item: int, num_slices: SliceCounts) -> int:
-    """Returns the item at the mirrored position in its microbatch: of 3 slices, 2 for 0, 0 for 2.
+    """Returns the item at the mirrored position in the microbatch of ``item``.
 
-    A chunk runs its B and W actions in this reversed order (see ``rank_kernel``): its B with index
-    j works on item ``mirrored(j, num_slices)``. The function is its own inverse.
+    For example, with 3 slices per microbatch, item 0 is mapped to 2, and item 2 to 0. A chunk runs
+    its B and W actions in this reversed order (see ``rank_kernel``): its B with index j works on
+    item ``mirrored(j, num_slices)``. The function is its own inverse.
     """
     _, part, count = place_of(item, num_slices)
     return item - part + count - 1 - part
 
 
 def item_label(item: int, num_slices: SliceCounts) -> str:
-    """Returns the label of an item: ``3`` for a whole microbatch, ``3.5`` for its slice 5."""
+    """Returns the label of ``item``, such as ``3`` for a microbatch or ``3.5`` for its slice 5."""
     if num_slices == 1:
         return str(item)
     microbatch, part, _ = place_of(item, num_slices)

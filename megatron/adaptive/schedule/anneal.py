@@ -47,7 +47,7 @@ from megatron.adaptive.schedule.workload import Workload
 VISITS = 500_000_000
 """Maximum number of actions whose times are computed, summed over all attempts.
 
-This takes about a second.
+Computing the times of this many actions takes about a second.
 """
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
@@ -116,7 +116,7 @@ class OrderGraph(NamedTuple):
 
 
 def finish(o: OrderGraph) -> int:
-    """Computes the end times of all actions.
+    """Computes the end times of all actions in ``o``, and writes them to ``ends``.
 
     Returns the end time of the step in picoseconds, or -1 if the ranks deadlock.
     """
@@ -162,7 +162,7 @@ def finish(o: OrderGraph) -> int:
 
 
 def trace(o: OrderGraph, step: int) -> int:
-    """Finds the critical path of a step and returns its number of actions.
+    """Finds the critical path of a step that ends at ``step``, and returns its number of actions.
 
     The actions are written to ``path``, last action first.
     """
@@ -186,7 +186,7 @@ def trace(o: OrderGraph, step: int) -> int:
 
 
 def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
-    """Moves an action from one index of a rank's order to another."""
+    """Moves the action at ``index`` in the order of ``rank`` to index ``to``."""
     moved = o.rows[rank, index]
     way = 1 if to > index else -1
     while index != to:
@@ -196,7 +196,7 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index closest to ``to`` that an action can move to.
+    """Returns the index closest to ``to`` to which the action at ``index`` can move.
 
     The action must not pass another action of the same kind and chunk, because microbatches must
     stay in ascending order.
@@ -209,7 +209,7 @@ def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
 
 
 def holds(o: OrderGraph, rank: int) -> bool:
-    """Returns whether the memory of a rank stays within the cap in its current order of actions."""
+    """Returns whether the memory of ``rank`` stays within the cap in its current order."""
     held = 0
     for index in range(o.lengths[rank]):
         held += o.takes[o.rows[rank, index]]
@@ -221,7 +221,7 @@ def holds(o: OrderGraph, rank: int) -> bool:
 def anneal(o: OrderGraph, orders: int) -> int:
     """Improves the order of actions by attempting ``orders`` random changes.
 
-    The best order is written to ``best``. Returns its step time.
+    Writes the best order to ``best`` and returns its step time in picoseconds.
     """
     step = best = finish(o)
     hottest = 0
@@ -316,7 +316,7 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 
 
 def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
-    """Builds the graph of a schedule's actions and their inputs.
+    """Builds the graph of the actions in ``schedule`` and of their inputs.
 
     The index of an F or B is ``kind * cells + cell``, and the index of a W is ``2 * cells + cell *
     pieces + piece``. Here ``cell`` is ``stage * num_microbatches + microbatch``, and ``cells`` is
@@ -395,7 +395,7 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 
 
 def _rows(schedule: Schedule, num_cells: int) -> Any:
-    """Returns each rank's actions in execution order, padded with -1.
+    """Returns each rank's actions in execution order, as indices of actions padded with -1.
 
     The shape is ``[ranks, longest order]``.
     """

@@ -1,4 +1,4 @@
-"""Looks up schedules and run-time scheduling rules by name, with the settings to run them.
+"""Looks up schedules and run-time scheduling rules by name, and chooses their settings.
 
 Checks what all schedules require. Chooses the settings with which a schedule runs on a pipeline:
 the placement of stages, the number of W actions per weight gradient, and the limit on activations
@@ -62,7 +62,7 @@ Each W is then short enough to run while the rank waits for a message.
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule or run-time rule, with the settings to run it.
+    """A schedule or run-time rule, with the settings with which it runs.
 
     Attributes:
         name: Name of the static schedule or run-time rule.
@@ -70,8 +70,8 @@ class Candidate:
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
         cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
-            microbatch in all chunks of the rank. ``None`` for no limit, and for static schedules,
-            whose order determines the memory.
+            microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
+            for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -242,7 +242,7 @@ def policy_names() -> tuple[str, ...]:
 
 
 def is_rule(name: str) -> bool:
-    """Returns whether a name denotes a run-time rule, which chooses actions during the step.
+    """Returns whether ``name`` is a run-time rule, which chooses actions during the step.
 
     Raises:
         ScheduleError: There is no static schedule or run-time rule with this name.
@@ -251,7 +251,7 @@ def is_rule(name: str) -> bool:
 
 
 def _spec_of(name: str) -> ScheduleSpec:
-    """Returns the ScheduleSpec of a static schedule or run-time rule."""
+    """Returns the ScheduleSpec of the static schedule or run-time rule called ``name``."""
     spec = _find_spec(name)
     if spec is None or spec.kind not in ("fixed", "rule"):
         raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
@@ -259,7 +259,7 @@ def _spec_of(name: str) -> ScheduleSpec:
 
 
 def _find_spec(name: str) -> ScheduleSpec | None:
-    """Returns the ScheduleSpec with this name, or ``None`` if there is none.
+    """Returns the ScheduleSpec called ``name``, or ``None`` if it does not exist.
 
     Raises:
         ScheduleError: A user's schedule with this name cannot be imported.
@@ -273,9 +273,9 @@ def _find_spec(name: str) -> ScheduleSpec | None:
 
 
 def splits_backward(name: str) -> bool:
-    """Returns whether a static schedule contains separate weight-gradient actions (W).
+    """Returns whether the static schedule ``name`` has separate weight-gradient actions (W).
 
-    Returns False for run-time rules, for which this is a setting of the run.
+    Returns False for run-time rules, because the settings of the run decide whether they use W.
 
     Raises:
         ScheduleError: The name is unknown.
@@ -380,8 +380,8 @@ def make_policies(
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
         cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
-            microbatch in all chunks of the rank. ``None`` for no limit, and for static schedules,
-            whose order determines the memory.
+            microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
+            for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -408,7 +408,7 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns the error message of a schedule that requires equal numbers of slices."""
+    """Returns the error message if schedule ``name`` requires equal numbers of slices."""
     return (
         f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
         "dfc or bfc"
@@ -418,11 +418,11 @@ def _unequal(name: str) -> str:
 def _orders_of_unequal(
     name: str, placement: Placement, num_slices: tuple[int, ...]
 ) -> tuple[Order, ...]:
-    """Returns the actions of a static schedule for microbatches with different numbers of slices.
+    """Returns the actions of a static schedule if ``num_slices`` differs between microbatches.
 
     Raises:
-        ScheduleError: The schedule is not the schedule for evaluations, which alone supports
-            different numbers of slices.
+        ScheduleError: The schedule is not meant for evaluations. Only the schedule for evaluations
+            supports different numbers of slices.
     """
     spec = _spec_of(name)
     if spec.is_selectable:

@@ -1,8 +1,8 @@
-"""Chooses the schedule for ``auto``, which is the fastest schedule in simulations of this job.
+"""Simulates the schedules that this job supports, and chooses the fastest for ``auto``.
 
-Lists the candidates, simulates each several times with the same action durations, and chooses the
-fastest. The durations are measured in the first steps and provided by ``rebalance``. The command
-``simulate`` compares only the schedules that the user selects.
+Each candidate is simulated several times, and all candidates get the same action durations. The
+durations are measured in the first steps and provided by ``rebalance``. The command ``simulate``
+compares only the schedules that the user selects.
 
 A run-time rule is chosen only if its gain over the best static schedule that fits into memory
 exceeds the error of a simulation. ``planner.choose_partition`` uses this module to choose the
@@ -114,7 +114,7 @@ def candidates(
     also: Sequence[str] = (),
     num_slices: int = 1,
 ) -> list[Candidate]:
-    """Returns the schedules and run-time rules that support the current placement of the layers.
+    """Returns the schedules and run-time rules that support ``placement``, with their settings.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -137,7 +137,8 @@ def candidates(
         )
         if candidate.placement != placement or (candidate.weight_pieces and not splittable):
             continue
-        with contextlib.suppress(ScheduleError):  # skip schedules that do not support this pipeline
+        # Skip schedules that do not support this pipeline.
+        with contextlib.suppress(ScheduleError):
             make_schedule(name, placement, num_microbatches, num_slices=num_slices)
             options.append(candidate)
     usual = default_cap(placement, num_microbatches, num_slices)
@@ -245,7 +246,7 @@ def choose(
 def _fastest(
     outcomes: Sequence[CandidateOutcome], profile: StageProfile, most: float
 ) -> ScheduleChoice:
-    """Chooses the fastest candidate.
+    """Chooses the fastest candidate from ``outcomes``.
 
     A static schedule is preferred to a run-time rule with a relative gain below ``GAIN``.
     """
@@ -259,12 +260,12 @@ def _fastest(
 
 
 def loop_of(candidate: Candidate) -> str:
-    """Returns a key that is shared by candidates whose simulations use the same compiled loop."""
+    """Returns a key that is equal for candidates whose simulations use the same compiled loop."""
     return candidate.name if is_rule(candidate.name) and candidate.name != ANNEALED else "fixed"
 
 
 def num_actions(candidate: Candidate, num_microbatches: int) -> int:
-    """Returns the number of actions of all ranks in a step."""
+    """Returns the number of actions of all ranks in a step of ``num_microbatches``."""
     items = candidate.placement.num_stages * num_microbatches * candidate.num_slices
     return items * (2 + candidate.weight_pieces)
 

@@ -41,7 +41,7 @@ _ALIKE = 0.01
 _GAIN = 0.005
 """Minimum relative gain of a setting over previously simulated settings, which need less memory."""
 _FAR = 3.0
-"""Maximum residual for the second fit, relative to the median residual."""
+"""Largest residual that the second fit includes, as a multiple of the median residual."""
 
 
 class Timed(NamedTuple):
@@ -87,7 +87,7 @@ class Setting:
         weight_pieces: Number of W actions per weight gradient; 0 if B computes weight gradients.
         link: Delays of all links that are not in ``links``, for messages of ``link_tokens`` tokens.
         links: Delays of individual links, by ``(sending rank, receiving rank)``.
-        link_tokens: Number of tokens in the messages that the links were measured with.
+        link_tokens: Number of tokens in the messages with which the links were measured.
         room: Function that takes a slice length and a placement, and returns the number of tokens
             whose activations fit into the memory of every rank.
         cap: User's limit on the microbatches that a rank holds, or ``None`` if there is no limit.
@@ -104,7 +104,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensChoice:
-    """The chosen length of slices.
+    """The slice length that was chosen, and the rule to run with it.
 
     Attributes:
         tokens: Number of tokens of each slice.
@@ -125,8 +125,8 @@ def fit(rows: Sequence[Timed], *, has_fixed: bool = True) -> CostParts:
 
     Args:
         rows: Measured actions, at least one.
-        has_fixed: Whether an action has a fixed time. If not, the whole duration is attributed to
-            tokens and pairs.
+        has_fixed: Whether to fit a fixed time per action. If False, the whole duration is
+            attributed to tokens and pairs.
     """
     table = np.array(rows, dtype=float)
     parts = _least_squares(table, has_fixed=has_fixed)
@@ -140,7 +140,7 @@ def _terms(table: Any) -> Any:
 
 
 def _least_squares(table: Any, *, has_fixed: bool) -> Any:
-    """Returns the non-negative parts that minimize the sum of squared residuals."""
+    """Returns the non-negative parts that minimize the sum of squared residuals of ``table``."""
     terms, seconds = _terms(table), table[:, 2]
     sizes = np.maximum(np.abs(terms).max(axis=0), 1e-30)
     best, least = np.zeros(3), float(seconds @ seconds)
@@ -192,7 +192,7 @@ def choose_tokens(
             offered = list(fitting_candidates(works, placement, setting, tokens))
             planned += len(offered) * sum(step.num_actions(setting) for step in works)
             for candidate in offered:
-                # Finish at least one candidate for each length that was started.
+                # Simulate at least one candidate for each length, even after the time limit.
                 if tokens in best and time.monotonic() >= until_s:
                     break
                 step_s = statistics.fmean(step.seconds(candidate, planned) for step in works)
@@ -263,7 +263,7 @@ class SlicedStep(NamedTuple):
         return cls(work, counts, least, mean * mean_slices(counts))
 
     def num_actions(self, setting: Setting) -> int:
-        """Returns the number of actions of all ranks."""
+        """Returns the number of actions of all ranks, with the W actions of ``setting``."""
         stages_and_items: int = self.work.durations_ps[0].size
         return stages_and_items * (2 + setting.weight_pieces)
 
@@ -320,7 +320,7 @@ def fitting_candidates(
     usual = max(
         default_cap(placement, step.num_microbatches, mean_slices(step.counts)) for step in steps
     )
-    # A cap of ``None`` stands for each step's own default cap.
+    # If the cap is ``None``, each step uses its default cap.
     caps: list[float | None] = [None] if usual <= with_rounding(most) else []
     caps += [cap for cap in (usual / 1.5, 2 * usual) if 1 <= cap <= with_rounding(most)]
     if setting.cap is not None or not caps:

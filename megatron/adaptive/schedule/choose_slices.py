@@ -46,7 +46,7 @@ class SliceTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class NextTrial:
-    """The decision that all ranks measure some steps with another number of slices.
+    """A decision to measure some steps with a different number of slices on all ranks.
 
     Attributes:
         text: Description of the decision, as one line for the log.
@@ -61,7 +61,7 @@ class NextTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceChoice:
-    """The chosen number of slices.
+    """The number of slices that was chosen, and the schedule to run with it.
 
     Attributes:
         num_slices: Number of slices of each microbatch.
@@ -92,7 +92,7 @@ def added_s(first: SliceTrial, second: SliceTrial) -> float:
 
 
 def _rows(times: StageTimes) -> list[tuple[float, ...]]:
-    """Returns the measured times of F, B and W. Each is a tuple with an entry per stage."""
+    """Returns the times of F, B and W in ``times``, each as a tuple with an entry per stage."""
     return [row for row in (times.forward_s, times.backward_s, times.weight_s) if row]
 
 
@@ -119,17 +119,19 @@ def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> St
 def memory_factor(num_slices: int, measured: int) -> float:
     """Returns an upper bound of a microbatch's activation memory, relative to the measured memory.
 
-    The bound is for another number of slices than that of the measurement. Without a fused
-    attention kernel, a slice keeps its attention scores with all earlier tokens. So n slices keep
-    ``(1 + 1 / n) / 2`` of the scores of a whole sequence, or less, because long slices are computed
-    in blocks. The memory of other activations does not depend on the number of slices.
+    The bound applies to ``num_slices`` slices, while the memory was measured with ``measured``
+    slices. Without a fused attention kernel, a slice keeps its attention scores with all earlier
+    tokens. So n slices keep ``(1 + 1 / n) / 2`` of the scores of a whole sequence, or less, because
+    long slices are computed in blocks. The memory of other activations does not depend on the
+    number of slices.
 
     Args:
         num_slices: Number of slices for which memory is predicted.
         measured: Number of slices during the measurement.
     """
     if num_slices == 1 < measured:
-        return 2.0  # slices may keep only a little more than half of the scores
+        # Many slices may keep only a little more than half of the scores.
+        return 2.0
     return max(1.0, (1 + 1 / num_slices) / (1 + 1 / measured))
 
 

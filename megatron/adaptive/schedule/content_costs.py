@@ -31,7 +31,7 @@ Numbers = tuple[float, ...]
 
 
 def squares_of(rows: Sequence[Numbers]) -> list[float]:
-    """Returns the sum over microbatches of each product of two numbers of the same microbatch.
+    """Returns the product of each pair of numbers, summed over all microbatches.
 
     Args:
         rows: Numbers of each microbatch. There must be at least one microbatch.
@@ -48,7 +48,7 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
 
 
 def products_of(rows: Sequence[Numbers], costs: Sequence[float]) -> list[float]:
-    """Returns, for each number, its sum over microbatches weighted by their costs."""
+    """Returns, for each column of ``rows``, its sum over microbatches weighted by ``costs``."""
     return [
         sum(row[index] * cost for row, cost in zip(rows, costs, strict=True))
         for index in range(len(rows[0]))
@@ -71,11 +71,11 @@ class StageFit:
         self._products = [0.0] * count
 
     def cost(self, numbers: Numbers) -> float:
-        """Returns the predicted cost of a microbatch."""
+        """Returns the predicted cost of a microbatch that is described by ``numbers``."""
         return sum(factor * number for factor, number in zip(self.factors, numbers, strict=True))
 
     def add(self, squares: Sequence[float], products: Sequence[float]) -> None:
-        """Adds the sums of a step, computed by :func:`squares_of` and :func:`products_of`."""
+        """Adds the sums ``squares`` (:func:`squares_of`) and ``products`` (:func:`products_of`)."""
         self._squares = [
             _REMEMBERED * old + new for old, new in zip(self._squares, squares, strict=True)
         ]
@@ -133,7 +133,7 @@ class StageFit:
 
     @property
     def mean_cost(self) -> float:
-        """Returns the mean cost of the added microbatches.
+        """Returns the mean cost of the microbatches that were added.
 
         The last number of each microbatch must be 1.
         """
@@ -178,7 +178,7 @@ class ContentCosts:
         self.stages = [StageFit(count) for _ in range(placement.num_stages)]
 
     def cost(self, numbers: Numbers) -> float:
-        """Returns the predicted cost of a microbatch, summed over all stages."""
+        """Returns the predicted cost of a microbatch described by ``numbers``, over all stages."""
         return sum(stage.cost(numbers) for stage in self.stages)
 
     def segment_costs(self) -> tuple[float, ...]:

@@ -1,8 +1,8 @@
 """Creates static schedules for stages in a loop: GPipe, 1F1B, variants of both, and Varuna.
 
-**1f1b**: A rank runs one warm-up forward pass for each stage after its own, then alternates forward
-and backward passes. The example has four ranks and six microbatches; ``F0-3`` is the forward pass
-of microbatch 3 in chunk 0::
+**1f1b**: A rank runs one warm-up forward pass for each later stage, then alternates forward and
+backward passes. The example has four ranks and six microbatches; ``F0-3`` is the forward pass of
+microbatch 3 in chunk 0::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 F0-4 B0-1 F0-5 B0-2 B0-3 B0-4 B0-5
     rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 F0-4 B0-2 F0-5 B0-3 B0-4 B0-5
@@ -120,8 +120,8 @@ pass. At any time, a rank follows these rules:
 3. Otherwise, wait.
 
 So waits are filled by forward passes that 1F1B would delay. A rank holds at most 4 microbatches for
-each stage after its own, and the last rank holds 1. With recomputation it holds only the stage's
-input of each microbatch. To limit memory, use ``adaptive``.
+each later stage, and the last rank holds 1. With recomputation it holds only the stage's input of
+each microbatch. To limit memory, use ``adaptive``.
 
 Deviations from the paper: Here, recomputation is part of B, so it starts when the gradient has
 arrived; in the paper, it ends at that time. So no rank waits between a recomputation and its
@@ -170,7 +170,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...
 def seq_1f1b(placement: Placement, num_microbatches: int, num_slices: int = 1) -> tuple[Order, ...]:
     """Returns each rank's actions under Seq1F1B with one chunk per rank.
 
-    With one slice per microbatch, the order is the same as that of 1F1B.
+    If microbatches have a single slice, the order is the order of 1F1B.
     """
     return tuple(
         order_after(warmup + num_slices - 1, num_microbatches, num_slices)
@@ -220,7 +220,7 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds a W for each B, in the order of the B actions.
+    """Adds a W for each B to the actions of all ranks, in the order of the B actions.
 
     On rank r, the W of a microbatch runs r backward passes after its B.
     """
@@ -288,7 +288,7 @@ def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, .
 
 
 def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
-    """Returns a rank's F actions and B actions, each ordered by group of microbatches."""
+    """Returns a rank's F actions and B actions, each in groups of ``size`` microbatches."""
     forwards, backwards = (
         [
             action

@@ -1,4 +1,4 @@
-"""Creates ZB-V, DualPipeV and V-Half, which are static schedules of two chunks per rank in a V.
+"""Creates the static schedules ZB-V, DualPipeV and V-Half, with two chunks per rank in a V.
 
 **zb-v**: A rank is only idle while the pipeline fills, and uses the memory of 1F1B. The example has
 two ranks and three microbatches::
@@ -29,11 +29,11 @@ B0-1 W0-1 B1-3 W1-3 B0-2 W0-2 B0-3 W0-3
   rank 1 | F0-0 F1-0 F0-1 F1-1 F0-2 B1-0 W1-0 F1-2+ B0-0 W0-0 F0-3+ B1-1 W1-1 F1-3+ B0-1 W0-1 \
 B1-2 W1-2 B0-2 W0-2 B1-3 B0-3 W1-3 W0-3
 
-Rank r of p runs ``2 * (p - r - 1)`` warm-up forward passes of chunk 0, alternates forward passes of
-both chunks r + 1 times, and runs ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase
-alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk 0. The B
-actions without a corresponding F come last. The W actions of the later half of these B actions run
-at the end of the step, so that gradients reach earlier stages sooner.
+Rank r of p runs ``2 * (p - r - 1)`` warm-up forward passes of chunk 0, and alternates forward
+passes of both chunks r + 1 times. Then it runs ``p - r - 1`` rounds of B, W and F of chunk 1. The
+steady phase alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk
+0. The B actions without a corresponding F come last. The W actions of the later half of these B
+actions run at the end of the step, so that gradients reach earlier stages sooner.
 
 In the source, a backward pass of the steady phase includes its weight gradients. Here, W directly
 follows the pair, because weight gradients need no communication.
@@ -126,7 +126,8 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
         # and a W without a chunk stands for the oldest W that has not run yet.
         steady = ["F0+", "B1", "F1+", "B0"] * (num_microbatches - 2 * ranks + rank + 1)
         if after == 0:
-            steady[0] = "F0"  # not a pair, because the next B belongs to the same microbatch
+            # This F is not paired, because the next B belongs to the same microbatch.
+            steady[0] = "F0"
         alone = ["B1", "B0"] * (rank + 1)
         lanes: list[str] = []
         left: deque[str] = deque()
@@ -219,7 +220,7 @@ def _steady_begin(num_ranks: int) -> int:
 
 
 def _block(num_ranks: int, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
-    """Returns the slot, kind and chunk of each F and B of microbatch 0 on a rank."""
+    """Returns the slot, kind and chunk of each F and B of microbatch 0 on ``rank``."""
     # Without this gap, a B and an F would get the same slot if the number of ranks is even.
     gap = 3 if num_ranks % 2 == 0 else 0
     return (
@@ -242,7 +243,7 @@ def _repeated_block(num_ranks: int, num_microbatches: int) -> list[_Row]:
 
 
 def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
-    """Moves an action to the first free slot that the memory limit allows; returns this slot."""
+    """Moves the action in ``slot`` to the first free slot that ``cap`` allows, and returns it."""
     action = row.pop(slot)
     for target in range(earliest, slot):
         if target not in row:
@@ -255,7 +256,7 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
 
 def _peak(row: _Row) -> int:
-    """Returns the maximum number of microbatches that the rank holds, counted once per chunk.
+    """Returns the maximum number of microbatches in ``row`` that are held, counted per chunk.
 
     The count assumes that each weight gradient takes the first free slot.
     """

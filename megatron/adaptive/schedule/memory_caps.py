@@ -22,17 +22,17 @@ fits, does not keep this memory free:
 
 **Unequal microbatches.** If microbatches differ in size, sizes are relative to the mean microbatch,
 so that a cap limits bytes. A forward pass of chunk c and microbatch j must leave memory for one
-microbatch in every later chunk: the largest from that chunk's next microbatch up to j. The blocked
-microbatch in the proof above is among these, because it has passed chunk c. The minimum cap is the
-size of the largest microbatch.
+microbatch in every later chunk. This is the largest microbatch from that chunk's next microbatch up
+to j. The blocked microbatch in the proof above is among these, because it has passed chunk c. The
+minimum cap is the size of the largest microbatch.
 
 **Slices.** Microbatches may be cut into slices (see ``rank_kernel``), each into a different number.
 Then no backward pass of a microbatch starts before all of its slices have run forward, so only the
-first slice of a microbatch is checked. It starts if the cap has room for all of these: the held
-slices, the remaining slices of microbatches that have begun on the rank's chunks, all slices of
-this microbatch, and one whole microbatch in every later chunk. That one is the largest of those up
-to this microbatch that have not begun in that chunk. Later slices always start. The minimum cap is
-the size of the largest microbatch.
+first slice of a microbatch is checked. It starts if the cap has room for the held slices, the
+remaining slices of microbatches that have begun on the rank's chunks, and all slices of this
+microbatch. The cap must also have room for one whole microbatch in every later chunk: the largest
+microbatch up to this microbatch that has not begun in that chunk. Later slices always start. The
+minimum cap is the size of the largest microbatch.
 
 The proof with slices: Suppose every rank waits. Take the deepest stage s that holds slices, and the
 first microbatch m whose backward passes are not complete there. m has begun on all stages up to s.
@@ -44,11 +44,11 @@ It left enough memory for the rest of all begun microbatches, and for a microbat
 as m in every later chunk. Slices that started since then used memory that was reserved for them. So
 the first slice of m fits.
 
-**Chunk shares.** One chunk may fill the cap while others get no memory, because the first stages
-run ahead and their backward passes come much later. By Little's law, the number of microbatches
-that a stage holds in a steady pipeline is proportional to the time between its forward and backward
-pass. That time is proportional to the number of stages that follow. So under the cap C of a rank
-with V chunks, a chunk at stage s of S may hold
+**Chunk shares.** One chunk may fill the cap while other chunks get no memory, because the first
+stages run ahead and their backward passes come much later. By Little's law, the number of
+microbatches that a stage holds in a steady pipeline is proportional to the time between its forward
+and backward pass. That time is proportional to the number of stages that follow. So under the cap C
+of a rank with V chunks, a chunk at stage s of S may hold
 
     K = max(1, floor(C V (S - s) / sum of (S - s') over the rank's chunks))
 
@@ -68,15 +68,15 @@ from megatron.adaptive.schedule.action import SliceCounts, mean_slices, most_sli
 from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Relative tolerance of comparisons with the cap. It exceeds the rounding error of sums of fractions
-# such as 1/3.
+# This relative tolerance of comparisons with the cap exceeds the rounding error of sums of
+# fractions such as 1/3.
 _ROUNDING = 1e-9
-# Tolerance in millionths of a microbatch. It covers 1,000 sizes that are each rounded by up to half
-# a millionth.
+# This tolerance, in millionths of a microbatch, covers 1,000 sizes that are each rounded by up to
+# half a millionth.
 _ROUNDING_PER_SUM = 500
-# Ratio of the default cap to the memory that a static schedule needs. In measurements (see
-# ``runtime_rules``), message latency made a step up to 7% longer than that of static schedules with
-# a ratio of 1.25. With 1.5, a latency of up to one forward pass of a stage cost nothing.
+# The default cap is this multiple of the memory that a static schedule needs. In measurements (see
+# ``runtime_rules``), message latency made a step up to 7% longer than with static schedules if the
+# ratio was 1.25. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5
 
 
@@ -155,7 +155,7 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:
         return 1.0
-    # Number of forward passes that interleaved 1F1B holds on rank 0: the warm-up passes, plus the
+    # Interleaved 1F1B holds this number of forward passes on rank 0: the warm-up passes, plus the
     # first pass of the steady phase.
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
     static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved

@@ -45,12 +45,12 @@ _LEAST_SIZES = 4
 _REMEMBERED = 0.9
 """Factor by which each new step reduces the weight of earlier steps in the fit."""
 _REFIT_STEPS = 8
-"""Number of steps at the start of training with a fit after each step.
+"""Number of steps at the start of training after each of which the costs are fitted.
 
-Afterwards, there is a fit once per this number of steps.
+Afterwards, the costs are fitted again once per this number of steps.
 """
 _STEPS = 16
-"""Number of most recent steps to measure paces over."""
+"""Number of most recent steps from which paces are computed."""
 _FEW = 3
 """Number of most recent steps used to detect a sudden change of pace."""
 _CHANGED = 0.10
@@ -103,7 +103,8 @@ def deal(
     groups = [order[start : start + group] for start in range(0, count, group)]
     dealt: list[list[int]] = [[] for _ in replicas]
     busy = [0.0 for _ in replicas]
-    # Number of groups still needed by replicas with fewer than ``least`` microbatches.
+    # ``wanting`` is the number of groups that replicas with fewer than ``least`` microbatches still
+    # need.
     wanting = -(-least // group) * len(replicas)
     for left, of_group in zip(range(len(groups), 0, -1), groups, strict=True):
         takers = [r for r in replicas if len(dealt[r]) < least] if left <= wanting else replicas
@@ -116,9 +117,10 @@ def deal(
 
 
 def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Assigns the given numbers of microbatches to replicas, in round-robin order where possible.
+    """Assigns ``counts[n]`` microbatches to each replica n, in round-robin order where possible.
 
-    Data workers prefetch microbatches in round-robin order, so these can be used.
+    Data workers prefetch microbatches in round-robin order, so this uses most of the prefetched
+    microbatches.
     """
     turns = [range(replica, sum(counts), len(counts)) for replica in range(len(counts))]
     spare = iter([n for turn, count in zip(turns, counts, strict=True) for n in turn[count:]])
@@ -140,7 +142,7 @@ class CostFit:
         """Returns the cost of a set of microbatches.
 
         Args:
-            sums: Number of microbatches, of tokens, and sum of squared lengths.
+            sums: Number of microbatches, number of tokens, and sum of squared document lengths.
         """
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
@@ -150,7 +152,7 @@ class CostFit:
         self._squares = [[_REMEMBERED * value for value in row] for row in self._squares]
 
     def add(self, sizes: Sequence[Size], measured: Measured) -> None:
-        """Adds the sizes and times of a rank's microbatches in a step.
+        """Adds the sizes and the measured times of a rank's microbatches in a step.
 
         Times are scaled before they are added, so that the pace of the rank has no effect.
         """
@@ -193,7 +195,7 @@ class CostFit:
 
 
 def _solve(rows: list[list[float]]) -> list[float] | None:
-    """Solves a symmetric system of linear equations by elimination.
+    """Solves the symmetric system of linear equations in ``rows`` by elimination.
 
     Returns ``None`` if the equations are nearly dependent.
     """
@@ -214,7 +216,7 @@ def _solve(rows: list[list[float]]) -> list[float] | None:
 class Dealer:
     """Assigns the microbatches of each step to replicas, based on the times of earlier steps.
 
-    Each rank has its own instance, and all instances compute the same assignment.
+    Each rank has an instance, and all instances compute the same assignment.
 
     Args:
         mode: ``lengths`` to balance differences in microbatch lengths, ``speed`` to balance
@@ -229,8 +231,8 @@ class Dealer:
             order.
         slice_tokens: Number of tokens of a slice if microbatches are cut into different numbers of
             slices, else ``None``. A replica then runs its microbatches in descending order of cost
-            in steps in which the longest has more slices than the pipeline has ranks. In other
-            steps, and if ``None``, it uses the order of :func:`order_by_cost`.
+            in steps in which the longest microbatch has more slices than the pipeline has ranks. In
+            other steps, and if this is ``None``, it uses the order of :func:`order_by_cost`.
     """
 
     def __init__(
@@ -252,8 +254,8 @@ class Dealer:
         self._limits = {"group": group, "least": least}
         self._fits = [CostFit() for _ in range(ranks)]
         self._places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
-        # Measurements of recent steps by (replica, rank): the time of the rank's actions in
-        # seconds, and the sums of microbatches, tokens and squared lengths.
+        # ``_past`` contains measurements of recent steps by (replica, rank): the time of the rank's
+        # actions in seconds, and the sums of microbatches, tokens and squared lengths.
         self._past: deque[dict[tuple[int, int], tuple[float, tuple[float, ...]]]] = deque(
             maxlen=_STEPS
         )
@@ -284,21 +286,21 @@ class Dealer:
     def _in_order(
         self, numbers: Sequence[int], work: Sequence[float], longest_first: bool
     ) -> tuple[int, ...]:
-        """Returns a replica's microbatches in execution order."""
+        """Returns the microbatches ``numbers`` of a replica in execution order."""
         if longest_first:
             return tuple(sorted(numbers, key=lambda number: -work[number]))
         order = order_by_cost([work[number] for number in numbers], self._ranks)
         return tuple(numbers[index] for index in order)
 
     def add(self, measured: Sequence[Sequence[Measured]]) -> str | None:
-        """Adds the measured times of the step of the latest call of :meth:`deal`.
+        """Adds the measured times of the step for which :meth:`deal` was last called.
 
         Args:
             measured: Sums of times on each rank (see :data:`Measured`), ``[replica][pipeline
                 rank]``.
 
         Returns:
-            One line for the log if the costs or paces in use have changed, or ``None``.
+            Line for the log if the costs or paces in use have changed, otherwise ``None``.
         """
         self._steps += 1
         for fit in self._fits:
@@ -361,7 +363,7 @@ class Dealer:
         """Switches to the paces of recent steps if they differ enough from the paces in use.
 
         Returns:
-            One line for the log if the change is large, or ``None``.
+            Line for the log if the change is large, otherwise ``None``.
         """
         few = self._measured_paces(_FEW)
         if len(self._past) < _FEW:
@@ -397,7 +399,7 @@ class Dealer:
 
 
 def _sums(sizes: Sequence[Size]) -> list[float]:
-    """Returns the number of microbatches, and the sums of their tokens and squared lengths."""
+    """Returns the number of sizes, and the sums of their tokens and squared lengths."""
     return [
         float(len(sizes)),
         sum(tokens for tokens, _ in sizes),

@@ -34,7 +34,7 @@ _MODULES = (rank_kernel, runtime_rules, simulator)
 
 
 def plain_loop(rule: Rule) -> Callable[[simulator.World], int]:
-    """Returns ``simulator.run`` in plain Python, which supports any function as its rule.
+    """Returns ``simulator.run`` with ``rule`` in plain Python, which supports any function.
 
     The loop takes about 10 us per action.
     """
@@ -42,12 +42,12 @@ def plain_loop(rule: Rule) -> Callable[[simulator.World], int]:
 
 
 def is_known(rule: Rule) -> bool:
-    """Returns whether a rule can be compiled, because it is a function of ``runtime_rules``."""
+    """Returns whether ``rule`` can be compiled, because it is a function of ``runtime_rules``."""
     return getattr(runtime_rules, getattr(rule, "__name__", ""), None) is rule
 
 
 def is_loaded(rule: Rule) -> bool:
-    """Returns whether this process has already loaded the compiled loop of a rule.
+    """Returns whether this process has already loaded the compiled loop of ``rule``.
 
     If so, the compiled loop is faster even for a short simulation.
     """
@@ -57,7 +57,7 @@ def is_loaded(rule: Rule) -> bool:
 
 
 def has_code(loop: Any) -> bool:
-    """Returns whether a function that this module returned runs without compilation.
+    """Returns whether ``loop``, a function from this module, runs without compilation.
 
     With ``NUMBA_DISABLE_JIT``, numba returns plain functions, which are never compiled.
     """
@@ -65,8 +65,8 @@ def has_code(loop: Any) -> bool:
 
 
 def is_cached(loop: Any) -> bool:
-    """Returns whether the disk cache contains the compiled code of a function."""
-    if not hasattr(loop, "stats"):  # a plain function, because NUMBA_DISABLE_JIT is set
+    """Returns whether the disk cache contains the compiled code of the function ``loop``."""
+    if not hasattr(loop, "stats"):  # numba returns plain functions if NUMBA_DISABLE_JIT is set.
         return False
     folder = Path(loop.stats.cache_path)
     return any(folder.glob(f"*{glob.escape(loop.py_func.__qualname__)}-*.nbi"))
@@ -85,7 +85,7 @@ def saves_time(rule: Rule, num_actions: int) -> bool:
 
 
 def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
-    """Returns ``simulator.run`` compiled with a rule of ``runtime_rules``.
+    """Returns ``simulator.run`` compiled with ``rule``, a function of ``runtime_rules``.
 
     The loop takes less than 1 us per action.
 
@@ -107,12 +107,12 @@ def _loops() -> dict[Rule, Callable[[simulator.World], int]]:
 
 
 def compile_function(module: ModuleType, main: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function, together with the functions of its module that it calls."""
+    """Compiles the function ``main``, and the functions of ``module`` that it calls."""
     return _bind((module,), main, _jit((module,), main, ""))
 
 
 def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[..., Any]:
-    from numba import njit  # imported here because the import takes half a second
+    from numba import njit  # numba is imported only here because the import takes half a second.
 
     # The compiled code uses no Python objects, so it can release the GIL (nogil).
     common: dict[str, Any] = {"_nrt": False, "nogil": True}
@@ -121,10 +121,10 @@ def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[...
 
     def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{label}_{digest}"
-        # Only the main function is called from Python; the others are compiled into it. So only the
-        # main function is cached, and the others do not need wrappers for calls from Python or C,
-        # which would take a fifth of the compilation time. No function allocates memory, so
-        # reference counting (_nrt) is turned off, which halves the run time.
+        # Only the main function is called from Python; all other functions are compiled into it. So
+        # only the main function is cached, and the other functions do not need wrappers for calls
+        # from Python or C, which would take a fifth of the compilation time. No function allocates
+        # memory, so reference counting (_nrt) is turned off, which halves the run time.
         is_main = function.__name__ == main.__name__
         wrappers = ("no_cpython_wrapper", "no_cfunc_wrapper")
         inner: dict[str, Any] = {} if is_main else dict.fromkeys(wrappers, True)

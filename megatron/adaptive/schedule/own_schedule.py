@@ -1,4 +1,4 @@
-"""Creates policies from users' own schedules, and checks them before the first step.
+"""Creates policies from schedules of users, and checks them before the first step.
 
 A static schedule returned by the user's function is validated. A run-time rule is tested in a
 simulated step. Every error message contains the schedule, the file and line of its function, the
@@ -51,7 +51,7 @@ class OwnRule:
         where = f"{self._where}, rank {state.rank}"
         try:
             action = self._function(state)
-        except Exception as error:  # a user's function may raise any exception
+        except Exception as error:  # A user's function may raise any exception.
             raise ScheduleError(
                 f"{where}: the function raised {type(error).__name__}: {error}; {state.describe()}"
             ) from error
@@ -91,7 +91,7 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
     size = f"{placement.num_ranks} ranks and {num_microbatches} microbatches"
     try:
         orders = tuple(tuple(order) for order in spec.load()(placement, num_microbatches))
-    except Exception as error:  # a user's function may raise any exception
+    except Exception as error:  # A user's function may raise any exception.
         raise ScheduleError(
             f"{where}: the function raised {type(error).__name__} for {size}: {error}"
         ) from error
@@ -134,7 +134,7 @@ def own_rule(
     weight_pieces: int,
     num_slices: int = 1,
 ) -> Policy:
-    """Returns the policy of a user's run-time rule, after a test in a simulated step.
+    """Tests a user's run-time rule in a simulated step, and returns its policy.
 
     Args:
         spec: ScheduleSpec of the user's rule, which contains the function.

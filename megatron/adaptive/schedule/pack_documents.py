@@ -8,7 +8,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
-    """Packs samples into rows: each sample, longest first, into the first row with enough room.
+    """Packs each sample, longest first, into the first row with enough room, and returns the rows.
 
     A sample that is longer than ``room`` starts a row whose length is a multiple of ``room``.
 
@@ -20,8 +20,9 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Maximum number of tokens per row. Rows with one longer sample have a multiple of it.
-        unit: Divisor of the number of rows.
+        room: Maximum number of tokens per row. A row with a longer sample has room for a multiple
+            of this number.
+        unit: Number of which the number of rows must be a multiple.
         least: Minimum number of rows.
 
     Returns:

@@ -1,7 +1,7 @@
 """Defines policies, which choose the next action of a rank.
 
-A policy reads a ``RankState`` and keeps no state of its own, so the same object can be used for all
-steps, in the simulator and in the executor. This module contains the interface, the policy that
+A policy reads a ``RankState`` and does not keep state itself, so the same object can be used for
+all steps, in the simulator and in the executor. This module contains the interface, the policy that
 applies a function of ``runtime_rules``, and the policy that follows a list of actions.
 """
 
@@ -164,7 +164,7 @@ def actions_of(
 
 
 def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
-    """Returns the rule that all policies share, and the hint of each policy.
+    """Returns the rule that ``policies`` share, and the hint of each policy.
 
     If all policies share a rule, the simulation can be compiled.
 

@@ -78,7 +78,7 @@ MEMORY_SCALE = 1_000_000
 NO_CAP = 1 << 62
 """Value of ``CAP`` if there is no limit."""
 
-# Slots that contain a single number (see the table above).
+# The following slots contain a single number (see the table above).
 LAST = 0
 IN_FLIGHT = 1
 PEAK = 2
@@ -101,16 +101,17 @@ SLICES = 20
 PROMISED = 21
 HEAD = 22
 
-# Offsets from HEAD, in blocks of one number per chunk.
-DONE = 3  # distance from the counts of started actions to the counts of finished actions
-FLAGS = 6  # distance from HEAD to the flags of arrived inputs
+# The following offsets from HEAD are in blocks of one number per chunk. The counts of finished
+# actions start DONE blocks after the counts of started actions.
+DONE = 3
+FLAGS = 6  # The flags of arrived inputs start FLAGS blocks after HEAD.
 
 State = list[int]
 """State of one rank as integers: a list in plain Python, an ``int64`` array in compiled code."""
 
 
 def lanes(s: State) -> int:
-    """Returns the number of distinct codes ``kind * chunks + chunk``.
+    """Returns the number of distinct codes ``kind * chunks + chunk`` on the rank of ``s``.
 
     A code in a list that is increased by this number starts a pair: its action starts together with
     the next action.
@@ -119,17 +120,17 @@ def lanes(s: State) -> int:
 
 
 def lane_count(s: State, kind: int, chunk: int) -> int:
-    """Returns the number of actions of a kind that a chunk has started.
+    """Returns the number of actions of ``kind`` that ``chunk`` has started.
 
     This is also the index of the chunk's next action of this kind.
 
-    Each W of a weight gradient that is split into several is counted.
+    If a weight gradient is split into several W actions, each of them is counted.
     """
     return s[HEAD + kind * s[CHUNKS] + chunk]
 
 
 def first_of(s: State, item: int) -> int:
-    """Returns the first item of the microbatch that an item belongs to."""
+    """Returns the first item of the microbatch that contains ``item``."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices
@@ -137,7 +138,7 @@ def first_of(s: State, item: int) -> int:
 
 
 def end_of(s: State, item: int) -> int:
-    """Returns the item after the last item of the microbatch that an item belongs to."""
+    """Returns the item after the last item of the microbatch that contains ``item``."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices + slices
@@ -156,7 +157,7 @@ def item_of(s: State, kind: int, index: int) -> int:
 
 
 def is_ready(s: State, kind: int, chunk: int) -> bool:
-    """Returns whether a chunk's next action of this kind may start, regardless of memory."""
+    """Returns whether the next action of ``kind`` in ``chunk`` may start, ignoring memory."""
     chunks = s[CHUNKS]
     items = s[ITEMS]
     index = s[HEAD + kind * chunks + chunk]
@@ -176,20 +177,20 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
 
 
 def stage_of(s: State, chunk: int) -> int:
-    """Returns the pipeline stage of a chunk, as :meth:`Placement.stage_of` does."""
+    """Returns the pipeline stage of ``chunk``, as :meth:`Placement.stage_of` does."""
     rank = s[RANKS] - 1 - s[RANK] if s[TURNED] == 1 and chunk % 2 == 1 else s[RANK]
     return chunk * s[RANKS] + rank
 
 
 def size_of(s: State, item: int) -> int:
-    """Returns the activation memory of an item in one chunk."""
+    """Returns the activation memory of ``item`` in one chunk."""
     if s[SIZED] == 0:
         return s[UNIT]
     return s[HEAD + (FLAGS + 2 * s[ITEMS]) * s[CHUNKS] + item]
 
 
 def size_from(s: State, item: int) -> int:
-    """Returns the memory in one chunk of an item and the later slices of its microbatch."""
+    """Returns the memory that ``item`` and later slices of its microbatch take in one chunk."""
     end = end_of(s, item)
     if s[SIZED] == 0:
         return (end - item) * s[UNIT]
@@ -200,7 +201,7 @@ def size_from(s: State, item: int) -> int:
 
 
 def fits(s: State, chunk: int) -> bool:
-    """Returns whether memory allows a chunk's next forward pass to start.
+    """Returns whether memory allows the next forward pass of ``chunk`` to start.
 
     The cap must have room for the microbatch, plus one microbatch in every later chunk, which is
     the largest that has not started there. This prevents deadlocks (see ``memory_caps``). With
@@ -228,13 +229,13 @@ def fits(s: State, chunk: int) -> bool:
 
 
 def arrive(s: State, kind: int, chunk: int, item: int) -> None:
-    """Records that the input of an F or B has arrived."""
+    """Records that the input of the F or B of ``chunk`` for ``item`` has arrived."""
     chunks = s[CHUNKS]
     s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * s[ITEMS] + item] = 1
 
 
 def start(s: State, kind: int, chunk: int) -> None:
-    """Records that a chunk's next action of this kind starts.
+    """Records that the next action of ``kind`` in ``chunk`` starts.
 
     The start of an F allocates its memory.
     """
@@ -256,7 +257,7 @@ def start(s: State, kind: int, chunk: int) -> None:
 
 
 def finish(s: State, kind: int, chunk: int) -> None:
-    """Records that a chunk's oldest running action of this kind has finished, and frees its memory.
+    """Records that the oldest running action of ``kind`` in ``chunk`` ended, and frees memory.
 
     If there are no W actions, the B frees the activations of its item. Otherwise, the last W of the
     item frees them.

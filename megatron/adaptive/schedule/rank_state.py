@@ -119,7 +119,7 @@ class RankState:
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
         last = placement.num_stages - 1
-        # Whether the input comes from another stage, for each kind and chunk.
+        # For each kind and chunk, True means that the input comes from another stage.
         self._takes = (
             *(stage > 0 for stage in stages),
             *(stage < last and not forward_only for stage in stages),
@@ -160,7 +160,8 @@ class RankState:
         s[rank_kernel.UNIT] = 0 if forward_only else _scaled(1.0, chunks, mean)
         ends_here = not forward_only and self.placement.num_stages - 1 in stages
         s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
-        if stages[0] == 0:  # inputs of the first stage are the data, which never arrive as messages
+        # The inputs of the first stage are the data, which never arrive as messages.
+        if stages[0] == 0:
             flags = HEAD + rank_kernel.FLAGS * chunks
             s[flags : flags + num_items] = [1] * num_items
         if sizes:
@@ -208,7 +209,7 @@ class RankState:
         return self.numbers[rank_kernel.PEAK] / MEMORY_SCALE
 
     def is_ready(self, action: Action) -> bool:
-        """Returns whether the input of an action has arrived and the action is next on its stage.
+        """Returns whether the input of ``action`` has arrived, and it is next on its stage.
 
         Memory is not checked (see ``fits``). An action that does not exist is never ready.
         """
@@ -222,7 +223,7 @@ class RankState:
         )
 
     def is_possible(self, action: Action) -> bool:
-        """Returns whether an action will become ready even if no other action is started.
+        """Returns whether ``action`` will become ready even if no other action is started.
 
         The action must be next on its stage. Returns False if the action has already started, must
         follow an action that has not started, or does not exist.
@@ -253,12 +254,12 @@ class RankState:
         )
 
     def next_action(self, kind: int, chunk: int) -> Action:
-        """Returns the chunk's next action of a kind (``F``, ``B`` or ``W`` of ``rank_kernel``)."""
+        """Returns the next action of ``chunk`` of the kind with number ``kind``."""
         chunks = self.placement.num_chunks
         return self._actions[kind * chunks + chunk][lane_count(self.numbers, kind, chunk)]
 
     def fits(self, action: Action) -> bool:
-        """Returns whether memory allows an action to start, by the graded rule of ``memory_caps``.
+        """Returns whether memory allows ``action`` to start, by the rule of ``memory_caps``.
 
         A forward pass fits if one microbatch in every later chunk of this rank still fits
         afterwards, so that the cap cannot cause a deadlock. Other actions free memory and always
@@ -267,7 +268,7 @@ class RankState:
         return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
 
     def arrive(self, kind: ActionKind, chunk: int, microbatch: int) -> None:
-        """Records that the input of an action has arrived.
+        """Records that the input of a chunk's F or B (``kind``) for ``microbatch`` has arrived.
 
         Inputs may arrive in any order, and before they are needed.
 
@@ -300,7 +301,7 @@ class RankState:
         raise ScheduleError(f"rank {self.rank}: input of {name} {problem}")
 
     def start(self, action: Action) -> bool:
-        """Records that an action starts, if it is ready.
+        """Records that ``action`` starts, if it is ready.
 
         The start of a forward pass allocates its memory.
 
@@ -316,7 +317,7 @@ class RankState:
         return ready
 
     def finish(self, action: Action) -> None:
-        """Records that a started action has finished, and frees the memory that it no longer needs.
+        """Records that ``action`` has finished, and frees the memory that it no longer needs.
 
         Raises:
             ScheduleError: The action is not the oldest running action of its kind and chunk.
@@ -337,7 +338,7 @@ class RankState:
         rank_kernel.finish(s, number, chunk)
 
     def why_not(self, action: Action) -> str:
-        """Returns the reason why an action is not ready, for error messages.
+        """Returns the reason why ``action`` is not ready, for error messages.
 
         Returns ``it is ready`` if the action is ready.
         """
@@ -429,7 +430,7 @@ class RankState:
         return kind is ActionKind.F or not self.forward_only
 
     def _index(self, action: Action) -> int:
-        """Returns an action's index among all actions of its kind and chunk, in execution order."""
+        """Returns the index of ``action`` among all actions of its kind and chunk."""
         if action.kind is ActionKind.F:
             return action.microbatch
         index = mirrored(action.microbatch, self.num_slices)
@@ -438,7 +439,7 @@ class RankState:
         return index
 
     def _before(self, action: Action) -> int:
-        """Returns the item that must be finished before this action.
+        """Returns the item that must be finished before ``action``.
 
         A B needs the F of the last slice of its microbatch, and a W needs the B of its item.
         """
@@ -448,7 +449,7 @@ class RankState:
         return action.microbatch - part + count - 1
 
     def _needed(self, action: Action) -> int:
-        """Returns the number of earlier actions that this action needs (F for a B, B for a W).
+        """Returns the number of actions that ``action`` needs first (F for a B, B for a W).
 
         Returns 0 for an F.
         """
@@ -471,7 +472,7 @@ class RankState:
 
 
 def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns a text with the number of microbatches and, if they are cut, of their slices."""
+    """Returns a text with the number of microbatches, and of their slices if they are cut."""
     text = f"{num_microbatches} microbatches"
     if num_slices == 1:
         return text
@@ -481,7 +482,7 @@ def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
 
 
 def _scaled(size: float, num_chunks: int, num_slices: float) -> int:
-    """Converts a relative size to the integer memory of an item in one chunk.
+    """Converts the relative size ``size`` to the integer memory of an item in one chunk.
 
     Sizes of slices are rounded down. Otherwise, the sum of many rounded sizes could exceed the
     minimum cap, which must have room for all slices of the largest microbatch.

@@ -73,7 +73,7 @@ whole hint.
 
 
 def follow(s: State, hint: Sequence[int]) -> int:
-    """Returns the code of the hint's next action if it is ready, or -1.
+    """Returns the code of the next action in ``hint`` if it is ready, or -1.
 
     The limit on activations is ignored.
     """
@@ -94,7 +94,7 @@ def follow(s: State, hint: Sequence[int]) -> int:
 
 
 def deepest_ready(s: State, kind: int) -> int:
-    """Returns the code of the ready action of a kind on the deepest chunk, or -1."""
+    """Returns the code of the ready action of ``kind`` on the deepest chunk, or -1."""
     chunks = s[CHUNKS]
     for chunk in range(chunks - 1, -1, -1):
         if is_ready(s, kind, chunk):
@@ -103,7 +103,7 @@ def deepest_ready(s: State, kind: int) -> int:
 
 
 def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
-    """Returns whether the share of a chunk allows it to hold one more microbatch.
+    """Returns whether the share of ``chunk`` allows it to hold one more microbatch.
 
     A chunk holds the microbatches whose F has started and whose B has not finished. In an
     evaluation, which has no B, there is no limit. With slices, the share counts slices, and a
@@ -157,7 +157,7 @@ def next_backward(s: State) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``adaptive``: alternates F and B if both are ready; W if neither is."""
+    """Applies the rule ``adaptive``, which alternates ready F and B, and otherwise runs W."""
     forward = next_forward(s, hint)
     backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
@@ -166,7 +166,7 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``dfc``: B first, then F on the deepest possible chunk, then W.
+    """Applies the rule ``dfc``, which prefers B, then F on the deepest possible chunk, then W.
 
     A microbatch passes through as many chunks as possible before the next microbatch starts.
     """
@@ -187,7 +187,7 @@ def depth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def breadth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``bfc``: F on the shallowest possible chunk first, then B, then W.
+    """Applies the rule ``bfc``, which prefers F on the shallowest possible chunk, then B, then W.
 
     A chunk runs all its forward passes before the next chunk begins.
     """
@@ -201,7 +201,7 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``hinted``: follows the hint, but may run some later actions early.
+    """Applies the rule ``hinted``, which follows the hint, but may run some later actions early.
 
     ``hint`` contains ``code + 3 * chunks * index`` for each action. The index is the number of
     earlier occurrences of the same code.
@@ -223,7 +223,7 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
         index = hint[position] // count
         code = hint[position] - index * count
-        started = s[HEAD + code]  # number of started actions with this code
+        started = s[HEAD + code]  # This is the number of started actions with this code.
         if index < started:
             continue
         kind = code // chunks

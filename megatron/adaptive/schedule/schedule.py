@@ -24,8 +24,8 @@ class Schedule:
         name: Name by which users select the schedule, shown in messages.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        num_slices: Number of slices of each microbatch; 1 for whole microbatches. With several,
-            actions count slices (see ``Action.microbatch``).
+        num_slices: Number of slices of each microbatch; 1 for whole microbatches. If there are
+            several, the indices of actions count slices (see ``Action.microbatch``).
         orders: Actions of each rank in execution order. They are not checked here, but by
             ``validate``, for example if they come from a file.
     """
@@ -56,7 +56,7 @@ class Schedule:
 
 
 def check_num_microbatches(num_microbatches: int) -> None:
-    """Checks that a step has at least one microbatch.
+    """Checks that ``num_microbatches`` is at least 1.
 
     Raises:
         ScheduleError: The number of microbatches is less than 1.
@@ -69,7 +69,7 @@ def check_num_microbatches(num_microbatches: int) -> None:
 
 
 def check_num_slices(num_slices: SliceCounts, num_microbatches: int = 1) -> None:
-    """Checks that each microbatch has at least one slice.
+    """Checks that each microbatch has at least one slice, given ``num_slices``.
 
     Raises:
         ScheduleError: A number of slices is less than 1, or the number of entries differs from the

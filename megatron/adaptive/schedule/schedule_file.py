@@ -90,7 +90,7 @@ def load(path: Path) -> Schedule:
 
 
 def save(schedule: Schedule, path: Path) -> None:
-    """Writes a schedule as JSON that ``load`` can read, with one line per rank.
+    """Writes ``schedule`` as JSON that ``load`` can read, with one line per rank.
 
     Raises:
         ScheduleError: The path does not end in ``.json``, or the file cannot be written.
@@ -215,7 +215,7 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
 
 
 def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Determines the placement from the rows that each stage appears in."""
+    """Determines the placement from the stages that appear in each of ``rows``."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:

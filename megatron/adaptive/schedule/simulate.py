@@ -129,9 +129,9 @@ class SimResult:
         )
 
     def to_schedule(self, name: str) -> Schedule:
-        """Returns the simulated orders as a static schedule that other runs can follow."""
+        """Returns the simulated orders as a static schedule called ``name``."""
         slices = self.workload.num_slices
-        assert isinstance(slices, int)  # no caller converts unequal slices into a static schedule
+        assert isinstance(slices, int)  # No caller converts unequal slices into a static schedule.
         return Schedule(
             name=name,
             placement=self.placement,
@@ -171,7 +171,7 @@ def simulate(
         cap: Maximum activation memory of each rank under a run-time rule, or ``None`` for no limit.
             The unit is the activations of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch or slice relative to the mean. If ``None``, the
-            sizes in ``times`` are used, or equal sizes if ``times`` has none.
+            sizes in ``times`` are used, or equal sizes if ``times`` does not contain sizes.
         forward_only: Whether the step is an evaluation, which has no backward passes and keeps no
             activations.
         weight_pieces: Number of W actions into which a microbatch's weight gradients are split; 0
@@ -265,7 +265,7 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
-    """Returns rows of different lengths as an array, padded with -1."""
+    """Returns ``rows``, which may differ in length, as an array that is padded with -1."""
     padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row

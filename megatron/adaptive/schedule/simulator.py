@@ -126,12 +126,12 @@ class World(NamedTuple):
 
 
 def rule(s: State, hint: Sequence[int]) -> int:
-    """Placeholder for the run-time rule to simulate, which ``numba_kernels`` replaces."""
+    """Raises an error, because ``numba_kernels`` replaces this placeholder by the run-time rule."""
     raise NotImplementedError
 
 
 def heap_push(world: World, time: int, code: int) -> None:
-    """Adds an event to the priority queue, which is a heap whose nodes have four children each."""
+    """Adds an event with ``time`` and ``code`` to the priority queue (a heap with 4 children)."""
     heap = world.heap
     node = world.heap_size[0]
     world.heap_size[0] = node + 1
@@ -173,7 +173,7 @@ def heap_pop(world: World) -> int:
 
 
 def wake(world: World, rank: int) -> None:
-    """Makes a rank choose its next action before the simulated time advances."""
+    """Makes ``rank`` choose its next action before the simulated time advances."""
     if world.waking[rank] == 0:
         world.waking[rank] = 1
         world.wakes[world.num_woken[0]] = rank
@@ -181,12 +181,12 @@ def wake(world: World, rank: int) -> None:
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
-    """Converts a rank's microbatch index into the index of the microbatch in the whole step."""
+    """Converts ``microbatch``, an index on ``rank``, into the index in the whole step."""
     return microbatch * world.widths[stage] + rank - world.first_ranks[stage]
 
 
 def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
-    """Returns the duration of a chunk's next action of this kind, in picoseconds."""
+    """Returns the duration of the next action of ``kind`` in ``chunk``, in picoseconds."""
     s = world.states[rank]
     stages = len(world.first_ranks)
     total = world.total[0]
@@ -206,7 +206,7 @@ def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
 
 
 def compute(world: World, slot: int, now: int) -> None:
-    """Makes the action in a slot compute until its next communication or its end."""
+    """Makes the action in ``slot`` compute until its next communication or its end."""
     rank = slot % len(world.states)
     step = world.steps[slot]
     count = world.counts[slot]
@@ -220,7 +220,7 @@ def compute(world: World, slot: int, now: int) -> None:
 
 
 def communicate(world: World, slot: int, now: int) -> None:
-    """Starts the next communication of the action in a slot.
+    """Starts the next communication of the action in ``slot``.
 
     All communications within a rank's stages share one link.
     """
@@ -235,7 +235,7 @@ def communicate(world: World, slot: int, now: int) -> None:
 
 
 def decide(world: World, rank: int, now: int) -> bool:
-    """Makes a rank start the action that its rule chooses, or continue a waiting action.
+    """Makes ``rank`` start the action that its rule chooses, or continue a waiting action.
 
     Returns:
         False if the chosen action is not ready.
@@ -288,7 +288,7 @@ def decide(world: World, rank: int, now: int) -> bool:
 
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
-    """Sends the result of an F or B to the stage that needs it."""
+    """Sends the result of an F or B of ``stage`` to the stage that needs it."""
     stages = len(world.first_ranks)
     ranks = len(world.states)
     total = world.total[0]
@@ -311,7 +311,7 @@ def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: i
 
 
 def receive(world: World, event: int) -> None:
-    """Marks an input as arrived, and wakes the rank that needs it."""
+    """Marks the input of ``event`` as arrived, and wakes the rank that needs it."""
     stages = len(world.first_ranks)
     total = world.total[0]
     lane = event // total
@@ -325,7 +325,7 @@ def receive(world: World, event: int) -> None:
 
 
 def happen(world: World, event: int, now: int) -> None:
-    """Processes an event: the arrival of an input, or the end of a computation."""
+    """Processes ``event``: the arrival of an input, or the end of a computation."""
     if event >= 0:
         receive(world, event)
         return
@@ -353,7 +353,7 @@ def happen(world: World, event: int, now: int) -> None:
 
 
 def run(world: World) -> int:
-    """Simulates a step to its end.
+    """Simulates a step from the state in ``world`` to its end.
 
     Returns ``DONE_ALL``, ``DEADLOCK``, or ``NOT_READY`` plus a rank.
     """

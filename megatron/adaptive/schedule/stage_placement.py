@@ -73,7 +73,7 @@ class Placement:
         return chunk * self.num_ranks + (self.num_ranks - 1 - rank if turned else rank)
 
     def locate(self, stage: int) -> tuple[int, int]:
-        """Returns the ``(rank, chunk)`` that a stage is assigned to.
+        """Returns the ``(rank, chunk)`` to which ``stage`` is assigned.
 
         Raises:
             ScheduleError: The stage is out of range.
@@ -102,7 +102,7 @@ class Placement:
         return tuple(sorted(a + b - rank for a, b in self.neighbours() if rank in (a, b)))
 
     def target_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """Returns the ``(rank, chunk)`` that needs the result of an action.
+        """Returns the ``(rank, chunk)`` that needs the result of an action of ``kind``.
 
         The result of an F is the input of the F on the next stage, and the result of a B is the
         input of the B on the previous stage. Returns ``None`` for an F of the last stage, a B of
@@ -111,7 +111,7 @@ class Placement:
         return self._beside(kind, rank, chunk, 1 if kind is ActionKind.F else -1)
 
     def source_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """Returns the ``(rank, chunk)`` whose result is the input of an action.
+        """Returns the ``(rank, chunk)`` whose result is the input of an action of ``kind``.
 
         Returns ``None`` if the input does not come from another stage.
         """

@@ -103,11 +103,11 @@ class Widths:
         return tuple(accumulate(self.sizes, initial=0))
 
     def rank_of(self, stage: int, replica: int) -> int:
-        """Returns the global rank of a stage's replica."""
+        """Returns the global rank of replica ``replica`` of ``stage``."""
         return self._firsts[stage] + replica
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Returns the stage of a rank, and the rank's replica index in this stage.
+        """Returns the stage of ``rank``, and the index of the replica in this stage.
 
         Raises:
             ScheduleError: The rank does not exist.
@@ -120,7 +120,7 @@ class Widths:
         )
 
     def ranks_of(self, stage: int) -> range:
-        """Returns the ranks of a stage, ordered by replica."""
+        """Returns the ranks of ``stage``, ordered by replica."""
         return range(self._firsts[stage], self._firsts[stage + 1])
 
     def pipeline_of(self, replica: int) -> list[int]:
@@ -128,7 +128,7 @@ class Widths:
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
     def route(self, rank: int, to_stage: int, microbatch: int) -> tuple[int, int]:
-        """Returns the rank of another stage that runs a given microbatch.
+        """Returns the rank that runs a microbatch on another stage.
 
         Args:
             rank: Rank with the microbatch to look up.
@@ -174,7 +174,7 @@ class Widths:
         return each
 
     def warmup(self, stage: int) -> int:
-        """Returns the number of forward passes of a replica before its first backward pass.
+        """Returns the number of forward passes of a replica of ``stage`` before its first backward.
 
         The ranks of the next stage can then run their warm-up and one more forward pass each. If
         all widths are equal, the result is the number of following stages.
@@ -186,12 +186,12 @@ class Widths:
 
 
 def chosen(sizes: Sequence[int] | None) -> Widths | None:
-    """Returns the widths if they differ, or ``None`` if all stages have the same width."""
+    """Returns ``sizes`` as Widths, or ``None`` if all stages have the same width."""
     return Widths(tuple(sizes)) if sizes is not None and len(set(sizes)) > 1 else None
 
 
 def placement_of(widths: Widths) -> Placement:
-    """Returns the assignment of stages to ranks of a pipeline with one replica per stage."""
+    """Returns the placement of a pipeline that has one replica of each stage in ``widths``."""
     return Placement(num_ranks=widths.num_stages, num_chunks=1)
 
 

@@ -23,7 +23,7 @@ _ELLIPSIS = "..."
 
 
 def validate(schedule: Schedule) -> None:
-    """Checks that a schedule can run. The schedule may come from an untrusted source.
+    """Checks that ``schedule``, which may come from an untrusted source, can run.
 
     - Every rank lists each of its actions exactly once.
     - On each stage, each kind runs in ascending order of microbatches. The B of a microbatch
@@ -54,7 +54,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def peak_units(schedule: Schedule) -> tuple[float, ...]:
-    """Returns the maximum activations that each rank holds under a valid schedule.
+    """Returns the maximum activations that each rank holds under the valid ``schedule``.
 
     A microbatch is held from the start of its F to the end of its last W, or of its B if there is
     no W. In an evaluation, nothing is held.
@@ -121,7 +121,7 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
 
 
 def _together(order: Order) -> Iterator[tuple[int, Order]]:
-    """Yields the actions that start together (one or a pair), with the position of the first."""
+    """Yields the actions of ``order`` that start together, and the position of the first."""
     position = 0
     while position < len(order):
         count = 1 + order[position].paired
@@ -148,7 +148,7 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Checks a single rank, by running its order as if every input had already arrived."""
+    """Checks ``rank`` alone, by running its order as if every input had already arrived."""
     placement = schedule.placement
     state = _new_state(schedule, rank)
     kinds = (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)

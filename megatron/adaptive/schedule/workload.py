@@ -31,7 +31,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 PS_PER_S = 10**12
 """Number of picoseconds per second."""
 _LONGEST_S = 10**5
-"""Maximum time in seconds, and maximum factor."""
+"""Maximum time in seconds, and also the maximum factor."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
@@ -73,7 +73,7 @@ class StageTimes:
         exchange_s: float = 0.0,
         exchanges: int = 0,
     ) -> StageTimes:
-        """Returns the durations for stages that all take equally long."""
+        """Returns the durations for ``num_stages`` stages that all take equally long."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
@@ -153,7 +153,7 @@ class StageProfile:
         check_attention_share(self.attention_share)
 
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
-        """Returns the microbatch factors of a measured step with this number of microbatches.
+        """Returns the factors of a measured step that has ``num_microbatches`` microbatches.
 
         The seed selects one of these steps. Returns ``None`` if no measured step has this number of
         microbatches.
@@ -191,7 +191,7 @@ class Workload:
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches of the step, each of one or several slices."""
+        """Returns the number of microbatches of the step, regardless of their numbers of slices."""
         if not isinstance(self.num_slices, int):
             return len(self.num_slices)
         items: int = self.durations_ps.shape[2]
@@ -205,7 +205,7 @@ def work_of_items(
     links: Mapping[tuple[int, int], Link],
     num_slices: SliceCounts,
 ) -> Workload:
-    """Returns the durations of a step from given durations of its actions.
+    """Returns the workload of a step, given the durations of its actions in ``seconds``.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -320,7 +320,7 @@ def draw(
 
 
 def _relative_sizes(lengths: Sequence[float]) -> tuple[float, ...]:
-    """Returns the length of each slice relative to the mean, or an empty tuple if all are equal."""
+    """Returns each of ``lengths`` relative to the mean, or an empty tuple if all are equal."""
     sizes = tuple(length * len(lengths) for length in lengths)
     return sizes if max(sizes) - min(sizes) > 1e-9 else ()
 
@@ -380,7 +380,7 @@ def _with_spread(
 
 
 def _mean_durations(times: StageTimes) -> Any:
-    """Returns the mean durations of F, B and W in seconds, ``[3, stages]``.
+    """Returns the mean durations of F, B and W in ``times`` in seconds, ``[3, stages]``.
 
     Backward passes include recomputation.
     """
@@ -436,7 +436,7 @@ def _links(
 
 
 def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> Any:
-    """Returns lognormal random factors with mean 1.
+    """Returns lognormal random factors with mean 1, as an array of ``shape``.
 
     Random numbers are drawn even if sigma is 0, so that changing one sigma does not change the
     random numbers of the other factors.
@@ -557,7 +557,7 @@ def slice_costs(bounds: tuple[float, ...], attention_share: float) -> tuple[floa
 
 
 def check_attention_share(share: float) -> None:
-    """Checks that attention's share of the cost is between 0 and 1.
+    """Checks that ``share``, attention's share of the cost, is between 0 and 1.
 
     Raises:
         ScheduleError: The share is out of range or not a number.

@@ -105,7 +105,7 @@ class Connector:
     Attributes:
         members: Global ranks of this rank's pipeline, which only send messages to each other.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, which received tensors are placed on.
+        accelerator: Device of this rank, on which received tensors are placed.
         payloads: Shape, dtype and number of the messages, as far as known.
         describe: Function that returns the name of a rank for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
@@ -378,12 +378,12 @@ class Connector:
         return kind.open(opening) if name in BUILT_IN else open_own(kind, opening)
 
     def kind(self, name: str) -> TransportKind:
-        """Returns the declaration of the transport with this name."""
+        """Returns the declaration of the transport called ``name``."""
         return transport_kind(name)
 
 
 def _native_kind(name: str) -> NativeKind | None:
-    """Returns the declaration of a native transport, or ``None`` for other transports."""
+    """Returns the declaration of the native transport ``name``, or ``None`` for others."""
     kind = transport_kind(name)
     return kind if isinstance(kind, NativeKind) else None
 
@@ -399,7 +399,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns (peer, text about how GPU tensors are copied) for the channels that report this."""
+    """Returns each peer and a text on how its GPU tensors are copied, if its channel reports it."""
     paths = []
     for peer in peers:
         info = node.info(peer)

@@ -48,16 +48,16 @@ from megatron.adaptive.transport.kind import Gather, Opening, TransportKind
 
 DEPTH = 4
 """Number of receives that are posted in advance. Tags repeat after this number of messages."""
-# Maximum size in bytes of a payload that is copied into the packet of its header. Up to this size,
-# the copy is cheaper than a second gloo message.
+# Payloads of up to this size in bytes are copied into the packet of their header, because the copy
+# is cheaper than a second gloo message.
 _PACKED_BYTES = 1 << 20
-# Timeout of posted receives. It is very long because receives stay posted between steps, for
+# The timeout of posted receives is very long, because receives stay posted between steps, for
 # example while a checkpoint is saved. If a peer dies, its connection closes. The executor enforces
 # the deadlines.
 POSTED_FOR = datetime.timedelta(days=20)
 CLOSE_S = 30.0
 _TICK_S = 0.002
-# Dtypes that gloo can send. Tensors of other dtypes are sent as bytes.
+# gloo can send these dtypes. Tensors of other dtypes are sent as bytes.
 _OF_GLOO = frozenset(
     (
         torch.float32,
@@ -98,7 +98,7 @@ class GlooTransport:
     Args:
         group: Gloo process group of the pipeline's ranks, which must not be used for anything else.
         peers: Global ranks that this rank exchanges messages with.
-        device: Device that received tensors are placed on.
+        device: Device on which received tensors are placed.
         payload_shape: Shape of all payloads, or ``None`` if shapes vary. All ranks must pass the
             same shape, because gloo aborts a process that receives more bytes than it expects.
         dtype: Dtype of the payloads.
@@ -200,7 +200,7 @@ class GlooTransport:
                 )
 
     def _say_end(self, peer: int) -> None:
-        """Sends an end message for each receive that the peer has posted, to complete them all."""
+        """Sends ``peer`` an end message for each receive that it has posted."""
         shape = (0,) if self._shape is None else self._shape
         for _ in range(self._ahead):
             self._send(peer, None, torch.empty(shape, dtype=self._dtype))
@@ -241,7 +241,7 @@ class GlooTransport:
         self._free.append(sent.packet)
 
     def _receive(self, peer: int) -> None:
-        """Receives messages until the peer closes the channel. Runs in a receiver thread."""
+        """Receives messages until ``peer`` closes the channel. Runs in a receiver thread."""
         try:
             with self._receiving():
                 self._receive_all(peer)
@@ -251,7 +251,7 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Adds the error that broke a channel to the queue. Runs in a thread of the channel."""
+        """Adds ``error``, which broke a channel, to the queue. Runs in a thread of the channel."""
         self.completions.put(error)
 
     def _receiving(self) -> contextlib.AbstractContextManager[None]:
@@ -309,7 +309,7 @@ class GlooTransport:
         return header, payload
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Waits for the payload that belongs to a header, and returns it."""
+        """Waits for the payload that belongs to ``header``, and returns it."""
         payload = torch.empty(header.shape, dtype=header.dtype)
         if payload.numel():
             tag = 2 * (sequence % DEPTH) + 1
@@ -327,7 +327,7 @@ class GlooTransport:
 
 
 def raw(payload: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous payload, viewed as bytes if gloo and NCCL do not support its dtype."""
+    """Returns ``payload``, viewed as bytes if gloo and NCCL do not support its dtype."""
     return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)
 
 
@@ -362,7 +362,7 @@ class Packet:
             self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
     def fill(self, header: Header, payload: torch.Tensor | None) -> None:
-        """Writes the header into the packet, and copies the payload there unless it is ``None``."""
+        """Writes ``header`` into the packet, and copies ``payload`` there unless it is ``None``."""
         self._words[:] = header.words()
         if payload is not None:
             self.payload.copy_(payload)

@@ -49,7 +49,7 @@ class Endpoint:
             see each other's processes.
         user: Numeric ID of the Unix user who runs the rank.
         device: Type of the rank's device, ``cpu`` or ``cuda``.
-        addresses: Addresses that the rank listens on, by kind of link (``unix``, ``tcp``).
+        addresses: Addresses at which the rank listens, by kind of link (``unix``, ``tcp``).
         cpus: Indices of the CPUs that the rank may run on, or empty if unknown.
         ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
         lacks: Reasons why the rank cannot use certain transports, by name of the transport.
@@ -66,7 +66,7 @@ class Endpoint:
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     def shares_cpus(self, other: Endpoint) -> bool:
-        """Returns whether both ranks may run on the same CPU of the same machine."""
+        """Returns whether this rank and ``other`` may run on the same CPU of the same machine."""
         if self.machine != other.machine:
             return False
         return not (self.cpus and other.cpus) or not set(self.cpus).isdisjoint(other.cpus)
@@ -119,15 +119,15 @@ class Arrival:
     """A received message, whose payload can be taken.
 
     Attributes:
-        label: Step and action that the message is the input of.
+        label: Step and action for which the message is the input.
         peer: Global rank of the sender.
         nbytes: Size of the payload in bytes.
         arrived_ns: Time at which the receive completed, by ``time.monotonic_ns``, or ``None`` if
             the peer writes directly to this rank's memory, so that no thread notices the arrival.
     """
 
-    # Empty slots, because a class with slots cannot be combined with the arrival class of the C++
-    # extension.
+    # The slots are empty, because a class with slots cannot be combined with the arrival class of
+    # the C++ extension.
     __slots__ = ()
 
     label: Label
@@ -171,7 +171,7 @@ class Notice:
     """Reports that a message has arrived on another rank of the decision group.
 
     Attributes:
-        label: Step and action that the message is the input of.
+        label: Step and action for which the message is the input.
         peer: Global rank that received the message.
     """
 
@@ -200,7 +200,7 @@ class Completions(Protocol):
         """
 
     def put(self, item: Item | Exception) -> None:
-        """Adds an arrival, or an error that broke a channel."""
+        """Adds ``item``, which is an arrival or an error that broke a channel."""
 
     def poll(self) -> Item | None:
         """Returns the oldest item, or ``None`` if the queue is empty.
@@ -247,7 +247,7 @@ class CompletionQueue:
 
 
 def delivered(item: Item | Exception) -> Item:
-    """Returns an item of the completion queue, or raises it if it is the error of a channel."""
+    """Returns ``item``, or raises it if it is the error of a channel."""
     if isinstance(item, Exception):
         raise item
     return item
@@ -260,7 +260,7 @@ KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 """Code of each kind of action in messages."""
 
 MAX_DIMENSIONS = 7
-_MAGIC = 0x4D41_5031  # "MAP1"
+_MAGIC = 0x4D41_5031  # This number is "MAP1" in ASCII.
 _END = -1
 _VARIANT_SHIFT = 8
 
@@ -280,10 +280,10 @@ _PLAIN = (
     "complex128",
 )
 _FLOAT8 = len(_PLAIN)
-# Dtypes that are sent as another dtype of the same size (8-bit floats as bytes). The receiver views
-# the payload as the original dtype, which the variant (a positive number) identifies. The numbers
-# must never change, because other versions read them. Dtypes that do not exist in the installed
-# torch are skipped.
+# These dtypes are sent as another dtype of the same size (8-bit floats as bytes). The receiver
+# views the payload as the original dtype, which the variant (a positive number) identifies. The
+# numbers must never change, because other versions read them. Dtypes that do not exist in the
+# installed torch are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -312,7 +312,7 @@ DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
-    """Returns the code and the variant that represent a dtype in messages.
+    """Returns the code and the variant that represent ``dtype`` in messages.
 
     Raises:
         TransportError: A message cannot have this dtype or this number of dimensions.
@@ -340,7 +340,7 @@ class Label:
 
     Attributes:
         step: Index of the step.
-        action: Action that the message is the input of.
+        action: Action for which the message is the input.
         num_slices: Number of slices of each microbatch, for the name of the action in errors. It is
             only known to the sender, and ignored in comparisons.
     """

@@ -24,8 +24,9 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 from megatron.adaptive.transport.interface import Completions, Endpoint, Transport
 
 Gather = Callable[[Any], list[Any]]
-"""Function that takes this rank's value and returns the values of all ranks, which must all call
-it.
+"""Function that takes this rank's value and returns the values of all ranks.
+
+All ranks must call this function.
 """
 
 _TRANSPORT = ("name", "completions", "send", "reserve", "describe_links", "flush", "close")
@@ -34,7 +35,7 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes a job's messages, as far as known in advance. Must be equal on all ranks.
+    """Describes a job's messages, as far as known in advance, equally on all ranks.
 
     Attributes:
         shape: Shape of the largest message, or ``None`` if unknown.
@@ -58,7 +59,7 @@ class Payloads:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """The facts about a rank that determine which transports the rank can use.
+    """Describes the properties of a rank that determine which transports it can use.
 
     Attributes:
         device: Device that the rank computes on.
@@ -87,14 +88,13 @@ class Opening:
             without peers still participates in collective calls.
         members: Global ranks of this rank's pipeline, which only send messages to each other.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, which received tensors are placed on.
+        accelerator: Device of this rank, on which received tensors are placed.
         payloads: Shape, dtype and number of the messages, as far as known.
         describe: Function that returns the name of a rank for error messages.
         timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
             messages.
         options: Transport settings of the user.
-        completions: Queue for received messages, or ``None`` if the transport creates its own
-            queue.
+        completions: Queue for received messages, or ``None`` if the transport creates a queue.
     """
 
     rank: int
@@ -127,14 +127,14 @@ class TransportKind:
         return None
 
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
-        """Returns whether ``--transport auto`` tries this transport for two ranks.
+        """Returns whether ``--transport auto`` tries this transport for ``first`` and ``second``.
 
         Swapping the two ranks must not change the result.
         """
         return True
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
-        """Returns the reason why the transport cannot connect two ranks, or ``None`` if it can.
+        """Returns the reason why two ranks cannot be connected, or ``None`` if they can.
 
         This is only called for ranks that can use the transport. Swapping the two ranks must not
         change whether the result is ``None``.
@@ -156,8 +156,8 @@ def transport_kind(name: str) -> TransportKind:
     """Returns the declaration of a transport.
 
     Args:
-        name: Name of a transport of this package or of an entry point, or
-            ``package.module:Class`` for a user's own transport.
+        name: Name of a transport of this package or of an entry point, or ``package.module:Class``
+            for a user's transport.
 
     Raises:
         ConfigError: The transport does not exist, cannot be imported, or is not a subclass of
@@ -179,7 +179,7 @@ class _OpeningError(TransportError):
 
 
 def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
-    """Opens a user's own transport, and checks that it has all members of the interface.
+    """Opens a user's transport, and checks that it has all members of the interface.
 
     All ranks of the job must call this function. An error on one rank is raised on all ranks,
     unless other ranks are waiting for that rank outside of ``opening.gather``.
@@ -209,14 +209,14 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
         raise
     except AdaptiveError as error:
         failure = str(error)
-    except Exception as error:  # a user's class may raise any exception
+    except Exception as error:  # A user's class may raise any exception.
         failure = f"{line_of_error(error)} raised {type(error).__name__}: {error}"
     exchange(None, None if failure is None else f"{where}: {failure}")
     return part
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a text about the missing members of a user's transport, or ``None``."""
+    """Returns a text about missing members of a user's transport, or ``None`` if it is complete."""
     if transport is None and not peers:
         return None
     missing = [name for name in _TRANSPORT if not hasattr(transport, name)]

@@ -41,21 +41,21 @@ from megatron.adaptive.errors import PeerLostError
 
 _Answer = TypeVar("_Answer")
 _PERIOD_S = 2.0
-# Interval in seconds for reading the states of this machine's ranks from /proc.
+# The states of this machine's ranks are read from /proc at this interval in seconds.
 _LOOK_S = 1.0
-# Additional time in seconds before a silent rank is considered lost. A channel may notice the
-# silence in this time, and its error message is better.
+# A silent rank is only considered lost after this additional time in seconds. A channel may notice
+# the silence in this time, and its error message is better.
 _MARGIN_S = 1.0
-# Maximum time in seconds to wait for a reply of the store. If it is too short for a busy store, a
-# rank that left normally is considered lost. If it is too long, the launcher kills a surviving rank
-# before that rank has written its error line.
+# The store must reply within this time in seconds. If it is too short for a busy store, a rank that
+# left normally is considered lost. If it is too long, the launcher kills a surviving rank before
+# that rank has written its error line.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# Replaces a set of silent ranks if the store does not reply. Rank 0 or the launcher serves the
-# store.
+# This value is passed instead of a set of silent ranks if the store does not reply. The store runs
+# on rank 0 or in the launcher.
 _STORE = frozenset({-1})
-# Prefix of a notice that the user has already seen, so that it is not shown again.
+# The user has already seen a notice with this prefix, so it is not shown again.
 _SHOWN = "told: "
 
 
@@ -230,7 +230,7 @@ class Watcher:
             local.close()
 
     def _judge(self, gone: set[int]) -> None:
-        """Reports processes that have exited, except those that had called :meth:`leave`."""
+        """Reports the ranks in ``gone``, except those that called :meth:`leave` before."""
         answer = self._board.ask(gone) if self._board is not None else None
         left, notice = answer if answer is not None else (set(), None)
         if gone - left:
@@ -256,7 +256,7 @@ class Watcher:
         """Announces that a rank is lost, and exits this process after the grace period.
 
         Args:
-            fact: Text that contains which rank was lost, and how.
+            fact: Text about which rank was lost, and how.
             publish: Whether to inform the other ranks through the store.
         """
         is_shown = fact.startswith(_SHOWN)
@@ -416,12 +416,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns the seconds since an unanswered call to the store, or 0 if there is none."""
+        """Returns the seconds for which a call to the store has been unanswered, otherwise 0."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which ``ranks`` left, and the notice of a lost rank; ``None`` without a reply."""
+        """Returns which ``ranks`` left and any notice of a loss, or ``None`` without a reply."""
 
         def look(store: dist.Store) -> tuple[set[int], str | None]:
             return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)
@@ -429,7 +429,7 @@ class _Board:
         return self._call(look, _ASK_S)
 
     def publish(self, fact: str) -> None:
-        """Publishes a notice that a rank is lost, unless the store already has a notice."""
+        """Publishes ``fact``, a notice that a rank is lost, unless there already is a notice."""
 
         def put(store: dist.Store) -> None:
             if not store.check([_LOST]):
@@ -526,13 +526,13 @@ def _notice(store: dist.Store) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Returns the start time from /proc, which identifies a process, or ``None`` after its exit."""
+    """Returns the start time of ``pid`` from /proc, or ``None`` after the process has exited."""
     fields = _status(pid)
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _status(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the name, or only ``X`` after its exit."""
+    """Returns the fields of /proc/PID/stat after the name, or ``["X"]`` after the exit."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -540,7 +540,7 @@ def _status(pid: int) -> list[str]:
 
 
 def _write_line(line: str) -> None:
-    """Writes to stderr's file descriptor, because the main thread may hold the stream's lock."""
+    """Writes ``line`` to stderr's file descriptor, because another thread may hold its lock."""
     with contextlib.suppress(OSError):
         # Begin a new line on a terminal, because the cursor may be behind a progress bar.
         prefix = "\n" if os.isatty(2) else ""

@@ -8,10 +8,10 @@ otherwise, the tensor is kept until a slot is free::
     reserve()            slot ─────── send() ──────────> peer     computed in place, no copy
     take()               slot <──────────────────────── peer      a view, no copy
 
-A received message is a tensor in a slot, which is a part of the channel's own memory. The slot
-returns to the sender when the last view of the tensor is released, in any order and from any
-thread. If a receiver holds nearly all slots of a channel, the next messages are copied out of their
-slots, so that the sender is not blocked forever.
+A received message is a tensor in a slot, which is a part of the channel's memory. The slot returns
+to the sender when the last view of the tensor is released, in any order and from any thread. If a
+receiver holds nearly all slots of a channel, the next messages are copied out of their slots, so
+that the sender is not blocked forever.
 
 ``staging.py`` handles GPU tensors; ``docs/reference/transport.md`` describes the format of a
 message.
@@ -87,7 +87,7 @@ class NativeTransport:
     Args:
         node: ``_C.Node`` object of the C++ extension, whose channels are open.
         kinds: Transport to each peer, by global rank: ``shm``, ``rdma`` or ``tcp``.
-        device: Device that received tensors are placed on.
+        device: Device on which received tensors are placed.
         describe: Function that returns the name of a peer for error messages.
         least_free: Number of slots per channel that the receiver must keep free for the sender.
         make_staging: Function that creates the object that copies between GPU and host. Its
@@ -231,7 +231,7 @@ def _arrival_class(module: ModuleType) -> type[Any]:
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
-            """Returns the payload in cases that the extension's own method does not handle."""
+            """Returns the payload in cases that the extension's method does not handle."""
             tensor = _viewed(self, self.tensor())
             return tensor.clone() if self.free_slots < self.least_free else tensor
 
@@ -299,7 +299,7 @@ class DeviceArrival(Arrival):
 
 
 def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the payload, viewed as its original dtype if it was sent as another dtype."""
+    """Returns ``tensor``, viewed as its original dtype if it was sent as another dtype."""
     variant = native.variant
     return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 
@@ -340,7 +340,7 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        # Class of the items that can be returned as is, without calling _open().
+        # Items of this class can be returned as they are, without calling _open().
         self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
@@ -385,7 +385,7 @@ class NativeQueue:
         return item if type(item) is self._ready else self._open(item)
 
     def stop(self) -> None:
-        """Stops the thread of :meth:`listen`, if there is one."""
+        """Stops the thread that :meth:`listen` started, if it is running."""
         thread = self._thread
         self._thread = None
         if thread is not None:
@@ -393,7 +393,7 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
-        """Converts an item of the node for the executor, or raises it if it is an error."""
+        """Converts ``item`` of the node for the executor, or raises it if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
         # All other items were added to the queue by a Python thread.
@@ -403,7 +403,7 @@ class NativeQueue:
         return other
 
     def _forward(self, forwarded: CompletionQueue) -> None:
-        """Passes items of the node to another queue until stopped. Runs in a thread."""
+        """Passes items of the node to ``forwarded`` until stopped. Runs in a thread."""
         if self._staging is not None:
             self._staging.make_current()
         while True:

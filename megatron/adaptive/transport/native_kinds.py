@@ -32,7 +32,7 @@ class NativeChannels:
         seed: Random bytes that all ranks of the job share.
         endpoint: Endpoint of this rank.
         settings: Transport settings of the user.
-        device: Device that received tensors are placed on.
+        device: Device on which received tensors are placed.
     """
 
     size: ChannelSize
@@ -155,7 +155,7 @@ class TcpKind(NativeKind):
 
 
 def _pci_address(device: torch.device) -> str:
-    """Returns the PCI address of a GPU in Linux's format, or an empty string if unknown."""
+    """Returns the PCI address of the GPU ``device``, or an empty string if it is unknown."""
     properties: Any = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):
         return ""
@@ -166,7 +166,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, ...], str]:
-    """Returns the active RDMA ports of this node, and the reason if there are none.
+    """Returns the active RDMA ports of this node, and the reason if there are no active ports.
 
     Args:
         module: Python module of the C++ extension.

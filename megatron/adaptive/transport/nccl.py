@@ -81,7 +81,7 @@ class NcclTransport(GlooTransport):
         incoming: Communicator for messages from each peer.
         streams: Object that provides streams of the device.
         peers: Global ranks that this rank exchanges messages with.
-        device: Device that received tensors are placed on.
+        device: Device on which received tensors are placed.
         describe: Function that returns the name of a peer for error messages, with host and stage.
         timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
             messages.
@@ -201,8 +201,8 @@ class NcclTransport(GlooTransport):
             yield
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Waits for the payload that belongs to a header, and returns it."""
-        # Allocate the payload in this thread's own stream, so that the receive does not wait for
+        """Waits for the payload that belongs to ``header``, and returns it."""
+        # Allocate the payload in the stream of this thread, so that the receive does not wait for
         # earlier computations.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
         if payload.numel():
@@ -251,7 +251,7 @@ class Streams(Protocol):
         """Marks the end of all work submitted so far to the calling thread's current stream."""
 
     def use(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes a tensor that another stream has finished usable in the current stream.
+        """Makes ``tensor``, which another stream has finished, usable in the current stream.
 
         The memory of the tensor is not reused before the current stream has finished using it.
         """
@@ -352,7 +352,7 @@ class NcclKind(TransportKind):
             index: Index of this rank in the communicator, which is 0 for the lower rank of the
                 pair.
         """
-        # A high-priority stream has its own hardware queue, so messages do not wait for kernels.
+        # A high-priority stream has a separate hardware queue, so messages do not wait for kernels.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=max(opening.timeout_s, OPEN_S))
         return dist.ProcessGroupNCCL(store, index, 2, options)

@@ -28,7 +28,7 @@ from megatron.adaptive.transport.kind import transport_kind
 
 DEFAULT_SLOT_BYTES = 1 << 20
 _DEFAULT_SLOTS = 8
-# Number of slots that a receiver keeps free, and number of slots that a sender may reserve in
+# A receiver keeps _FREE_SLOTS slots free, and a sender may reserve _RESERVABLE_SLOTS slots in
 # advance.
 _FREE_SLOTS = 2
 _RESERVABLE_SLOTS = 2
@@ -97,13 +97,13 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
 
 
 def _reason(kind: str, missed: list[str]) -> str:
-    """Returns the text that explains a choice, and why better transports cannot be used."""
+    """Returns the reason for choosing ``kind``, and why better transports cannot be used."""
     reason = transport_kind(kind).reason
     return "; ".join([reason, *missed] if reason else missed)
 
 
 def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
-    """Returns lines of text about the choices. Pairs with the same choice share a line."""
+    """Returns log lines about ``choices``. Pairs with the same choice share a line."""
     lines = []
     for choice in dict.fromkeys(choices.values()):
         pairs = [f"{low}-{high}" for (low, high), kind in sorted(choices.items()) if kind == choice]

@@ -56,7 +56,7 @@ class Staging:
     ) -> None:
         self._node = node
         self._send_from_host = send_from_host
-        # Type and index of the device in the numbering of DLPack.
+        # This is the type and index of the device in the numbering of DLPack.
         self._dlpack_device = _DLPACK_HOST
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -66,11 +66,12 @@ class Staging:
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._pinned: list[int] = []
-        # Peers that this rank sends messages to from pinned slots.
+        # ``_pinned_out`` contains the peers to which this rank sends messages from pinned slots.
         self._pinned_out: set[int] = set()
-        # Slot size by peer, only for peers whose channel directly connects two GPUs.
+        # ``_slot_bytes`` contains the slot size by peer, only for peers whose channel directly
+        # connects two GPUs.
         self._slot_bytes: dict[int, int] = {}
-        # Guards the node's channels, which the executor's thread and a worker use.
+        # This lock guards the node's channels, which the executor's thread and a worker use.
         self._lock = threading.Lock()
         for peer in peers:
             info = node.info(peer)
@@ -82,7 +83,7 @@ class Staging:
         self._releasing = Worker("host-to-device", self._failed, self._on_device)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor on the device for a payload."""
+        """Returns an uninitialized tensor of ``shape`` and ``dtype`` on the device."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ class _Slots:
 class StandIn:
     """Implements :class:`~megatron.adaptive.transport.interface.Transport` without peers.
 
-    The object is also its own completion queue. An input is created when the rank waits for it.
+    The object is also the completion queue. An input is created when the rank waits for it.
 
     Args:
         accelerator: Device of this rank.
@@ -136,7 +136,7 @@ class StandIn:
         self._errors.listen(listener)
 
     def put(self, item: Item | Exception) -> None:
-        """Adds an error, which the next wait raises."""
+        """Adds the error ``item``, which the next wait raises."""
         self._errors.put(item)
 
     def poll(self) -> Item | None:
@@ -154,12 +154,12 @@ class StandIn:
         return HeldArrival(label, entry.peer, tensor.nbytes, lambda: tensor)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Copies the tensor into a slot, as with shared memory."""
+        """Copies ``tensor`` into a slot, as with shared memory."""
         slot = self._outgoing[peer].next()
         slot.view(-1)[: tensor.numel()].copy_(tensor.detach().reshape(-1))
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a new tensor of this shape and dtype, on the device of this rank."""
+        """Returns a new tensor of ``shape`` and ``dtype``, on the device of this rank."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:

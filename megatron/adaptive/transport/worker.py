@@ -44,7 +44,7 @@ class Worker:
         return self._added - self._done
 
     def do(self, job: Job) -> None:
-        """Adds a job to the queue. Must always be called from the same thread."""
+        """Adds ``job`` to the queue. Must always be called from the same thread."""
         self._added += 1
         self._jobs.put(job)
 
