@@ -127,7 +127,7 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # keep the original error, which has the same text
+            raise failure  # Keep the original error, which has the same text.
         raise merged from failure
 
 
