@@ -122,7 +122,7 @@ def _discover(files: Sequence[Path]) -> int:
     ]
     if not files and shutil.which("scontrol"):
         texts.append(("scontrol show node", slurm(["scontrol", "show", "node"])))
-        with suppress(SetupError):  # Slurm may have no topology plugin
+        with suppress(SetupError):  # The command fails if Slurm has no topology plugin.
             texts.append(("scontrol show topology", slurm(["scontrol", "show", "topology"])))
     if not files and shutil.which("nvidia-smi"):
         report = json.dumps({"host": socket.gethostname(), "node": node_report()})

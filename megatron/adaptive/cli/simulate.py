@@ -66,8 +66,8 @@ def _simulate(
     """Simulates each schedule in ``--schedules`` that supports the given sizes.
 
     Returns:
-        Outcomes in the order of the flag, and the reasons why other schedules do not support these
-        sizes, by name of the schedule.
+        Outcomes in the order of the flag, and, by name, the reason why each other schedule does not
+        support these sizes.
 
     Raises:
         ConfigError: The name of a schedule is unknown, or no schedule supports these sizes.

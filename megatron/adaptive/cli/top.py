@@ -233,7 +233,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
 
 
 def _table(columns: str) -> Table:
-    """Creates a table without rows. Text columns are left-aligned; number columns right-aligned."""
+    """Creates an empty table, in which text is left-aligned and numbers are right-aligned."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
     for name in columns.split():
         is_text = name in ("now", "step", "waits", "slow")
@@ -242,7 +242,7 @@ def _table(columns: str) -> Table:
 
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
-    """Creates the table of stages: current activity, and median and worst values of each stage.
+    """Creates the table of stages, with each stage's activity and its median and worst values.
 
     Args:
         snapshot: Snapshot of the run.
@@ -319,7 +319,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws a rank's step time as a bar: computation, waits by cause, and remaining time."""
+    """Draws a rank's step as a bar of computation, waits by cause and remaining time."""
     text = Text()
     if rank.busy is None:
         return text
@@ -332,7 +332,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the cause with the most waiting time, and its fraction of the step."""
+    """Returns the cause that accounts for most of the waiting time, and its share of the step."""
     cause = max(waits, key=lambda cause: waits[cause], default="")
     if waits.get(cause, 0.0) < 0.005:
         return Text()
@@ -344,7 +344,7 @@ def _mark(rank: LiveRank) -> Text:
 
 
 def _findings(snapshot: Snapshot) -> list[str]:
-    """Returns lines about the three diagnosed problems whose fixes would save the most time."""
+    """Returns a line for each of the three findings whose fixes would save the most time."""
     return [
         f"gain {finding['gain']:.1%}: {finding['headline']}; {finding['do']}"
         for finding in sorted(snapshot.findings, key=lambda finding: -finding["gain"])[:3]
@@ -363,7 +363,7 @@ def _sparkline(values: Sequence[float]) -> str:
     """Draws values as a line of block characters with eight heights from minimum to maximum."""
     if len(values) < 2:
         return ""
-    if len(values) > CURVE:  # keep evenly spaced values
+    if len(values) > CURVE:  # Keep evenly spaced values.
         step = (len(values) - 1) / (CURVE - 1)
         values = [values[round(index * step)] for index in range(CURVE)]
     low = min(values)

@@ -115,7 +115,7 @@ def try_plan(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> _Trial:
-    """Reads the plan, and checks that the requested rank can be tried."""
+    """Reads the plan and checks that the rank in ``options`` can be tried."""
     path: Path = options.try_
     content = load_plan(path)
     flags = plan_flags(content, str(path))
@@ -164,7 +164,7 @@ def _read(options: argparse.Namespace) -> _Trial:
 
 
 def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
-    """Returns the request to the rank's process, with the fields of ``try_rank.TrialRequest``."""
+    """Returns the request for the rank's process, with the fields of ``try_rank.TrialRequest``."""
     model = trial.model
     stages = []
     begin = 0
@@ -185,7 +185,7 @@ def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
 
 
 def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str, Any]]:
-    """Runs the rank in a separate process; returns its measurements and a profile of its layers."""
+    """Runs the rank in a separate process. Returns its measurements and its layers' profile."""
     say(f"running rank {trial.rank} of {trial.world_size} alone for some steps")
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "request.json", Path(folder) / "result.json"
@@ -237,7 +237,7 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
 
 
 def _run_launcher(command: Sequence[str], errors: Path) -> int:
-    """Runs a launcher with its ranks, kills ranks that remain, and returns the exit status.
+    """Runs a launcher with its ranks, kills remaining ranks, and returns the exit status.
 
     Args:
         command: Command of the launcher.
