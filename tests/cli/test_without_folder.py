@@ -30,7 +30,7 @@ LINES = (
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Runs a command line in this process, and returns its status, output and errors."""
+    """Runs the command line ``line`` in this process. Returns its status, output and errors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["megatron.adaptive", *shlex.split(line)])
         status = program.main()
