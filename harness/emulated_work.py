@@ -317,7 +317,7 @@ class EmulatedRank:
         sizes: Sequence[float] | None = None,
         unit: float = 1.0,
     ) -> EmulatedStep:
-        """Runs a step that starts on all ranks at the same time. Collective.
+        """Runs a step that starts on all ranks at once. All ranks must call this together.
 
         Args:
             candidate: Schedule and its settings.

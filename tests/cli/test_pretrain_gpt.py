@@ -56,7 +56,8 @@ def test_a_process_alone_trains(tmp_path: Path) -> None:
     logged = [line for line in lines if " iteration " in line and "lm loss:" in line]
     assert [int(re.search(r"iteration\s+(\d+)/\s*3 ", line)[1]) for line in logged] == [1, 2, 3]  # type: ignore[index]
     assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []  # no output was requested
+    # The run writes no files, because no output was requested.
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.multiprocess

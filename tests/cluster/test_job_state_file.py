@@ -71,7 +71,7 @@ def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) ->
 
 
 def test_steps_of_a_damaged_checkpoint_are_lost_too(tmp_path: Path) -> None:
-    """Checks how many steps are lost if ranks resume from an older checkpoint than expected."""
+    """Checks that lost steps are counted if ranks resume from an older checkpoint."""
     incarnation = Incarnation(
         number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
     )

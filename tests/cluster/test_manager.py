@@ -22,7 +22,7 @@ from .jobs import FLAGS
 
 
 def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
-    """Returns a manager of a job whose first incarnation completed a step, if ``worked``."""
+    """Returns a manager of a job. If ``worked``, the first incarnation has completed a step."""
     flags = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=flags, checkpoints=folder, **more)
     manager = Manager(spec, Chooser())
@@ -138,7 +138,7 @@ def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: P
     assert manager._judge(running) == (None, reason)
     assert nodes["b"].status == "gone"
     alone = ended(2)
-    assert manager._judge(alone) == (2, "")  # In this case, the program itself failed.
+    assert manager._judge(alone) == (2, "")  # The program itself failed in this case.
 
 
 def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)
         manager._members.nodes[name] = node
-    assert chosen() == ["a", "b", "c"]  # At the start, all nodes import their modules.
+    assert chosen() == ["a", "b", "c"]  # All nodes import their modules at the start.
     manager._incarnations.append(ended(0).incarnation)
     assert chosen() == ["b", "c"]
     for node in manager._members.nodes.values():

@@ -159,7 +159,8 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)
         await link.close()
-        for _ in range(2):  # One question is from the agent that exits, and one from a probe.
+        # The question that was pending fails, and so does a question after the loss.
+        for _ in range(2):
             with pytest.raises(ConnectionError, match="a was also lost"):
                 await asked
             asked = asyncio.create_task(members.ask("a", "port", 20.0))

@@ -142,7 +142,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
 
 @pytest.mark.long
 def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) -> None:
-    """Checks copies in memory of stages with and without data-parallel replicas."""
+    """Checks that stages with and without replicas resume from copies in memory."""
     options = {"save_interval": 99999, "state": True, **SHAPED}
     job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
 

@@ -144,8 +144,8 @@ def test_a_real_run(job: Path, tmp_path: Path) -> None:
     assert max(use["gib"]) > 0.1
     traces = report["traces"]
     assert (traces["ranks"], traces["iterations"]) == ([0, 1], [1, 2, 3, 4, 5])
-    # The time that a rank spends on its actions makes up most of the iteration time in the log. If
-    # the system delayed a rank, part of that time may belong to the next iteration.
+    # The time from a rank's first to its last action makes up most of the iteration time in the
+    # log. If the system delayed a rank, part of that time may belong to the next iteration.
     for row in traces["rank_ms"]:
         assert len(row) == 5
         assert min(row) > 0

@@ -67,10 +67,10 @@ _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
-PIPELINE_STATE = "state.values"  # name of the file with the state of the user's objects
-_UNSEALED = 1  # last format version whose manifests have no checksums
-_SUMMED = frozenset({"blocks", "checksum"})  # entries that only manifests with checksums have
-_SHARD = ".distcp"  # suffix of tensor files, whose checksums are compared while reading
+PIPELINE_STATE = "state.values"  # This file contains the state of the user's objects.
+_UNSEALED = 1  # Manifests up to this format version have no checksums.
+_SUMMED = frozenset({"blocks", "checksum"})  # Only manifests with checksums have these entries.
+_SHARD = ".distcp"  # This suffix marks tensor files, whose checksums are compared while reading.
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -90,13 +90,13 @@ class StepFolders:
     """
 
     manifest_name: ClassVar[str]
-    _prefix: ClassVar[str] = "iter_"  # prefix of the subfolders' names
-    _digits: ClassVar[int] = 7  # minimum number of digits in the subfolders' names
+    _prefix: ClassVar[str] = "iter_"  # The names of all subfolders begin with this prefix.
+    _digits: ClassVar[int] = 7  # The names of subfolders contain at least this number of digits.
     # First entries of each manifest: the name of the format, if it has a name, and the newest
     # version that can be read.
     _form: ClassVar[Mapping[str, Any]] = {}
-    _needed = frozenset({"files"})  # names of the entries that each manifest must have
-    _schema: ClassVar[str] = "manifest"  # name of the JSON schema for manifests
+    _needed = frozenset({"files"})  # Each manifest must have these entries.
+    _schema: ClassVar[str] = "manifest"  # This is the name of the JSON schema for manifests.
     _trust = "--trust-checkpoint"
 
     def __init__(self, path: str | Path) -> None:

@@ -46,11 +46,11 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-# By default, the newest checkpoint is kept, and the previous checkpoint until the newest is
+# The newest checkpoint is kept by default, and the previous checkpoint until the newest is
 # complete.
 _KEPT = 2
 _LOOK_S = 10.0
-_END_S = 5.0  # maximum time in seconds to wait for an abandoned upload to stop
+_END_S = 5.0  # An abandoned upload has this many seconds to stop.
 _ROUND_S = 1.0
 
 
@@ -454,7 +454,7 @@ def hold(
 def writing(
     folder: StepFolders, step: int, job: Job, ranks: RankGroup, message: str
 ) -> Iterator[None]:
-    """Creates the folder of ``step`` and removes it if the ``with`` block fails. Collective.
+    """Creates the folder of ``step``, and removes it on failure. All ranks must call this together.
 
     Args:
         folder: Folder of checkpoints.

@@ -28,7 +28,7 @@ from megatron.adaptive.config.input_files import parse_json
 _KIND = "!"
 _ALIGN = 64
 _LINE = 256  # The line is padded to a multiple of this length, so the bytes after it rarely move.
-_LONG = 16  # minimum length of a list of integers that is written as bytes
+_LONG = 16  # Shorter lists of integers are written as JSON.
 _PLAIN = (bool, int, float, str, type(None))
 _ARRAYS = "biufc"  # NumPy kinds (dtype.kind) that contain only numbers, and no Python objects
 _INT64 = range(-(1 << 63), 1 << 63)

@@ -113,7 +113,7 @@ class CheckpointSaver:
                 self._returned = step
             return path
         if self._background is None:
-            # The background thread needs its own process group, because training may communicate
+            # The background thread needs a separate process group, because training may communicate
             # over the existing group at the same time.
             group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
@@ -260,7 +260,7 @@ class CheckpointSaver:
 def load_first_whole(
     steps: Sequence[int], load: Callable[[int], _Result], ranks: RankGroup
 ) -> _Result:
-    """Loads the first undamaged checkpoint. All ranks must call this together.
+    """Loads the first undamaged checkpoint of ``steps``. All ranks must call this together.
 
     Args:
         steps: Steps of the checkpoints to try, in this order. There must be at least one step.

@@ -52,17 +52,20 @@ _PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
-_LENGTHS = struct.Struct("<QQ")  # sizes of head and slot in bytes
-_MARKS = struct.Struct("<QQQ")  # step begun, step done, and size of the extra bytes
-_SENT = struct.Struct("<QQ")  # stored after the marks: step, and checksum of its sent bytes
+_LENGTHS = struct.Struct("<QQ")  # The two numbers are the sizes of the head and of a slot in bytes.
+# The three numbers are the step begun, the step done and the size of the extra bytes.
+_MARKS = struct.Struct("<QQQ")
+# The step and the checksum of its sent bytes are stored after the marks.
+_SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # maximum time in seconds for a buddy to receive a message
-_RUN_S = 30.0  # maximum time in seconds to wait until the buddy's agent has also started its ranks
+_STEP_S = 30.0  # A buddy must receive a message within this time in seconds.
+_RUN_S = 30.0  # The buddy's agent must have started its ranks within this time in seconds.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-_FRAME = struct.Struct("<QQQ")  # step, slot, and size of the extra bytes
-_KEPT = struct.Struct("<Q")  # step
+# The three numbers are the step, the slot and the size of the extra bytes.
+_FRAME = struct.Struct("<QQQ")
+_KEPT = struct.Struct("<Q")  # The number is the step.
 _CREDENTIALS = struct.Struct("3i")
 
 

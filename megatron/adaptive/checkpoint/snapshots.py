@@ -39,7 +39,7 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.profiling.free_memory import available_host_bytes
 
-_SHARE = 0.8  # maximum fraction of the machine's available memory that snapshots may use
+_SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
 _ROOM_BYTES = 1 << 16  # A step's extra bytes may grow, so this space is reserved.

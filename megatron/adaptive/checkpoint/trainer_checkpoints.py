@@ -402,7 +402,7 @@ class Checkpoints:
         return bool(manifest["shape"] == state.mesh_shape(self._config))
 
     def _read(self, reader: CheckpointReader, manifest: Manifest) -> _Content:
-        """Reads the part of a checkpoint that this rank needs. Collective."""
+        """Reads this rank's part of a checkpoint. All ranks must call this together."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common.get(_CONTENT) or {}  # Megatron-LM before 0.14 did not save this metadata.
         weights = state.sharded_model(self._chunks, content)
@@ -437,7 +437,7 @@ class Checkpoints:
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Reads the shards of ``whole`` and adds the common values. Collective.
+        """Reads the shards of ``whole``. All ranks must call this together.
 
         Args:
             whole: State that contains an empty shard for each saved value.

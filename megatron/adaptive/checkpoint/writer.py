@@ -220,7 +220,7 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index entries of parts whose position in a file has changed. Collective."""
+        """Updates the index if parts have moved in their files. All ranks must call this together."""
         is_new = len(written) != len(self._written)
         changed = {
             number: position
@@ -331,7 +331,8 @@ def write_file(
                 with saved.getbuffer() as content:
                     length = write_summed(file, sums, content)
                 places.append(Place(begin, length, begin + heads[form], tensor.nbytes))
-        sync(path)  # flush on this rank, because other nodes cannot flush writes of this node
+        # Flush the file on this rank, because other nodes cannot flush writes of this node.
+        sync(path)
         sync(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None

@@ -285,9 +285,8 @@ def _show(
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
         formats: Default of ``--format``: names of file formats, separated by commas, or ``all``.
-        report: Whether to print the figures.
-        events: Additional view to write, only for the shown replica; ``None`` to write no such
-            view.
+        report: Whether to print the report.
+        events: Additional view to write for the shown replica, or ``None``.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
 The ranks probe each other (``--probe-interval``) and report the nodes that failed. With the policy
 ``exclude``, such a node gets no ranks, unless no layout fits without it. The excluded node is then
-measured alone, at increasing intervals, until it reaches the figures that it missed::
+measured alone, at increasing intervals, until it is as fast as the probe requires::
 
     probe fails ──> excluded ── 5 s ──> measure ── fails, 10 s ──> measure ── passes ──> used again
 

@@ -425,7 +425,7 @@ class RunningRanks:
     def record_fault(
         self, fault: str, deadline_s: float, *, gone: str = "", kill: bool = False
     ) -> None:
-        """Records a failure, and sets the deadline by which the other ranks must have exited.
+        """Records the failure ``fault`` and when the other ranks must have exited.
 
         Args:
             fault: Description of the failure.
@@ -486,7 +486,7 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
 def rank_orders(
     arguments: Sequence[str], places: Sequence[Node], incarnation: int, variables: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the requests to start ranks, by the name of the node that gets them.
+    """Returns the requests to start ranks, by the name of the node that receives them.
 
     Each request contains the environment variables that torchrun would set. It does not contain the
     script, because each node's :class:`NodeWork` defines it.

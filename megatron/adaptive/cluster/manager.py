@@ -286,7 +286,7 @@ class Manager:
     async def _start(
         self, layout: ParallelLayout, nodes: list[Node], reason: str
     ) -> RunningRanks | None:
-        """Starts the ranks of a layout. Returns ``None`` if a node of the layout has just left."""
+        """Starts the ranks of ``layout``. Returns ``None`` if a node of it has just left."""
         planned_ns = time.time_ns()
         places = assign([node for node in nodes if node.status == "present"], layout)
         if len(places) < layout.world_size:

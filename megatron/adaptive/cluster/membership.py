@@ -148,7 +148,7 @@ _SLOTS_AT_MOST = 4096
 def over_ssh(
     host: str, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[list[str], bytes]:
-    """Returns the ssh command that runs Python in the same folder on another machine.
+    """Returns the ssh command that runs Python on the machine ``host`` in the same folder.
 
     The variables are passed on standard input, because they may be secrets and other users can see
     the command line.
