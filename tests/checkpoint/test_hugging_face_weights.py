@@ -1,4 +1,4 @@
-"""Tests import and export of Hugging Face models: logits, gradients, bytes and errors."""
+"""Tests that Hugging Face models are imported and exported correctly, and that errors are named."""
 
 from __future__ import annotations
 

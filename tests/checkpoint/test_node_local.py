@@ -1,4 +1,4 @@
-"""Tests checkpoints on local disks, also after ranks, nodes or disks have failed."""
+"""Tests that checkpoints on local disks are used after ranks, nodes or disks have failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests which ranks copy which state, and how snapshots become a checkpoint."""
+"""Tests which ranks copy which parts of the state, and how snapshots become a checkpoint."""
 
 from __future__ import annotations
 

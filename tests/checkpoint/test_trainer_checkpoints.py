@@ -1,4 +1,4 @@
-"""Tests that runs resume bitwise equally, with other parallel sizes, and after failures."""
+"""Tests that runs resume with bitwise equal results, also with other parallel sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the trainer as a process: its errors, and a run without a launcher."""
+"""Tests the errors of the trainer's process, and that the trainer runs without a launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests ``process_trace.py`` and ``visualize_trace.py`` as programs, next to ``runs/latest``."""
+"""Tests that ``process_trace.py`` and ``visualize_trace.py`` read the run at ``runs/latest``."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests ``profile``: measurements in two processes, and error messages."""
+"""Tests that two processes measure a profile, and tests the error messages of ``profile``."""
 
 from __future__ import annotations
 

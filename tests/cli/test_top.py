@@ -1,4 +1,4 @@
-"""Tests ``job top`` as a program: a single frame, and a terminal."""
+"""Tests that ``job top`` prints a single frame, and that it refreshes the frame on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests ``trace`` on valid and on damaged traces."""
+"""Tests the output and the errors of ``trace`` for valid and for damaged traces."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests ``plan validate`` on traced runs: plans that are read from traces, and error messages."""
+"""Tests that ``plan validate`` reads plans from the traces of runs, and reports errors."""
 
 from __future__ import annotations
 

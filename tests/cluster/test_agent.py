@@ -1,4 +1,4 @@
-"""Tests the agent of a node: version mismatches, and device checks that hang."""
+"""Tests that agents reject other versions, and that device checks may hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a job continues without a node whose packets are dropped, and later with this node."""
+"""Tests that a job continues without a node that is cut off from the network, and takes it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests a job whose checkpoint disk is full temporarily, and then permanently."""
+"""Tests that a job survives a temporarily full disk, and ends if the disk stays full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests layouts that the planner chooses for the available nodes."""
+"""Tests which layouts the planner chooses for the available nodes."""
 
 from __future__ import annotations
 

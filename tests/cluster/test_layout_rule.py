@@ -1,4 +1,4 @@
-"""Tests layouts that the simple rule chooses, and the handling of slow nodes."""
+"""Tests which layouts the simple rule chooses, and how slow nodes are handled."""
 
 from __future__ import annotations
 

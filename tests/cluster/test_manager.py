@@ -1,4 +1,4 @@
-"""Tests decisions after an incarnation, and nodes that manage or join a job."""
+"""Tests how a manager reacts when ranks exit, and how nodes change managers."""
 
 from __future__ import annotations
 

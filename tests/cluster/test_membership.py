@@ -1,4 +1,4 @@
-"""Tests the machines file, and nodes that join a manager by themselves."""
+"""Tests how the machines file is read, and how nodes join a manager by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the process that forks the ranks of a node."""
+"""Tests that the process that forks a node's ranks handles signals and time limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the HTML report of a job: of a real run with two processes, and of synthetic runs."""
+"""Tests the HTML report of a job for a real run with two processes and for synthetic runs."""
 
 from __future__ import annotations
 

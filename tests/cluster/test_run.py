@@ -1,4 +1,4 @@
-"""Tests error messages of the command, and nodes that join by themselves."""
+"""Tests the error messages of ``train elastic``, and nodes that join by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests which layouts are planned for a measured module on the available nodes."""
+"""Tests which layouts are planned for a measured model on the available nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests job status: progress, errors, differences from the request, and detection of stalls."""
+"""Tests that ``job status`` shows progress, errors, changed settings and stalls."""
 
 from __future__ import annotations
 

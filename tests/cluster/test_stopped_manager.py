@@ -1,4 +1,4 @@
-"""Tests jobs whose manager is stopped (SIGSTOP) for a while, during which nodes may fail."""
+"""Tests that jobs continue if their manager is stopped (SIGSTOP) for a while."""
 
 from __future__ import annotations
 

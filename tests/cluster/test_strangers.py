@@ -1,4 +1,4 @@
-"""Tests that strangers do not affect jobs, and that nodes accept only allowed orders."""
+"""Tests that unknown programs do not affect jobs, and that nodes accept only allowed requests."""
 
 from __future__ import annotations
 

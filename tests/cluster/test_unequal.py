@@ -1,4 +1,4 @@
-"""Tests jobs on machines with different speeds: the planner's layouts, and slow nodes."""
+"""Tests that jobs on machines with different speeds get suitable layouts."""
 
 from __future__ import annotations
 

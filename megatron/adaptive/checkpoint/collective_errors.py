@@ -42,7 +42,7 @@ _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
 
 class RankGroup:
-    """Runs actions on all ranks; if one rank fails, all ranks raise the same error.
+    """Runs actions on all ranks. If an action fails on any rank, all ranks raise the same error.
 
     All ranks must call each method together. Each method raises PeerLostError if another rank has
     exited.

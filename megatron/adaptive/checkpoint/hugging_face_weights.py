@@ -369,8 +369,8 @@ def _add(
         tensors: Shape and sources of each core tensor, by name. Entries are added.
         module: Name of the module in its layer.
         size: Size of the module's weight.
-        sources: Names of the Hugging Face modules that make up the module: one for each block, or
-            one for all blocks.
+        sources: Names of the Hugging Face modules that make up the module. There is either one name
+            for each block or a single name for all blocks.
         family: Family of the model, which defines how Hugging Face stores the model's matrices.
         saved: Name of the module in a checkpoint.
     """

@@ -78,7 +78,7 @@ _RESHARDABLE = "fully_reshardable"
 def make_manifest(
     path: Path, files: Mapping[str, int], common: Mapping[str, Any], config: TrainerConfig
 ) -> Manifest:
-    """Builds the manifest for a checkpoint of Megatron-LM, which has no manifest.
+    """Builds the manifest that a checkpoint written by Megatron-LM lacks.
 
     Args:
         path: Path of the checkpoint.

@@ -416,7 +416,7 @@ def make_snapshots(
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """State and node of one rank, as input of :func:`make_plan`.
+    """Describes the state and the node of one rank, for :func:`make_plan`.
 
     Attributes:
         node: Name of the rank's node.

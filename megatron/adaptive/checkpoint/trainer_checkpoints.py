@@ -785,7 +785,7 @@ def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
 def _same_vocabulary(
     saved: TrainerConfig, saved_rows: int, config: TrainerConfig, rows: int
 ) -> bool:
-    """Returns whether two embeddings can have the same vocabulary, apart from padding rows.
+    """Returns whether two embeddings may have the same vocabulary and differ only in padding.
 
     The number of padding rows may change with the tensor parallel size.
     """

@@ -220,7 +220,7 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index if parts have moved in their files. All ranks must call this together."""
+        """Updates the index if parts have moved in their files. All ranks must call this."""
         is_new = len(written) != len(self._written)
         changed = {
             number: position

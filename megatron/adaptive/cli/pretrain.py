@@ -115,7 +115,7 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds a chunk of a GPT model, because megatron-core 0.17 and 0.18 cannot do so."""
+    """Builds a chunk of a GPT model. megatron-core 0.17 and 0.18 have no such function."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args

@@ -332,7 +332,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the cause that accounts for most of the waiting time, and its share of the step."""
+    """Returns the cause with the longest total wait, and which share of the step it takes."""
     cause = max(waits, key=lambda cause: waits[cause], default="")
     if waits.get(cause, 0.0) < 0.005:
         return Text()

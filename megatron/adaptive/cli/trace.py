@@ -94,7 +94,7 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Draws the actions of one iteration in the order in which they were executed.
+    """Draws the actions that ran in one iteration, and writes them to a table.
 
     The script ``visualize_trace.py`` also uses this function. It returns 0, and raises expected
     errors as ``AdaptiveError``.
