@@ -41,7 +41,7 @@ def number_of(tensor: torch.Tensor) -> int:
 
 
 def seconds_of(work: Workload) -> Seconds:
-    """Returns the durations of a step's actions in seconds."""
+    """Returns the durations of the actions in ``work``, in seconds."""
     return dict(zip(ActionKind, (work.durations_ps / PS_PER_S).tolist(), strict=True))
 
 
@@ -144,7 +144,7 @@ class RankWork:
         return self.input_gradient(stage, microbatch, gradient)
 
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Checks the gradient of a stage's output, and waits until it would have arrived.
+        """Checks ``gradient``, and waits until it would have arrived.
 
         Raises:
             WorkError: The gradient belongs to a different stage or microbatch.
@@ -159,7 +159,7 @@ class RankWork:
         return self._stamped(output)
 
     def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
-        """Runs a fraction of the backward pass for weights.
+        """Runs ``fraction`` of the backward pass for weights.
 
         If the previous action was a part of the same pass, this part starts at the planned end of
         the previous part. Otherwise the delay of each sleep would add up, although it is not work.
@@ -271,7 +271,7 @@ class EmulatedStages(IdleStages):
         return result if stage else None
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps for one of the equal parts of the backward pass for weights (W)."""
+        """Sleeps for one of ``pieces`` equal parts of the backward pass for weights (W)."""
         self._work.weights(self._stages[chunk], microbatch, 1 / pieces)
 
 

@@ -210,7 +210,7 @@ class CompetingRank(TrainingRank):
         self._run.optimizer.zero_grad()
 
     def step_s(self, name: str) -> float:
-        """Returns how many seconds a step of a competitor takes, including the update."""
+        """Returns how many seconds a step of ``name`` takes, including the optimizer's update."""
         microbatches = self.read()
         self.prepare(name)
 

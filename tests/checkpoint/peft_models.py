@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[str, Any]] = {
 
 
 def make(folder: Path, family: str, targets: Any) -> None:
-    """Writes a model, its adapters, and the results of training them with PEFT."""
+    """Writes a model, its adapters, and the results of training them to ``folder``."""
     further = {"num_nextn_predict_layers": 1} if folder.name == PREDICTING else {}
     tiny_models.make(folder, family, **further)
     torch.manual_seed(1)

@@ -44,7 +44,7 @@ def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
 
 @pytest.fixture
 def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
-    """Returns a folder with a checkpoint of iteration 2."""
+    """Saves a checkpoint of iteration 2, and returns its folder."""
     run = make(save=tmp_path / "saved")
     run.step(2)
     run.checkpoints.save(worker.progress(2))
@@ -157,7 +157,7 @@ class Evil:
 
 
 def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = None) -> Path:
-    """Saves a checkpoint as Megatron-LM's trainer does, and returns its path."""
+    """Saves ``run`` as Megatron-LM's trainer would, and returns the checkpoint's path."""
     config, path = run.config, folder / f"iter_{iteration:07d}"
     samples = iteration * config.batch.global_batch_size
     rows = unwrap_model(run.chunks[0]).vocab_size

@@ -129,7 +129,7 @@ def draw_words(draw: random.Random) -> list[str]:
 
 
 def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Runs a subcommand in this process and returns its status and error output."""
+    """Runs a subcommand with ``arguments``, and returns its status and error output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["megatron.adaptive", *arguments])
         try:

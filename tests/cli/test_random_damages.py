@@ -112,7 +112,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def _lease(folder: Path) -> Any:
-    """Returns whether the lease counts as abandoned, in which case other jobs may take it."""
+    """Returns whether other jobs may take the lease because its owner has exited."""
     lease = folder_lease.Lease(folder / "claimed")
     lease.taken(1)
     return folder_lease._is_gone(lease._facts(1))

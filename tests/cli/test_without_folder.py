@@ -44,7 +44,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_run(folder: Path, changed_s: float) -> None:
-    """Writes a run with all files that the programs read, and sets their modification times."""
+    """Writes a run with all files that the programs read, last changed at ``changed_s``."""
     write_synthetic(folder / "traces", SMALL)
     (folder / "node-1.out").touch()
     checkpoints = CheckpointFolder(folder / "checkpoints")

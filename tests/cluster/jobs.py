@@ -77,7 +77,7 @@ class JobFolder:
         return lines
 
     def steps(self, incarnation: int) -> list[int]:
-        """Returns the iterations that the incarnation with this number completed."""
+        """Returns the iterations that incarnation number ``incarnation`` completed."""
         return [
             line["iteration"]
             for line in self.lines()

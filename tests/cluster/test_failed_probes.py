@@ -84,7 +84,7 @@ TEXT = "rank 2 on node c: matrix product: 1 GFLOP/s, the others' median 9 GFLOP/
 
 
 def handle(policy: ProbePolicy, names: str, failed: str, *more: str) -> tuple[str, list[str]]:
-    """Returns the reason to change the layout and the nodes of the new layout."""
+    """Returns the reason to change the layout after ``failed`` nodes, and the nodes used then."""
 
     async def run() -> tuple[str, list[str]]:
         nodes = [Node(name=name, slots=1, status="present") for name in names]

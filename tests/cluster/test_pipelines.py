@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    """Returns the reports of all ranks, ordered by incarnation and step."""
+    """Returns the reports of all ranks in ``folder``, ordered by incarnation and step."""
     reports = []
     for path in (folder / "told").glob("epoch-*.jsonl"):
         _, incarnation, rank = path.stem.split("-")
@@ -70,7 +70,7 @@ def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
 
 
 def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]]:
-    """Runs the same script in a single process, and returns its reports."""
+    """Runs ``steps`` steps of the script in a single process, and returns its reports."""
     (folder / "alone").mkdir()
     (folder / "alone" / "told").mkdir()
     arguments = [str(steps), str(SIZE), str(folder / "alone" / "told"), json.dumps(options)]

@@ -418,7 +418,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
 
 
 def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
-    """Returns the adapters of a checkpoint as Hugging Face tensors.
+    """Returns the adapters in the checkpoint ``exported`` as Hugging Face tensors.
 
     Raises:
         CheckpointError: If there are no adapters, or their shapes do not match the model.

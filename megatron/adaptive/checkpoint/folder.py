@@ -155,7 +155,7 @@ class StepFolders:
         return False
 
     def begin(self, step: int) -> Path:
-        """Calls :meth:`clear` to clean up after crashed runs, and creates a step's partial folder.
+        """Creates the partial folder of ``step``, after cleaning up with :meth:`clear`.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -392,7 +392,7 @@ class StepFolders:
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
-        """Returns the error to raise for a subfolder without a manifest."""
+        """Returns the error to raise because the subfolder ``path`` has no manifest."""
         return DamagedCheckpointError(
             f"{path} is incomplete ({self.manifest_name} is missing); {remedy}"
         )
@@ -407,7 +407,7 @@ class StepFolders:
             self.lease.require()
 
     def _discard(self, path: Path) -> None:
-        """Removes a file or folder that another process may still be writing to.
+        """Removes the file or folder ``path``, to which another process may still be writing.
 
         A folder is renamed first, so that the other process cannot rename it to its final name.
         Errors while removing the folder's files are ignored.
@@ -619,7 +619,7 @@ class CheckpointFolder(StepFolders):
         return super()._lacks_manifest(path, remedy)
 
     def _is_megatrons(self, path: Path) -> bool:
-        """Returns whether a folder is a Megatron-LM checkpoint in the torch_dist format."""
+        """Returns whether ``path`` is a checkpoint of Megatron-LM in the torch_dist format."""
         has = {name: (path / name).exists() for name in (self.manifest_name, INDEX, _CORE_METADATA)}
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 

@@ -84,7 +84,7 @@ def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """Returns a run's parallel sizes and its number of chunks per pipeline rank, by name."""
+    """Returns the parallel sizes and the number of chunks per pipeline rank, by name."""
     parallel = config.parallel
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
@@ -281,7 +281,7 @@ def _state_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Returns whether the optimizer's state is sharded over data-parallel ranks."""
+    """Returns whether the state of ``optimizer`` is sharded over data-parallel ranks."""
     return isinstance(_leaves(optimizer)[0], DistributedOptimizer)
 
 
@@ -314,7 +314,7 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Returns whether the optimizer has parameters on this rank (an empty stage has none)."""
+    """Returns whether ``optimizer`` has parameters on this rank (an empty stage has none)."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
@@ -409,7 +409,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
 
 
 def _leaves(optimizer: Any) -> list[Any]:
-    """Returns the optimizers in megatron-core's chain.
+    """Returns the list of optimizers in the chain ``optimizer`` of megatron-core.
 
     Without expert parallelism and muon, there is one optimizer. With expert parallelism, a second
     optimizer follows, for the experts. With muon, a second optimizer follows, for all weights that
@@ -436,7 +436,7 @@ def _is_torch_adam(leaf: Any) -> bool:
 
 
 def fill_state(leaf: Any) -> None:
-    """Creates the state of each parameter, which the optimizer's first step would create.
+    """Creates the state of each parameter of ``leaf``, as the first step would.
 
     A checkpoint then has the same entries before and after the first step. With float16, the first
     step may be skipped for a dozen iterations because gradients overflow.
@@ -458,7 +458,7 @@ def fill_state(leaf: Any) -> None:
 
 
 def _move_step_to_groups(state: dict[str, Any]) -> None:
-    """Stores the step count in the parameter groups, where each implementation of Adam reads it."""
+    """Moves the step count in ``state`` to the parameter groups, where Adam reads it."""
     inner = state.get("optimizer", state)
     groups = inner["param_groups"]
     common = inner.get("state", {}).pop("common_step", None)
@@ -468,7 +468,7 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
 
 
 def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-    """Copies the second optimizer's step count to muon's groups, as muon does not count."""
+    """Copies the step count from ``scalars`` to ``muon``, because muon does not count steps."""
     for group in muon.get("optimizer", muon)["param_groups"]:
         group["step"] = _steps_of(scalars)
 
@@ -545,7 +545,7 @@ def _constant_decay(state: Mapping[str, Any]) -> bool:
 
 
 def sharded_rng(config: TrainerConfig) -> ShardedObject:
-    """Returns this rank's random states, which a run with the same parallel sizes can load."""
+    """Returns the random states of this rank, for runs with the same parallel sizes."""
     shape, position = _mesh_position(config)
     state = {
         "python": random.getstate(),
@@ -558,7 +558,7 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
 
 
 def load_rng(state: Mapping[str, Any]) -> None:
-    """Sets the random states of this rank.
+    """Sets the random states of this rank to ``state``.
 
     If the states were saved on a different type of device, logs a warning and keeps the device's
     current state, because CPU and GPU generators cannot use each other's states.

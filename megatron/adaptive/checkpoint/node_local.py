@@ -246,7 +246,7 @@ class LocalDisk:
     def _write(
         self, step: int, state: TakenState, save_id: str, ranks: RankGroup
     ) -> tuple[Stored, list[list[str]]]:
-        """Writes a checkpoint to the local disks.
+        """Writes the checkpoint of ``step`` to the local disks.
 
         Returns:
             Manifest of the checkpoint, and names of the files that each rank will upload.
@@ -309,7 +309,7 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Waits until the running upload stops, whether it succeeds or fails.
+        """Waits until the running upload succeeds or fails.
 
         Raises:
             CheckpointError: If the upload does not stop in time.
@@ -655,6 +655,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Copies blocks for about a second, and returns whether there may be more blocks to copy."""
+    """Copies blocks for about a second. Returns whether there may be more blocks to copy."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -152,7 +152,7 @@ def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
-    """Opens a snapshot file through the file descriptor of the process that has it open."""
+    """Opens the snapshot file of ``part``, using the file descriptor of its process."""
     try:
         return SnapshotFile(os.open(part["file"], os.O_RDWR))
     except OSError as error:

@@ -75,7 +75,7 @@ class SnapshotSettings:
 
     @classmethod
     def read(cls, text: str) -> SnapshotSettings:
-        """Parses the settings from JSON, which the agent passes in an environment variable."""
+        """Parses the settings from ``text``, a JSON object in an environment variable."""
         return cls(**parse_json(text))
 
 

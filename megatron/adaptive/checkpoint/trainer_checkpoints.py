@@ -210,7 +210,7 @@ class Checkpoints:
         return parts
 
     def manifest(self, progress: Progress) -> Manifest:
-        """Returns the manifest for a checkpoint of the current state."""
+        """Returns the manifest for a checkpoint of the current state, with ``progress``."""
         return {
             "progress": dataclasses.asdict(progress),
             "config": self._config_dict,
@@ -508,7 +508,7 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the shards that the checkpoint contains. State for 8-bit data types may be missing.
+    """Returns those of ``shards`` that exist. State for 8-bit data types may be missing.
 
     Raises:
         CheckpointError: If any other shard is missing.
@@ -708,7 +708,7 @@ def require_same_model(
 
 
 def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state in a checkpoint matches the run's optimizer.
+    """Checks that the optimizer state described by ``manifest`` matches the run's optimizer.
 
     Raises:
         CheckpointError: If there is no optimizer state, or it belongs to a different type of

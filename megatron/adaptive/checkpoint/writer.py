@@ -361,14 +361,14 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in host memory, in a storage that contains only this tensor."""
+    """Returns ``tensor`` in host memory, in a storage that contains only this tensor."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 
 def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor that uses a buffer's memory, starting at an offset in bytes."""
+    """Returns a tensor that uses ``memory``, starting ``offset`` bytes after its begin."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)

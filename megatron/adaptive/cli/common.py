@@ -84,7 +84,7 @@ def expected(error: Exception) -> AdaptiveError | None:
 
 
 def _lost_peer(error: Exception) -> AdaptiveError | None:
-    """Converts a library's error about a broken connection between ranks.
+    """Converts a library's error about a broken connection to an error about a lost rank.
 
     Until a rank watches its peers, this error is the only sign that another rank has exited.
     """
@@ -97,7 +97,7 @@ def _lost_peer(error: Exception) -> AdaptiveError | None:
 
 
 def end_at_once(number: int, frame: object) -> None:
-    """Handles a signal: prints one line and exits immediately, without cleaning up."""
+    """Handles the signal ``number`` by printing a line and exiting without cleaning up."""
     name = signal.Signals(number).name
     text = _STOPPED if number == signal.SIGINT else f"stopped by signal {name}"
     with contextlib.suppress(OSError):  # Writing fails if the terminal is closed.

@@ -245,7 +245,7 @@ def _check_trainer(options: Any) -> None:
 
 
 def _report(error: Any) -> int:
-    """Prints which rank failed first, and returns the exit status of the whole job."""
+    """Prints which rank failed first, and returns the exit status of the job."""
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
     if code == EXIT_EXPECTED_ERROR or has_left_reason(failure):

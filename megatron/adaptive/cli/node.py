@@ -574,7 +574,7 @@ async def _join(master: _MasterAddress, hello: _Hello, waiting: _Waiting) -> dic
 
 
 def _check_answer(answer: dict[str, Any]) -> None:
-    """Checks that a master's answer is well-formed, and that the job's name is not a path."""
+    """Checks that ``answer`` is well-formed, and that its job name is not a path."""
     processes = answer.get("processes")
     port = answer.get("port")
     rank = answer.get("node_rank")
@@ -659,7 +659,7 @@ def _check_alone(logs: Path) -> None:
 
 
 def _new_job(logs: Path) -> str:
-    """Creates the folder of a new job, and returns the job's name.
+    """Creates the folder of a new job in ``logs``, and returns the job's name.
 
     Appends a number if the name is taken, because pods often have the same start time and process
     ID.
@@ -705,7 +705,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Keeps a file with the master's address during the block, so that workers can find it."""
+    """Keeps the file ``path`` with the master's address during the block, for the workers."""
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)
     write_private(path, text)

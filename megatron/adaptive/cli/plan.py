@@ -342,7 +342,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
-    """Finds the Pareto front of plans for parts of the cluster; writes files and prints a table."""
+    """Finds the Pareto front of plans for parts of the cluster. Writes files and a table."""
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     show(table(rows, inputs, options.tokens))

@@ -136,7 +136,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the name of the node on which each rank last ran, ordered by rank."""
+    """Returns the names of the nodes on which the ranks last ran, ordered by rank."""
     latest: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
@@ -212,7 +212,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns a node's resource use over time, with a list per quantity. May be empty."""
+    """Returns the resource use over time in the file ``path``, with a list per quantity."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]

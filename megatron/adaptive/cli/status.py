@@ -430,7 +430,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
 
 
 def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ...]:
-    """Summarizes each node that has files in a job's log folder."""
+    """Returns a summary of each node that has files in the job's log folder ``folder``."""
     names = node_names(folder)
     ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
     nodes = [_node(folder, name, *ends[name]) for name in names]

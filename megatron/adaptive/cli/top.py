@@ -282,7 +282,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
 
 
 def _word(rank: LiveRank) -> str:
-    """Describes a rank's current activity in one or two words."""
+    """Returns one or two words that describe the current activity of ``rank``."""
     now = rank.now
     if rank.header is None:
         return "unreadable" if rank.problem else "not started"
@@ -360,7 +360,7 @@ def _notes(snapshot: Snapshot) -> list[str]:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """Draws values as a line of block characters with eight heights from minimum to maximum."""
+    """Draws ``values`` as a line of block characters with eight different heights."""
     if len(values) < 2:
         return ""
     if len(values) > CURVE:  # Keep evenly spaced values.

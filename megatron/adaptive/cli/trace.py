@@ -511,7 +511,7 @@ def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
 
 
 def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
-    """Returns a table of the longest kernels as lines of text.
+    """Returns a table of the longest kernels in ``iteration`` as lines of text.
 
     If kernels were only recorded in other iterations, returns a line that lists those iterations.
     If no kernels were recorded, returns no lines.
@@ -541,7 +541,7 @@ def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
 
 
 def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[str]:
-    """Returns a table of the kinds of collectives as lines of text; empty without collectives."""
+    """Returns a table of collectives as lines of text, or no lines without collectives."""
     if not figures:
         return []
     rows = [_COLLECTIVE_COLUMNS]
@@ -563,7 +563,7 @@ def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[
 
 
 def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
-    """Returns a table of the layers as lines of text; empty if no layers were traced."""
+    """Returns a table of layers as lines of text, or no lines if layers were not traced."""
     if not figures:
         return []
     rows = [_LAYER_COLUMNS]
@@ -599,7 +599,7 @@ def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
 
 
 def _extremes(values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the minimum and the maximum, or a single value if they are equal."""
+    """Returns the minimum and the maximum of ``values``, or one value if they are equal."""
     return tuple(dict.fromkeys((min(values), max(values))))
 
 
@@ -662,7 +662,7 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns the cells of the table of ranks, row by row. The first row contains the headings."""
+    """Returns the cells of the table of ``ranks``, row by row, with the headings first."""
     show_bytes = any(rank["peak_in_flight_bytes"] for rank in ranks)
     head = ["", "actions", "busy ms", "wait ms", "bubble"]
     table = [[*head, *(f"{kind} ms" for kind in kinds), "peak in flight"]]

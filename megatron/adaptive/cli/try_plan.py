@@ -269,7 +269,7 @@ def _run_launcher(command: Sequence[str], errors: Path) -> int:
 
 
 def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -> str:
-    """Formats the planned and the measured values of the rank as a table."""
+    """Returns a table of the rank's planned and measured values as text."""
     prediction = trial.content.get("prediction", {})
     memories = prediction.get("memory_bytes", [])
     planned_memory = f"{memories[trial.pp_rank] / 1e9:.2f} GB" if memories else "-"

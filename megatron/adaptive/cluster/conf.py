@@ -138,7 +138,7 @@ SETTINGS["SEQUENCE_SLICES"] = replace(SETTINGS["SEQUENCE_SLICES"], reader=_slice
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
-    """Rejects unknown names that begin with a capital letter. Users may choose all other names.
+    """Rejects unknown names that begin with a capital letter. Other names are up to the user.
 
     Raises:
         ConfigError: A name is unknown. The message suggests the most similar variable.

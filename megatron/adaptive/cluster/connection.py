@@ -96,7 +96,7 @@ class Connection:
         return str(self._writer.get_extra_info("sockname", ("",))[0])
 
     def send(self, kind: str, **values: Any) -> None:
-        """Sends a message, or drops it without an error if the connection is closed.
+        """Sends a message of the kind ``kind``, or drops it if the connection is closed.
 
         :meth:`receive` reports that the connection is closed.
         """

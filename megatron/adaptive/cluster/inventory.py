@@ -119,7 +119,7 @@ def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) ->
 
 
 def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
-    """Returns the RDMA ports of this node. The list is empty if the node has no RDMA device."""
+    """Returns the RDMA ports of this node, or an empty list if it has no RDMA device."""
     ports = []
     for port in sorted(root.glob("*/ports/*")):
         if not port.name.isdigit():

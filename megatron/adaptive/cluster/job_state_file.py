@@ -306,7 +306,7 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> int:
-        """Reads the state that an earlier manager wrote, and adds its history to all later writes.
+        """Reads the state of an earlier manager, and adds its history to all later writes.
 
         Returns:
             Number of machines that were present under that manager; 0 if there was no manager.

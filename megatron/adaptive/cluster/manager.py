@@ -507,7 +507,7 @@ class Manager:
         return None, lost or running.fault
 
     async def _apply_all(self, until_s: float | None) -> None:
-        """Waits for the next event, and then applies all events in the queue.
+        """Waits for the next event, and then applies all events that are in the queue.
 
         If several nodes have joined, all of them are considered in a single choice of layout.
         """

@@ -206,7 +206,7 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Increases the predicted step time of a planned layout, because a node is slow."""
+    """Increases the layout's predicted step time, because the node ``name`` is slow."""
     layout = running.layout
     nodes = running.where.values()
     if layout.step_s is None:
