@@ -36,17 +36,17 @@ class WorkError(Exception):
 
 
 def number_of(tensor: torch.Tensor) -> int:
-    """Returns the index of the microbatch that a message belongs to."""
+    """Returns the index of the microbatch to which the message ``tensor`` belongs."""
     return int(tensor.detach().numpy().item(0))
 
 
 def seconds_of(work: Workload) -> Seconds:
-    """Returns the durations of a step's actions, in seconds."""
+    """Returns the durations of the actions in ``work``, in seconds."""
     return dict(zip(ActionKind, (work.durations_ps / PS_PER_S).tolist(), strict=True))
 
 
 class Span(NamedTuple):
-    """An action that ran, or a part of an action, with its ``time.monotonic`` times."""
+    """An action or a part of an action that ran, with its ``time.monotonic`` times."""
 
     kind: ActionKind
     stage: int
@@ -57,14 +57,14 @@ class Span(NamedTuple):
 
 
 class RankWork:
-    """Stages of one rank during one step. Each step needs a new object.
+    """Runs the stages of one rank during one step. Each step needs a new object.
 
     Args:
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
         seconds: Durations of all actions, ``[kind][stage][microbatch]``.
         sleeper: Object that makes this rank sleep.
-        delay_s: Function that returns the seconds that a message between two ranks takes; a stage
+        delay_s: Function that returns how many seconds a message between two ranks takes. A stage
             does not start before its input would have arrived. A runtime that has already chosen
             the action waits only for this input, as with a slow link. ``None`` if the transport
             itself delays messages.
@@ -89,7 +89,7 @@ class RankWork:
         self._stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
         self._unit = 1 / placement.num_chunks
         self._held = 0.0
-        self._due_s = 0.0  # planned end of the last action
+        self._due_s = 0.0  # The last action should end at this time.
         self._seconds = seconds
         self._delays: dict[tuple[ActionKind, int], float] = {}
         if delay_s is None:
@@ -100,11 +100,12 @@ class RankWork:
                     self._delays[kind, stage] = delay_s(placement.locate(sender)[0], rank)
 
     def forward(self, stage: int, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
-        """Runs a forward pass, and returns a tensor for the next stage, shaped like ``received``.
+        """Runs a forward pass and returns a tensor for the next stage, shaped like ``received``.
 
         Args:
             stage: Index of a stage of this rank.
-            received: Output of the previous stage. On the first stage: its data or ``None``.
+            received: Output of the previous stage. On the first stage, it is the stage's data or
+                ``None``.
             microbatch: Index of the microbatch.
 
         Raises:
@@ -143,7 +144,7 @@ class RankWork:
         return self.input_gradient(stage, microbatch, gradient)
 
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Checks the gradient of a stage's output, and waits until it would have arrived.
+        """Checks ``gradient``, and waits until it would have arrived.
 
         Raises:
             WorkError: The gradient belongs to a different stage or microbatch.
@@ -151,14 +152,14 @@ class RankWork:
         self._take(ActionKind.B, stage, microbatch, gradient, time.monotonic())
 
     def input_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Runs the backward pass for inputs after ``take_gradient``, and returns their gradient."""
+        """Runs the backward pass for inputs after ``take_gradient``. Returns their gradient."""
         start = time.monotonic()
         output = self._added(gradient, stage)
         self._spend(ActionKind.B, stage, microbatch, start)
         return self._stamped(output)
 
     def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
-        """Runs a fraction of the backward pass for weights.
+        """Runs ``fraction`` of the backward pass for weights.
 
         If the previous action was a part of the same pass, this part starts at the planned end of
         the previous part. Otherwise the delay of each sleep would add up, although it is not work.
@@ -173,13 +174,13 @@ class RankWork:
 
     @staticmethod
     def fresh(microbatch: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the first forward or backward pass of a microbatch."""
+        """Returns the input of the first forward or backward pass of ``microbatch``."""
         tensor = torch.zeros_like(like)
         tensor.view(-1)[0] = microbatch
         return tensor
 
     def check_complete(self) -> None:
-        """Checks that each action ran once, and that its parts add up to a whole action.
+        """Checks that each action ran exactly once, possibly in several parts.
 
         Raises:
             WorkError: An action did not run, ran more than once or ran only in part.
@@ -203,7 +204,7 @@ class RankWork:
     def _take(
         self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
     ) -> float:
-        """Waits until an input would have arrived and checks it; returns the start time."""
+        """Waits until an input would have arrived, and checks it. Returns the start time."""
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
         # Earlier stages have added to the sum of a forward message, later stages to the sum of a
         # backward message.
@@ -224,7 +225,7 @@ class RankWork:
     def _spend(
         self, kind: ActionKind, stage: int, microbatch: int, start_s: float, fraction: float = 1.0
     ) -> None:
-        """Sleeps until the end of the action, which started at ``start_s``."""
+        """Sleeps until the end of an action that started at ``start_s``."""
         self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
         self._sleeper.until(self._due_s)
         end_s = time.monotonic()
@@ -243,7 +244,7 @@ class RankWork:
 
 
 class EmulatedStages(IdleStages):
-    """Model chunks whose actions sleep as :class:`RankWork` specifies.
+    """Model chunks whose actions sleep for the durations that :class:`RankWork` defines.
 
     Args:
         work: Emulated work of this rank in the step.
@@ -270,12 +271,12 @@ class EmulatedStages(IdleStages):
         return result if stage else None
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps for one of the equal parts of the backward pass for weights (W)."""
+        """Sleeps for one of ``pieces`` equal parts of the backward pass for weights (W)."""
         self._work.weights(self._stages[chunk], microbatch, 1 / pieces)
 
 
 class EmulatedStep(NamedTuple):
-    """Measurements of a step.
+    """Holds the measurements of a step.
 
     Attributes:
         seconds: Duration of the step, which is the same on all ranks.
@@ -316,7 +317,7 @@ class EmulatedRank:
         sizes: Sequence[float] | None = None,
         unit: float = 1.0,
     ) -> EmulatedStep:
-        """Runs a step that starts on all ranks at the same time. All ranks must call this together.
+        """Runs a step that starts on all ranks at once. All ranks must call this together.
 
         Args:
             candidate: Schedule and its settings.

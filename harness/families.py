@@ -15,7 +15,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the PIDs of a process's children, or an empty list if the process has exited.
+    """Returns the PIDs of the children of ``pid``, or an empty list if it has exited.
 
     Callers poll this function often, and each call of ``psutil`` would read the state of every
     process on the machine.
@@ -29,7 +29,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Returns the PIDs of all descendants of a process; parents come before their children."""
+    """Returns the PIDs of all descendants of ``pid``. Parents come before their children."""
     family = children_of(pid)
     for member in family:
         family += children_of(member)
@@ -45,13 +45,14 @@ def ending_all() -> Iterator[None]:
     descendants of this process when the signal arrived are killed. Until then, further signals are
     ignored.
 
-    Python handles signals only in the main thread; in other threads this context manager does
+    Python handles signals only in the main thread. In other threads, this context manager does
     nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    import psutil  # not at the top, because the GPU check also starts on machines without it
+    # This import is here because the GPU check also starts on machines without psutil.
+    import psutil
 
     family: list[psutil.Process] = []
     stopped_by = 0

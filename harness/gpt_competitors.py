@@ -61,11 +61,11 @@ class CompetingRank(TrainingRank):
         self._functions = {name: self.function_of(name) for name in job.competitors}
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs the competitors alternately, and compares their results.
+        """Runs the competitors alternately and compares their results.
 
         Returns:
-            ``times``: list of seconds per round for each competitor, with ``None`` for rounds in
-            which it did not run. ``differences``: the result of :meth:`compare`.
+            ``times`` lists the seconds of each round for each competitor, with ``None`` for rounds
+            in which the competitor did not run. ``differences`` is the result of :meth:`compare`.
         """
         times: dict[str, list[float | None]] = {name: [] for name in self._functions}
         for index in range(-WARMUPS, rounds):
@@ -75,7 +75,7 @@ class CompetingRank(TrainingRank):
         return {"times": times, "differences": self.compare()}
 
     def order_of(self, index: int) -> list[str]:
-        """Returns the competitors that run in a round, in order.
+        """Returns the names of the competitors that run in round ``index``, in order.
 
         Args:
             index: Index of the round; negative for a warm-up round.
@@ -83,7 +83,7 @@ class CompetingRank(TrainingRank):
         return rotated(list(self._functions), index)
 
     def compare(self) -> dict[str, dict[str, float]]:
-        """Compares all competitors on equal weights. All ranks must call this together.
+        """Compares all competitors with the same weights. All ranks must call this together.
 
         Returns:
             ``loss`` and ``gradient`` of each competitor, compared with the first competitor.
@@ -134,13 +134,13 @@ class CompetingRank(TrainingRank):
         return None if microbatches is None else list(microbatches)
 
     def function_of(self, name: str) -> Function:
-        """Returns the function that runs one step of a competitor."""
+        """Returns the function that runs one step of the competitor ``name``."""
         if name == "megatron":
             return self.fed(self._run.forward_backward)
         return self.fed(self.engine_of(name))
 
     def fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
-        """Returns a function that takes only the microbatches as an argument.
+        """Returns a function that runs ``forward_backward`` and takes only the microbatches.
 
         Args:
             forward_backward: Function with the signature of megatron-core's schedule functions.
@@ -164,7 +164,7 @@ class CompetingRank(TrainingRank):
         return run
 
     def engine_of(self, schedule: str, **transport: Any) -> Callable[..., list[Any]]:
-        """Returns this project's engine for a schedule, with its own channels.
+        """Returns this project's engine for ``schedule``, with separate channels.
 
         Args:
             schedule: Name of the schedule.
@@ -202,7 +202,7 @@ class CompetingRank(TrainingRank):
         )
 
     def prepare(self, name: str) -> None:
-        """Sets all gradients to zero before a competitor's step."""
+        """Sets all gradients to zero before a step of the competitor ``name``."""
         self._run.core.deallocate_pipeline_outputs = name != "megatron"
         for chunk in self.chunks:
             chunk.train()
@@ -210,7 +210,7 @@ class CompetingRank(TrainingRank):
         self._run.optimizer.zero_grad()
 
     def step_s(self, name: str) -> float:
-        """Returns the seconds of a competitor's step, including the optimizer's update."""
+        """Returns how many seconds a step of ``name`` takes, including the optimizer's update."""
         microbatches = self.read()
         self.prepare(name)
 
@@ -223,7 +223,7 @@ class CompetingRank(TrainingRank):
 
 
 def rotated(names: list[str], index: int) -> list[str]:
-    """Returns the names, rotated so that each round begins with a different name.
+    """Returns ``names`` rotated by ``index``, so that each round starts with a different name.
 
     Otherwise the same competitor would always run after a slow competitor.
     """
@@ -243,7 +243,7 @@ def difference_row(
         limit: Largest allowed difference.
         note: Text for the row's note.
     """
-    # max would ignore NaN, which exceeds every limit.
+    # The function max would ignore NaN, which exceeds every limit.
     worst = max(values, key=lambda value: (math.isnan(value), value))
     text = f"{where}: largest relative difference of the {quantity} on equal weights"
     return Row(what=text, value=worst, goal=limit, note=note)

@@ -24,7 +24,7 @@ MICROBATCHES = 8
 """Number of microbatches per step with these flags."""
 
 _ORDERS = ((True, False, False, True), (False, True, True, False))
-"""Order of runs with and without the feature in a round; a constant drift affects both equally."""
+"""Order of runs with and without the feature in a round. A constant drift affects both equally."""
 
 
 class MeasuringRank(Protocol):
@@ -33,10 +33,10 @@ class MeasuringRank(Protocol):
     is_first: bool
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs the given number of rounds, and returns the same result on all ranks."""
+        """Runs ``rounds`` rounds and returns the same result on all ranks."""
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns additional results, which the first rank adds after all ranks have closed."""
+        """Returns additional entries for ``result``, which the first rank adds after closing."""
 
     def close(self) -> None:
         """Shuts down the job. All ranks must call this together."""
@@ -116,7 +116,7 @@ class GptRank:
         self.is_first = bool(self._job.is_first)
 
     def load(self, **checkpoint: Any) -> Any:
-        """Loads a checkpoint, and returns its progress.
+        """Loads a checkpoint and returns its progress.
 
         Args:
             checkpoint: Checkpoint settings that replace those of the command line.
@@ -159,11 +159,11 @@ class TrainingRank(GptRank):
         self._iteration = 0
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs the given number of rounds, and returns the same result on all ranks."""
+        """Runs ``rounds`` rounds and returns the same result on all ranks."""
         raise NotImplementedError
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns additional results, which the first rank adds after all ranks have closed."""
+        """Returns additional entries for ``result``, which the first rank adds after closing."""
         return {}
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class TrainingRank(GptRank):
         super().close()
 
     def read(self) -> Any:
-        """Returns the microbatches of a step, or ``None`` on a rank that does not need them."""
+        """Returns the microbatches of a step, or ``None`` if this rank does not need them."""
         return None if self._loader is None else self._loader.step(self._microbatches)
 
     def train(self, before_update: Callable[[], None] = lambda: None) -> None:
@@ -189,7 +189,7 @@ class TrainingRank(GptRank):
         processor_s: Callable[[], float] = time.process_time,
         steps: int = 1,
     ) -> tuple[float, float]:
-        """Returns the seconds per step, and the CPU seconds of this rank."""
+        """Runs ``work`` on all ranks. Returns the elapsed and the CPU seconds per step."""
         import torch.distributed as dist
 
         group = self._job.control_group
@@ -212,8 +212,8 @@ class TrainingRank(GptRank):
             name: Name of the feature, used as ``NAME`` in the result.
 
         Returns:
-            ``NAME_s`` and ``plain_s``: mean seconds of each round.
-            ``NAME_cpu_s`` and ``plain_cpu_s``: CPU seconds, summed over all ranks.
+            Dictionary of lists with an entry per round. ``NAME_s`` and ``plain_s`` are mean
+            seconds. ``NAME_cpu_s`` and ``plain_cpu_s`` are CPU seconds, summed over all ranks.
         """
         import torch
         import torch.distributed as dist
@@ -234,7 +234,7 @@ class TrainingRank(GptRank):
         }
 
     def progress(self, iteration: int) -> Any:
-        """Returns the progress that a checkpoint saved after this iteration would contain."""
+        """Returns the progress that a checkpoint saved after ``iteration`` would contain."""
         from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
 
         return Progress(

@@ -8,19 +8,19 @@ from typing import Any, Protocol
 
 
 class Link(Protocol):
-    """A bidirectional connection that carries messages between two processes."""
+    """Bidirectional connection between two processes that carries messages."""
 
     def expect(self, nbytes: int, count: int) -> None:
         """Prepares to receive ``count`` messages of ``nbytes`` bytes, for example posts buffers."""
 
     def send(self, payload: Any) -> None:
-        """Starts sending a message. May wait until older messages have been sent."""
+        """Starts sending ``payload``. May wait until older messages have been sent."""
 
     def settle(self) -> None:
         """Waits until the buffers of all sent payloads may be reused."""
 
     def receive(self) -> Any:
-        """Waits for the next message. The returned buffer is valid until the next call."""
+        """Waits for the next message and returns it. The buffer is valid until the next call."""
 
     def close(self) -> None:
         """Closes the link. Both processes must call this together."""
@@ -58,7 +58,7 @@ def stream_s(
 
 
 def half_round_trip_s(link: Link, payload: Any, *, rounds: int, warmups: int, sends: bool) -> float:
-    """Returns the mean time of a message in one direction: half of a round trip, in seconds.
+    """Returns the mean time in seconds of a message in one direction (half of a round trip).
 
     Args:
         link: Link between the two processes.

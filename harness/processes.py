@@ -18,7 +18,7 @@ from harness.report import ROOT
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns environment variables for programs of this checkout, plus the given variables."""
+    """Returns the environment for programs of this checkout, extended by ``variables``."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     # Without this variable, the C++ part of torch prints warnings when an elastic job stops ranks.
@@ -27,8 +27,9 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Kills a process and all its descendants, including ranks in their own sessions."""
-    import psutil  # imported here because the GPU check also starts on machines without psutil
+    """Kills ``process`` and all its descendants, including ranks in separate sessions."""
+    # This import is here because the GPU check also starts on machines without psutil.
+    import psutil
 
     try:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -84,7 +85,7 @@ def train(
     limit_s: float,
     variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Trains as :func:`run_ranks` does, and returns the lines of the folder's progress file."""
+    """Trains as :func:`run_ranks` does. Returns the lines of the progress file."""
     run_ranks([*command, "--progress-dir", str(folder)], ranks, limit_s, variables)
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
@@ -92,7 +93,7 @@ def train(
 def run_module(
     module: str, *arguments: object, limit_s: float, prefix: Sequence[str] = (), **variables: str
 ) -> Any:
-    """Runs a module as a program, and returns the JSON that it prints.
+    """Runs the module ``module`` as a program, and returns the JSON value that it prints.
 
     Args:
         module: Name of the module.
@@ -122,7 +123,7 @@ def run_module(
 
 
 def fork_ranks(module: str, ranks: int, limit_s: float, *arguments: Any) -> Any:
-    """Forks ranks from a process that has already imported a module, and connects them over gloo.
+    """Forks ranks from a process that has imported ``module``, and connects them over gloo.
 
     Args:
         module: Name of the module, whose ``run_rank`` is called with the rank and the arguments.

@@ -22,7 +22,9 @@ from harness.families import ending_all
 
 ROOT = Path(__file__).resolve().parents[1]
 BUSY = 0.1
-"""Share of the processors' time; if other programs use more, measured times are unreliable."""
+"""Share of the processors' time. If other programs use more than this, measured times are
+unreliable.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Row:
         return f"| {self.what} | {value} | {goal} | {state} | {self.note} |"
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the row as it is stored in the JSON file."""
+        """Returns the row in the form in which the JSON file stores it."""
         return {**vars(self), "samples": list(self.samples), "met": self.met}
 
 
@@ -89,41 +91,41 @@ class Result:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: Result) -> None:
-        """Appends the rows and facts of another result."""
+        """Appends the rows and facts of ``other`` to this result."""
         self.rows += other.rows
         self.facts.update(other.facts)
 
 
 def measured(what: str, samples: Sequence[float], **fields: Any) -> Row:
-    """Returns a row with the median of the samples. ``fields`` are fields of :class:`Row`."""
+    """Returns a row with the median of ``samples``. ``fields`` are fields of :class:`Row`."""
     value = statistics.median(samples) if samples else None
     return Row(what=what, value=value, samples=tuple(samples), **fields)
 
 
 def missing(what: str, reason: str, **fields: Any) -> Row:
-    """Returns a row whose value may be missing. ``fields`` are fields of :class:`Row`."""
+    """Returns a row without a value and with a reason. ``fields`` are fields of :class:`Row`."""
     return Row(what=what, value=None, note=reason, optional=True, **fields)
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Returns the quotients of two sequences, element by element."""
+    """Returns the quotients of ``numerators`` and ``denominators``, element by element."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """Returns the lower and the upper quartile of the samples."""
+    """Returns the lower and the upper quartile of ``samples``."""
     ordered = sorted(samples)
     return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """Returns the rows as a Markdown table."""
+    """Returns ``rows`` as a Markdown table."""
     head = ["| what | median (quartiles) | goal | | note |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(row.line for row in rows)]) + "\n"
 
 
 def one_line(error: object) -> str:
-    """Returns an error message as one line that fits into the note of a row."""
+    """Returns the message of ``error`` as one line that fits into the note of a row."""
     return " ".join(str(error).split()).replace("|", "/")[:300]
 
 
@@ -154,7 +156,7 @@ def parser_of(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Prints and returns properties of the machine; warns if other programs keep it busy."""
+    """Prints and returns properties of this machine. Warns if other programs keep it busy."""
     busy = others_busy()
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
@@ -174,14 +176,15 @@ def describe_machine() -> dict[str, Any]:
 
 
 def others_busy(seconds: float = 1.0) -> float:
-    """Returns the CPU usage while this process sleeps, from 0 to 1."""
-    import psutil  # imported here because the GPU check also starts on machines without psutil
+    """Returns the CPU usage (0 to 1) during ``seconds`` seconds in which this process sleeps."""
+    # This import is here because the GPU check also starts on machines without psutil.
+    import psutil
 
     return psutil.cpu_percent(seconds) / 100
 
 
 def attempt(name: str, part: Callable[[], Result]) -> Result:
-    """Runs a part; if it raises, returns a row that misses its goal, with the error in its note."""
+    """Runs ``part``. If it raises, returns a row that misses its goal and contains the error."""
     try:
         return part()
     except Exception as error:
@@ -236,7 +239,7 @@ def measure(
 
 
 def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
-    """Appends the table of a run to a Markdown page, and creates the page if it is missing.
+    """Appends the results of a run as a table to the Markdown page ``page``.
 
     Args:
         page: Path of the page, such as ``docs/results/2026-11-cpu-2-cores.md``.
@@ -256,9 +259,9 @@ def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
 
 
 def commit_of(folder: Path = ROOT) -> str:
-    """Returns the commit of a checkout, and whether any file was changed since.
+    """Returns the commit of the checkout ``folder``, with a note if files have changed since.
 
-    Returns "unknown" outside a checkout.
+    Returns "unknown" if ``folder`` is not a checkout.
     """
     git = ["git", "-C", str(folder)]
     try:

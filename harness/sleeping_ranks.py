@@ -50,13 +50,13 @@ def sharpen_timers() -> bool:
 
 
 class Sleeper:
-    """Sleeps until a given time: wakes up a little early, and then spins."""
+    """Sleeps until a given time, by waking up a little early and then spinning."""
 
     def __init__(self) -> None:
         self._late_s = 100e-6
 
     def until(self, moment_s: float) -> None:
-        """Waits until a ``time.monotonic`` time. Returns immediately if that time has passed."""
+        """Waits until the ``time.monotonic`` time ``moment_s``, if it has not passed yet."""
         left_s = moment_s - time.monotonic()
         if left_s > self._late_s:
             wake_s = moment_s - self._late_s
@@ -69,7 +69,7 @@ class Sleeper:
 
 
 class IdleStages:
-    """Chunks that neither compute nor store anything. See ``Stages`` of the executor."""
+    """Chunks that neither compute nor store anything, with the interface ``Stages``."""
 
     _nothing = torch.zeros(1)
 
@@ -99,7 +99,7 @@ class IdleStages:
 
 
 class Channels:
-    """Executor and transport for one placement. All ranks must create theirs together.
+    """Executor and transport for one placement. All ranks must create this object together.
 
     Args:
         placement: Placement of the stages.
@@ -147,7 +147,7 @@ class Channels:
         )
 
     def delay(self, delays_s: dict[int, float]) -> None:
-        """Delays messages by the sender's global rank. No message may be in flight."""
+        """Delays messages by ``delays_s``, by sender's rank. No message may be in flight."""
         is_slow = any(delays_s.values())
         self._transport.completions = DelayedQueue(delays_s) if is_slow else self._plain
 
@@ -172,7 +172,7 @@ class DelayedQueue(CompletionQueue):
         self._changed = threading.Condition()
 
     def put(self, item: Item | Exception) -> None:
-        """Adds a message to the queue. See :class:`CompletionQueue`."""
+        """Adds the message ``item`` to the queue. See :class:`CompletionQueue`."""
         due_s = time.monotonic()
         if isinstance(item, Arrival):
             payload = item.take()

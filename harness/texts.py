@@ -22,7 +22,7 @@ _SCRIPTS = (
 
 
 def mixed_text(megabytes: float) -> list[str]:
-    """Returns source files of the standard library, each followed by random words in one script."""
+    """Returns ``megabytes`` MB of source files and of random words, each in one script."""
     draw = random.Random(1)
     documents, left = [], megabytes * 1e6
     for path in source_files(Path(sysconfig.get_path("stdlib"))):

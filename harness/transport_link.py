@@ -22,7 +22,7 @@ _LABEL = Label(0, Action(ActionKind.F, 0, 0))
 
 
 class TransportLink:
-    """Implements ``Link`` over one transport. Both processes must create it at the same time.
+    """Implements ``Link`` over one transport. Both processes must create this object together.
 
     Args:
         name: Name of the transport, such as ``shm``.
@@ -33,7 +33,7 @@ class TransportLink:
         address: Address at which the other process can reach this process.
 
     Attributes:
-        transport: The transport that the link uses.
+        transport: Transport that the link uses.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TransportLink:
         """
 
     def send(self, payload: torch.Tensor) -> None:
-        """Starts sending a tensor."""
+        """Starts sending the tensor ``payload``."""
         self.transport.send(self._peer, _LABEL, payload)
 
     def settle(self) -> None:
@@ -96,7 +96,7 @@ class TransportLink:
 
 
 def _gather(value: Any) -> list[Any]:
-    """Returns the values of both processes."""
+    """Returns the list of ``value`` from both processes."""
     values: list[Any] = [None, None]
     dist.all_gather_object(values, value)
     return values

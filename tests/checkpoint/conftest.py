@@ -1,4 +1,4 @@
-"""Shares fixtures between tests that build a trainer."""
+"""Makes fixtures available to tests that build a trainer."""
 
 from __future__ import annotations
 

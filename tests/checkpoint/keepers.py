@@ -15,7 +15,7 @@ from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest
 
 @pytest.fixture
 def keepers() -> Iterator[list[SnapshotKeeper]]:
-    """Returns the keepers of two nodes. The first node sends its snapshots to the second."""
+    """Yields the keepers of two nodes. The first node sends its snapshots to the second node."""
     pair = [SnapshotKeeper("127.0.0.1") for _ in range(2)]
     buddy = Buddy(name="b", address="127.0.0.1", port=pair[1].port)
     pair[0].prepare("run", "secret", buddy)
@@ -26,13 +26,13 @@ def keepers() -> Iterator[list[SnapshotKeeper]]:
 
 
 def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
-    """Returns the step that can be restored from these nodes."""
+    """Returns the newest step that can be restored from the nodes with these keepers."""
     kept = [(str(index), keeper.inventory(within_s)) for index, keeper in enumerate(keepers)]
     return newest(kept)
 
 
 def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:
-    """Writes the snapshot as a checkpoint, in the same way as the nodes."""
+    """Writes the snapshot ``source`` to ``folder`` as a checkpoint, as the nodes of a job do."""
     common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
     common["lease"] = 0
     restore._folder(common).begin(source.step)

@@ -21,7 +21,8 @@ import tiny_models
 
 RANK, ALPHA, MICROBATCHES, STEPS = 3, 7, 8, 3
 # Name of each model in the tests, with its family and PEFT's target modules.
-PREDICTING = "predicting"  # has a multi-token prediction layer, which transformers omits
+# This model has a multi-token prediction layer, which transformers omits.
+PREDICTING = "predicting"
 MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", "all-linear"),
     "qwen3": ("qwen3", ["q_proj", "v_proj", "up_proj"]),
@@ -38,7 +39,7 @@ MODELS: dict[str, tuple[str, Any]] = {
 
 
 def make(folder: Path, family: str, targets: Any) -> None:
-    """Writes a model, its adapters, and the results of training them with transformers and PEFT."""
+    """Writes a model, its adapters, and the results of training them to ``folder``."""
     further = {"num_nextn_predict_layers": 1} if folder.name == PREDICTING else {}
     tiny_models.make(folder, family, **further)
     torch.manual_seed(1)

@@ -34,7 +34,7 @@ MODELS += ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "predicting")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with small models of some families, adapters and their training results."""
+    """Returns a folder with small models, their adapters and the results of training them."""
     folder = tmp_path_factory.mktemp("models")
     script = Path(__file__).with_name("peft_models.py")
     subprocess.run([sys.executable, str(script), str(folder), *MODELS], check=True)
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None:
-    """Trains adapters with different parallel sizes, and compares the results with PEFT's."""
+    """Checks that adapters trained with different parallel sizes match the results of PEFT."""
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags.split()} for name, flags in cases])
     )
@@ -105,7 +105,7 @@ def test_four_ranks_train_as_peft_does(models: Path) -> None:
 
 
 def _train(folder: Path, flags: str, world_size: int = 2) -> list[str]:
-    """Trains a model, and returns the loss of each iteration as printed."""
+    """Trains a model with ``flags``, and returns the loss of each iteration as printed."""
     log = folder / "train.log"
     command = ["-m", "megatron.adaptive", "train", "rank", *shlex.split(flags)]
     assert run_ranks(command, world_size=world_size, log=log, limit_s=120.0) == 0, tail(log)
@@ -285,7 +285,7 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
 def test_a_pattern_is_resolved_as_peft_does(
     family: str, pattern: str, models: Path, tmp_path: Path
 ) -> None:
-    """Checks that a pattern selects the same linear layers as in PEFT."""
+    """Checks that a pattern selects the same linear layers as PEFT selects."""
     import peft
     import transformers
 

@@ -44,7 +44,7 @@ def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = 
 
 
 def reseal(manifest: Path, **values: object) -> None:
-    """Changes entries of a manifest, and updates its checksum."""
+    """Changes entries of the file ``manifest`` and updates its checksum."""
     body = json.loads(manifest.read_text()) | values
     del body["checksum"]
     manifest.write_text(
@@ -77,12 +77,12 @@ def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointF
     write_checkpoint(folder, 10)
     write_checkpoint(folder, 9)
     (folder.path / TRACKER).unlink()
-    (folder.path / "iter_0000020").mkdir()  # this checkpoint has no manifest
+    (folder.path / "iter_0000020").mkdir()  # This checkpoint has no manifest.
     assert folder.latest() == 10
 
 
 def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool:
-    """Writes a checkpoint in a process killed at a file operation; returns whether it died."""
+    """Writes a checkpoint in a process that is killed at file operation number ``moment``."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     left = moment
@@ -105,7 +105,7 @@ def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool
 def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
     folder: CheckpointFolder, iteration: int
 ) -> None:
-    """Kills the writer at its first, second, ... file operation, until it finishes."""
+    """Checks that a complete checkpoint is left if the writer is killed at any file operation."""
     write_checkpoint(folder, 10, b"old")
     seen = set()
     for moment in range(1, 80):
@@ -220,7 +220,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
     folder: CheckpointFolder, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that two runs that use the same folder cannot mix parts of their checkpoints."""
+    """Checks that two runs that use the same folder do not mix parts of their checkpoints."""
     folder.lease = Lease(folder.path)
     folder.lease.claim()
     write_checkpoint(folder, 10)
@@ -237,7 +237,7 @@ def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
 
     if moment == "before":
         take_over()
-    else:  # after the last check
+    else:  # The other job takes over after the last check.
         looks = [take_over, folder.lease.require]
         monkeypatch.setattr(folder.lease, "require", lambda: looks.pop(0)())
         for name in ("metadata.json", "__0_0.distcp"):
@@ -399,7 +399,7 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
 def test_a_whole_checkpoint_that_the_tracker_does_not_name_yet_counts(
     folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Checks runs that were killed, even twice, between the rename and the tracker's update."""
+    """Checks that a checkpoint counts if the run was killed before it updated the tracker."""
     for iteration in (10, 20, 30):
         write_checkpoint(folder, iteration)
         (folder.path / TRACKER).write_text("10")
@@ -410,7 +410,8 @@ def test_a_whole_checkpoint_that_the_tracker_does_not_name_yet_counts(
 
 
 def test_a_run_that_went_back_goes_on_from_its_own_checkpoints(folder: CheckpointFolder) -> None:
-    for iteration in (10, 20, 30, 15):  # the last of these was saved after --ckpt-step 10
+    # The last of these checkpoints was saved after --ckpt-step 10.
+    for iteration in (10, 20, 30, 15):
         write_checkpoint(folder, iteration)
     assert folder.latest() == 15
     write_checkpoint(folder, 20)

@@ -39,7 +39,7 @@ class Answering:
         self._starts = itertools.count()
 
     def gaps(self, model: Path, flags: list[str]) -> dict[str, float]:
-        """Returns the largest errors of logits and gradients, relative to the largest value."""
+        """Returns the largest relative errors of the logits and the gradients of ``model``."""
         if self._ranks is None:
             self._here = self._folder / f"start{next(self._starts)}"
             self._here.mkdir(parents=True)
@@ -93,7 +93,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
 
 
 def shapes(name: str, ranks: int) -> list[list[str]]:
-    """Returns the parallel sizes for a number of ranks: TP x PP x chunks x EP."""
+    """Returns the flags of all parallel sizes (TP x PP x chunks x EP) for ``ranks`` ranks."""
     listed = []
     for pipeline, tensor in itertools.product((4, 2, 1), (2, 1)):
         if tensor * pipeline > ranks or (ranks == 8 and pipeline < 4):
@@ -113,7 +113,7 @@ def shapes(name: str, ranks: int) -> list[list[str]]:
 
 
 def drawn(name: str, ranks: int, draw: random.Random) -> tuple[int, list[str]]:
-    """Draws a number of layers and parallel sizes. The first sizes have the most stages."""
+    """Draws a number of layers and parallel sizes. Returns the number and the flags."""
     every = shapes(name, ranks)
     first = [*tiny_models.FAMILIES].index(name)
     flags = draw.choice(every) if EXAMPLES else every[first % len(every)]

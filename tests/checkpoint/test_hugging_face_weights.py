@@ -1,4 +1,4 @@
-"""Tests import and export of Hugging Face models: logits, gradients, bytes and errors."""
+"""Tests that Hugging Face models are imported and exported correctly, and that errors are named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOGITS, GRADIENTS = 1e-5, 1e-4
 
 
 def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
-    """Runs models with different parallel sizes, and compares the results of each model."""
+    """Checks that models give the expected results with different parallel sizes."""
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags} for name, flags in cases])
     )
@@ -52,7 +52,7 @@ def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a small model of each family and its outputs."""
+    """Returns a folder with a small model of each family and the outputs of these models."""
     folder = tmp_path_factory.mktemp("models")
     for name in tiny_models.FAMILIES:
         tiny_models.make(folder / name, name)
@@ -136,7 +136,7 @@ def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -
 
 
 def test_every_family_has_a_small_model() -> None:
-    """Checks all families except Kimi-K2, which equals DeepSeek-V3 and is tested below."""
+    """Checks that all families are tested; Kimi-K2, which equals DeepSeek-V3, is tested below."""
     assert {*tiny_models.FAMILIES, "kimi_k2"} == {*supported_types()}
 
 
@@ -181,7 +181,8 @@ def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -
     import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
     shutil.rmtree(tmp_path / "model")
     flags = (tmp_path / "imported" / "model_flags.txt").read_text().split()
-    flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)  # no end id
+    # The vocabulary size does not count the ID of the end-of-document token.
+    flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)
     more = f"--load {tmp_path}/imported --finetune --save {tmp_path}/own --mock-data "
     more += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0"
     more += " --save-interval 1"
@@ -352,7 +353,7 @@ def _lengthen(folder: Path) -> None:
 
 
 def _overlap(folder: Path) -> None:
-    """Makes two matrices with the same shape overlap, and removes the bytes that become unused."""
+    """Makes two matrices of the same shape overlap in the file, and removes the unused bytes."""
     raw = (folder / SINGLE).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
@@ -543,7 +544,9 @@ def test_a_size_that_contradicts_the_folder_is_named(flag: str, value: int, mode
 def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
     models: Path, tmp_path: Path
 ) -> None:
-    """Checks a configuration whose model would have 600 billion parameters."""
+    """Checks that an unsuitable folder is rejected before a model of 600 billion parameters is
+    built.
+    """
     folder = tmp_path / "model"
     shutil.copytree(models / "llama", folder)
     sizes = {"hidden_size": 16384, "num_hidden_layers": 128, "intermediate_size": 65536}

@@ -42,7 +42,7 @@ ROWS = {"q": 4 * WIDTH, "k": 2 * WIDTH, "v": 2 * WIDTH}
 
 
 def code_of_page() -> str:
-    """Returns the code of the class on the documentation page."""
+    """Returns the code of the class that the documentation page shows."""
     section = PAGE.read_text().partition("## Add a family")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     return str(code)
@@ -73,7 +73,7 @@ def aurora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def core_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Returns all tensors of a checkpoint, by megatron-core's names."""
+    """Returns all tensors of the checkpoint in ``checkpoint``, by megatron-core's names."""
     folder = CheckpointFolder(checkpoint)
     path, manifest = folder.open(0)
     tensors = {}
@@ -199,7 +199,7 @@ def test_a_class_that_is_wrong_is_named(
 def test_a_package_provides_one_by_its_model_type(
     aurora: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that an entry point with the model type's name makes the flag unnecessary."""
+    """Checks that the flag is not needed if an entry point has the name of the model type."""
     about = aurora / "aurora-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: aurora\nVersion: 1.0\n")

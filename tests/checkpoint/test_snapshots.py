@@ -1,4 +1,4 @@
-"""Tests which ranks copy which state, and how snapshots become a checkpoint."""
+"""Tests which ranks copy which parts of the state, and how snapshots become a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STILL = {"hidden_dropout": "0", "attention_dropout": "0"}
 
 
 class Log:
-    """Collects lines for the user and reported lines."""
+    """Collects the lines for the user and the reported lines."""
 
     def __init__(self) -> None:
         self.said = self.reported = ""
@@ -96,7 +96,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     copies.now.close()
     assert "every step 0." in log.said
     assert left_with(*keepers).step == 3
-    keepers[0].close()  # the node is lost with all its copies
+    keepers[0].close()  # The node is lost with all its copies.
     source = left_with(keepers[1])
     assert (source.step, source.seen, source.why) == (3, 3, "")
     write_out(source, tmp_path)
@@ -111,7 +111,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
 def test_a_step_that_is_not_whole_does_not_count(
     make: Make, worker: Any, keepers: list[SnapshotKeeper]
 ) -> None:
-    """Checks that a rank that is killed while copying leaves the previous step intact."""
+    """Checks that the previous step stays intact if a rank is killed while it copies."""
     training, log = make(**STILL), Log()
     copies = Copying(training, keepers[0], log)
     for step in (1, 2):
@@ -122,7 +122,7 @@ def test_a_step_that_is_not_whole_does_not_count(
     assert copies.now._file is not None
     copies.now._file.begin(0, 3)
     assert left_with(keepers[0], within_s=0.0).step == 2
-    # both local copies are lost, but the copy on the other node is left
+    # Both local copies are lost now, but the copy on the other node is left.
     copies.now._file.begin(1, 4)
     assert left_with(keepers[0], within_s=0.0).step == 0
     assert left_with(*keepers, within_s=0.0).step == 2
@@ -166,7 +166,7 @@ WEIGHT, OTHER = ("weight", (0, 0)), ("other", (0,))
 
 
 def rank(node: str, *parts: str, **changes: object) -> RankParts:
-    """Returns a rank on a node whose buddy is node ``z``."""
+    """Returns the state of a rank on ``node``, whose buddy is the node ``z``."""
     parts_of_rank = RankParts(
         node=node,
         domain=node,

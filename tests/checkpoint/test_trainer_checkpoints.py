@@ -1,4 +1,4 @@
-"""Tests that runs resume bitwise equally, with other parallel sizes, and after failures."""
+"""Tests that runs resume with bitwise equal results, also with other parallel sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Make = Callable[..., Any]
 
 
 def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
-    """Runs a scenario of the worker on several ranks, and returns their status and output."""
+    """Runs a scenario of the worker on ``count`` ranks, and returns their status and output."""
     log = folder.with_name(f"{folder.name}.log")
     status = run_ranks(
         [str(WORKER), scenario, str(folder)], world_size=count, log=log, limit_s=240.0
@@ -44,7 +44,7 @@ def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
 
 @pytest.fixture
 def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
-    """Returns a folder with a checkpoint of iteration 2."""
+    """Saves a checkpoint of iteration 2, and returns its folder."""
     run = make(save=tmp_path / "saved")
     run.step(2)
     run.checkpoints.save(worker.progress(2))
@@ -54,7 +54,7 @@ def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
 @pytest.mark.multiprocess
 @pytest.mark.long
 def test_a_checkpoint_of_each_shape_loads_into_others(tmp_path: Path) -> None:
-    """Checks weights, optimizer, schedule and loss scale against an uninterrupted run."""
+    """Checks that runs resumed with other parallel sizes match an uninterrupted run."""
     status, said = ranks(4, "reshape", tmp_path)
     assert status == 0, said
     assert "reshape: ok" in said
@@ -87,7 +87,8 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
     [
         {},
         {"bf16": None},
-        {"fp16": None, "initial_loss_scale": "4294967296"},  # overflows until long after the save
+        # Gradients overflow until long after the save.
+        {"fp16": None, "initial_loss_scale": "4294967296"},
         {"optimizer": "sgd"},
         {"use_distributed_optimizer": None},
     ],
@@ -96,7 +97,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
 def test_a_resumed_run_goes_on_bit_for_bit(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
 ) -> None:
-    """Checks that losses, including dropout, and the final state equal an uninterrupted run's."""
+    """Checks that losses (with dropout) and the final state equal those of an uninterrupted run."""
     run = make(save=tmp_path, **flags)
     run.learn(0, 3)
     run.checkpoints.save(worker.progress(3))
@@ -117,8 +118,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
 ) -> None:
-    """Checks the resumed run's losses, and that files with pickles require the user's trust."""
-    flags = {**flags, "attention_dropout": "0", "hidden_dropout": "0"}  # random states differ
+    """Checks that a resumed run has equal losses, and that pickles require the user's trust."""
+    # The random states differ, so dropout is turned off.
+    flags = {**flags, "attention_dropout": "0", "hidden_dropout": "0"}
     run = make(**flags)
     run.learn(0, 3)
     path = save_as_megatron_lm(run, tmp_path, 3)
@@ -136,7 +138,7 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
         CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint, but 48"
     ):
         make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
-    file = path / "common.pt"  # megatron-core 0.19 prefers this file, but does not write it
+    file = path / "common.pt"  # megatron-core 0.19 prefers this file but does not write it.
     common = torch.load(file, weights_only=False) if file.exists() else {}
     torch.save({**common, "evil": Evil(tmp_path / "ran")}, file)
     with pytest.raises(CheckpointError, match=r"cannot read .*common\.pt"):
@@ -155,7 +157,7 @@ class Evil:
 
 
 def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = None) -> Path:
-    """Saves the same as Megatron-LM's trainer, by megatron-core; returns the checkpoint's path."""
+    """Saves ``run`` as Megatron-LM's trainer would, and returns the checkpoint's path."""
     config, path = run.config, folder / f"iter_{iteration:07d}"
     samples = iteration * config.batch.global_batch_size
     rows = unwrap_model(run.chunks[0]).vocab_size
@@ -195,7 +197,7 @@ def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = N
 
 
 def test_common_values_beside_the_tensors_are_read(make: Make, tmp_path: Path) -> None:
-    """Checks values that megatron-core 0.19 writes as an object of the index instead of a file."""
+    """Checks that values are read which megatron-core 0.19 writes as an object, not as a file."""
     flags: dict[str, str | None] = {"attention_dropout": "0", "hidden_dropout": "0"}
     run = make(**flags)
     run.learn(0, 3)
@@ -221,7 +223,7 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
     run.checkpoints.save(worker.progress(1), behind=True)
     assert run.learn(1, 3) == losses[1:3]
     run.checkpoints.save(worker.progress(3), behind=True)
-    run.checkpoints.save(worker.progress(4), behind=True)  # waits for the previous save
+    run.checkpoints.save(worker.progress(4), behind=True)  # This call waits for the previous save.
     assert run.learn(3, 6) == losses[3:]
     run.checkpoints.saver.finish()
     path = CheckpointFolder(tmp_path).complete_path
@@ -301,7 +303,7 @@ def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> No
     def count() -> int:
         total = 0
         for task in children.iterdir():
-            with contextlib.suppress(OSError):  # the thread may have exited
+            with contextlib.suppress(OSError):  # The thread may have exited.
                 total += len((task / "children").read_text().split())
         return total
 

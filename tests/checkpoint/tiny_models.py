@@ -123,7 +123,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
-    """Writes a model with random weights, its logits for some tokens, and its gradients."""
+    """Writes a model with random weights, its logits and its gradients to ``folder``."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -167,7 +167,7 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
 
 
 def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, Any], Any]:
-    """Adds a multi-token prediction layer, which transformers omits, to a DeepSeek model.
+    """Adds a multi-token prediction layer to ``model``, because transformers omits it.
 
     Returns:
         Parameters of the layer by name, and the layer's logits.
@@ -218,7 +218,7 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, An
 
 
 def random_sizes(name: str, draw: random.Random, layers: int) -> dict[str, Any]:
-    """Draws the sizes and switches of a configuration that two ranks can share."""
+    """Draws the sizes of a configuration that two ranks can share, by name."""
     heads = draw.choice((2, 4, 6))
     width = draw.choice((4, 8, 10, 16))
     sizes: dict[str, Any] = {
@@ -301,7 +301,7 @@ def _random_experts(name: str, draw: random.Random, layers: int) -> dict[str, An
     kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
     sizes[kind.get(name, "n_routed_experts")] = experts
     if name == "mixtral":
-        # the experts have the width of the other families' feed-forward layers
+        # The experts have the width of the feed-forward layers of other families.
         del sizes["moe_intermediate_size"]
     if name == "qwen3_moe":
         sizes["norm_topk_prob"] = draw.random() < 0.5

@@ -1,4 +1,4 @@
-"""Shares fixtures between tests that read data."""
+"""Makes fixtures available to tests that read data."""
 
 from __future__ import annotations
 

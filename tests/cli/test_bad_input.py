@@ -31,7 +31,7 @@ SMALL = (
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of the project, and fails the test if the program hangs."""
+    """Runs a program of the project with a timeout, and returns the finished process."""
     return subprocess.run(
         [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
@@ -43,7 +43,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the single line on stderr of a program that rejected its input."""
+    """Returns the only line that the program ``done`` printed on stderr to reject its input."""
     lines = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1, done.stderr
@@ -169,7 +169,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
-    """Checks a reader that closes its input early, as in ``... train flags | head -0``."""
+    """Checks that a reader that closes the pipe early causes no error message."""
     command = [sys.executable, "-m", "megatron.adaptive", "train", "flags"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -182,7 +182,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 
 
 def test_a_closed_standard_error_is_no_traceback(tmp_path: Path) -> None:
-    """Checks ``2>&-``, for which Python sets stderr to ``None`` and may reuse its descriptor."""
+    """Checks that a closed stderr (``2>&-``) causes no traceback."""
     script = tmp_path / "closed.sh"
     program = f"{sys.executable} -m megatron.adaptive simulate --stages 2 --microbatches"
     script.write_text(f"{program} x 2>&-; echo $?; {program} 4 2>&- >/dev/null; echo $?\n")

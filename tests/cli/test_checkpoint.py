@@ -45,7 +45,7 @@ def test_a_damaged_file_is_named(folder: StepFolders, capsys: pytest.CaptureFixt
     assert len(second["problems"]) == 1
     assert f"{shard} is damaged (block 0, bytes 0 to 511" in second["problems"][0]
     assert checkpoint.main(["verify", str(folder.complete_path(1))]) == 0
-    assert checkpoint.main(["list", str(folder.path)]) == 0  # reads only manifests
+    assert checkpoint.main(["list", str(folder.path)]) == 0  # This command reads only manifests.
 
 
 def test_one_is_described(folder: StepFolders, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ print(json.dumps([float(loss), tokenizer.decode(said, skip_special_tokens=False)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a small fp32 Llama with a byte-level tokenizer, and returns its folder."""
+    """Writes a small fp32 Llama with a byte-level tokenizer and returns its folder."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("llama")
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> tuple[float, str]:
-    """Returns the loss and the sample that transformers computes."""
+    """Returns the loss and the generated text that ``transformers`` computes for the model."""
     done = subprocess.run(
         [sys.executable, "-c", REFERENCE, str(folder), TEXT, PROMPT],
         capture_output=True,
@@ -120,7 +120,7 @@ def test_figures_are_those_of_transformers(
 def test_checkpoints_of_a_run_from_a_folder_say_their_model(
     folder: Path, tmp_path: Path, more: list[str]
 ) -> None:
-    """Checks that no model flags are needed, because the run saved them with its checkpoints."""
+    """Checks that ``evaluate`` needs no model flags, because the run saved them."""
     tokens = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     run = "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-6"
     run += f" --seq-length {LENGTH} --save {tmp_path}/saved --save-interval 2 --eval-iters 0"

@@ -34,13 +34,13 @@ COMMAND = ("-m", "megatron.adaptive", "train", "finetune")
 
 
 def paths_in(folder: Path) -> list[str]:
-    """Returns the options for model, data and output."""
+    """Returns the command-line options for the model, data and output in ``folder``."""
     names = {"--model": "model", "--data": "data/train.jsonl", "--output": "tuned"}
     return [word for flag, name in names.items() for word in (flag, str(folder / name))]
 
 
 def tuned(folder: Path, options: str) -> str:
-    """Runs the command on the model and data in a folder, and returns its output."""
+    """Fine-tunes the model in ``folder`` on its data, and returns the program's output."""
     done = subprocess.run(
         [sys.executable, *COMMAND, *paths_in(folder), *options.split()],
         cwd=ROOT,
@@ -56,7 +56,7 @@ def tuned(folder: Path, options: str) -> str:
 
 @pytest.mark.multiprocess
 def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
-    """Checks two processes that the command starts, and the loss of the saved model."""
+    """Checks that two processes train and save a model whose loss transformers confirms."""
     write_image_model(tmp_path / "model")
     data = write_image_data(tmp_path / "data")
     options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
@@ -78,7 +78,7 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
 
 @pytest.mark.multiprocess
 def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path) -> None:
-    """Checks that the evaluation's samples do not depend on the number of replicas."""
+    """Checks that the samples for evaluation do not depend on the number of replicas."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -95,7 +95,7 @@ def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path
 def test_an_interrupted_run_continues_with_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that losses equal an uninterrupted run's, and that changed data is an error."""
+    """Checks that losses equal those of an uninterrupted run, and that changed data is an error."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -172,7 +172,7 @@ def test_wrong_options_are_named_in_one_line(
 def test_a_restart_accepts_only_the_model_that_the_same_job_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that a restarted job accepts its own saved model, and no other model."""
+    """Checks that a restarted job accepts the model that it saved, and rejects other models."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -215,7 +215,7 @@ def test_a_restart_accepts_only_the_model_that_the_same_job_has_saved(
 def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that a later process reports its error if the first process may not have it."""
+    """Checks that a later process reports an error that the first process may not have."""
     (tmp_path / "tuned").write_text("")
     monkeypatch.setattr("megatron.adaptive.cli.finetune._REPORT_S", 0.01)
     for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
@@ -226,7 +226,7 @@ def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
 
 
 def losses_of(output: str) -> dict[str, float]:
-    """Returns the loss of each step and evaluation, by the text before it."""
+    """Returns the loss of each step and of each evaluation, by the text before the loss."""
     return {
         name: float(loss)
         for name, loss in re.findall(r"^(.*): (?:evaluation )?loss ([\d.]+)", output, re.M)
@@ -235,7 +235,7 @@ def losses_of(output: str) -> dict[str, float]:
 
 @pytest.mark.multiprocess
 def test_an_elastic_job_continues_with_another_number_of_replicas(tmp_path: Path) -> None:
-    """Checks that samples and losses equal those of a run in one process."""
+    """Checks that an elastic job has the same samples and losses as a run in one process."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -248,7 +248,7 @@ def test_an_elastic_job_continues_with_another_number_of_replicas(tmp_path: Path
         flags=[*paths_in(tmp_path), *options, "--save-interval", "10"],
     )
     try:
-        job.trained(2, 8)  # the first start measures the model
+        job.trained(2, 8)  # The first start measures the model.
         job.change("a")
         job.until(lambda: job.state()["epochs"][-1]["processes"] == 1, "one process")
         assert job.end(LIMIT_S) == 0, job.said()

@@ -33,7 +33,7 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(autouse=True)
 def signals_end_programs() -> Iterator[None]:
-    """Restores default signal handlers, in case the tests run under nohup or in the background."""
+    """Restores the default signal handlers, in case the tests run under nohup."""
     actions = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     former = {number: signal.signal(number, action) for number, action in actions.items()}
     yield
@@ -76,7 +76,7 @@ def start(tmp_path: Path) -> Iterator[Launch]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Waits for the process to exit, and returns its status, stdout and stderr."""
+    """Waits until ``process`` exits, and returns its status, stdout and stderr."""
     stdout, stderr = process.communicate(timeout=WATCHDOG_S)
     return process.returncode, stdout, stderr
 
@@ -179,7 +179,8 @@ def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     assert any(
         re.match(r"error: rank 0 \(pid \d+\) was killed by signal 9", line) for line in lines
     )
-    # the launcher's line, and that of rank 1 if it detects the lost connection first
+    # One line comes from the launcher. The other comes from rank 1, if it detects the lost
+    # connection first.
     assert len(lines) <= 2
 
 
@@ -196,7 +197,7 @@ def test_status_of_the_first_failure_is_passed_on(code: int, start: Launch) -> N
     assert status == code
     said, *rest = stderr.splitlines()
     assert said == "error: said by the rank"
-    if code == 2:  # an expected error causes no further message
+    if code == 2:  # An expected error causes no further message.
         assert rest == []
     else:
         assert len(rest) == 1
@@ -269,7 +270,7 @@ def test_a_signal_that_comes_again_lets_ranks_save(
 
 
 def wait_for_ranks(process: subprocess.Popen[str], folder: Path, count: int) -> None:
-    """Waits until the given number of ranks has started."""
+    """Waits until ``count`` ranks have started."""
     end = time.monotonic() + WATCHDOG_S
     while len(list(folder.glob("started.*"))) < count:
         assert time.monotonic() < end
@@ -365,7 +366,7 @@ def test_an_interrupt_of_imports_is_one_line(number: signal.Signals, start: Laun
 
 
 def test_an_interrupt_of_the_first_imports_prints_no_traceback(tmp_path: Path) -> None:
-    """Checks imports that happen before the handlers are installed."""
+    """Checks that Ctrl-C prints no traceback before the handlers are installed."""
     code = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
     (tmp_path / "difflib.py").write_text(code)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests ``make_corpus`` as a program, on this Python's standard library."""
+"""Tests that ``make_corpus`` creates a corpus from this Python's standard library."""
 
 from __future__ import annotations
 

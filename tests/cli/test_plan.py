@@ -1,4 +1,4 @@
-"""Tests ``plan``: its output, its files, runs that use these files, and error messages."""
+"""Tests the output, the files and the errors of ``plan``, and runs that use these files."""
 
 from __future__ import annotations
 

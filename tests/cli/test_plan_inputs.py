@@ -1,4 +1,4 @@
-"""Tests options of ``plan --calibrate`` with traces of synthetic runs."""
+"""Tests how ``plan --calibrate`` reads the traces of synthetic runs."""
 
 from __future__ import annotations
 

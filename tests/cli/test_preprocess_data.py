@@ -1,4 +1,4 @@
-"""Tests ``preprocess_data`` as a program: flags, output, exit status and leftover files."""
+"""Tests the flags, the output, the exit status and leftover files of ``preprocess_data``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the trainer as a process: its errors, and a run without a launcher."""
+"""Tests the errors of the trainer's process, and that the trainer runs without a launcher."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_a_process_alone_trains(tmp_path: Path) -> None:
     logged = [line for line in lines if " iteration " in line and "lm loss:" in line]
     assert [int(re.search(r"iteration\s+(\d+)/\s*3 ", line)[1]) for line in logged] == [1, 2, 3]  # type: ignore[index]
     assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []  # no output was requested
+    # The run writes no files, because no output was requested.
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.multiprocess

@@ -1,4 +1,4 @@
-"""Tests ``process_trace.py`` and ``visualize_trace.py`` as programs, next to ``runs/latest``."""
+"""Tests that ``process_trace.py`` and ``visualize_trace.py`` read the run at ``runs/latest``."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ stage 1          2.00 (33%)  1.00 (17%)  2.00 (33%)  1.00 (17%)
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Changes to a new directory with a run of 2 ranks and 2 iterations, and returns its path."""
+    """Creates a run of 2 ranks and 2 iterations, changes to its parent folder and returns it."""
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "one"
     for rank in range(2):
@@ -61,13 +61,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def slices(path: Path) -> list[dict[str, object]]:
-    """Returns the slices in an event file, without the thread of the ideal step."""
+    """Returns the slices in the event file ``path``, without the thread of the ideal step."""
     events = json.loads(path.read_text())["traceEvents"]
     return [event for event in events if event["ph"] == "X" and event["cat"] != "ideal"]
 
 
 def run_script(name: str) -> list[str]:
-    """Returns the lines that a script prints in the current directory."""
+    """Runs the script ``name`` in the current directory, and returns the lines that it prints."""
     result = subprocess.run(
         [sys.executable, str(ROOT / name), *SHAPE],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Tests ``profile``: measurements in two processes, and error messages."""
+"""Tests that two processes measure a profile, and tests the error messages of ``profile``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_layers_with_experts_and_of_further_tokens_are_measured_and_planned(
 
 
 def profiled(folder: Path, model: str, *more: str) -> dict[str, Any]:
-    """Returns the measurements of two processes."""
+    """Measures ``model`` with two processes, and returns the content of the profile."""
     output = folder / "profile.json"
     command = (
         "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron.adaptive profile"

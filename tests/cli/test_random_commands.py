@@ -101,7 +101,7 @@ COMMANDS = (
 
 
 def trainer() -> Command:
-    """Returns the trainer, with all of its flags that take a number or one of several names."""
+    """Returns the trainer's command, with all flags that take a number or one of several names."""
     specs = [spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag]
     single = [spec for spec in specs if not (spec.many or spec.reader or spec.is_switch)]
     numbers = [spec.name for spec in single if spec.base in (int, float)]
@@ -110,7 +110,7 @@ def trainer() -> Command:
 
 
 def draw_words(draw: random.Random) -> list[str]:
-    """Returns a random wrong command line."""
+    """Draws a random wrong command line and returns its words."""
     command = trainer() if draw.random() < 0.4 else draw.choice(COMMANDS)
     arguments = command.base.split()
     ways = [(command.numbers, NO_NUMBERS), (command.choices, NO_CHOICES)]
@@ -129,7 +129,7 @@ def draw_words(draw: random.Random) -> list[str]:
 
 
 def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Runs a subcommand in this process, and returns its status and error output."""
+    """Runs a subcommand with ``arguments``, and returns its status and error output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["megatron.adaptive", *arguments])
         try:
@@ -159,7 +159,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_wrong_command_lines_end_with_one_line(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(["simulate", "--stages", "x", "--microbatches", "4"], capsys)  # imports
+    # The first call imports modules, which takes time.
+    run(["simulate", "--stages", "x", "--microbatches", "4"], capsys)
     wrong: list[str] = []
     slowest = 0.0
     for number in range(SEED, SEED + COUNT):

@@ -112,7 +112,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def _lease(folder: Path) -> Any:
-    """Returns whether the lease counts as abandoned, so that other jobs may take it."""
+    """Returns whether other jobs may take the lease because its owner has exited."""
     lease = folder_lease.Lease(folder / "claimed")
     lease.taken(1)
     return folder_lease._is_gone(lease._facts(1))
@@ -173,7 +173,7 @@ SUBJECTS = (
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Any) -> Path:
-    """Returns a folder with an undamaged file of each kind."""
+    """Returns a folder that contains an undamaged file of each kind."""
     folder = tmp_path_factory.mktemp("whole")
     for source, name in ((corpus.vocab_file, "vocab.json"), (corpus.merge_file, "merges.txt")):
         shutil.copy(source, folder / name)
@@ -193,7 +193,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Any) -> Path:
     facts = {"seed": 5, "loss_scale": None, "extra": {}, "optimizer": "SGD", "save_id": "a"}
     pipelines.commit(3, {**facts, "options": {"w": {"lr": 0.1}}, "states": {}})
     folder_lease.Lease(folder / "claimed").claim(job="one", restarts=0)
-    # this process outlives the test; claims of the test's own process count as gone
+    # This process outlives the test. Claims of the test's own process count as abandoned.
     other = os.getppid()
     holder = {**folder_lease._here(), "pid": other, "ticks": folder_lease._state(other)[1]}
     holder |= {"job": "one", "restarts": 0, "since_unix_s": 1e9}
@@ -247,7 +247,7 @@ def _write_job(folder: Path) -> None:
 
 
 def damage(path: Path, draw: random.Random) -> str:
-    """Corrupts a file in one random way, and returns the name of this way."""
+    """Damages the file ``path`` in one random way, and returns the name of this way."""
     content = bytearray(path.read_bytes())
     kind = draw.choice(list(_KINDS))
     made = _KINDS[kind](content, draw)
@@ -320,7 +320,7 @@ _KINDS: dict[str, Callable[[bytearray, random.Random], Any]] = {
 
 @contextlib.contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises an error if the block takes longer."""
+    """Raises TimeoutError if the block takes longer than ``seconds``."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"no end within {seconds:g} s")
@@ -335,7 +335,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def fault(subject: Subject, folder: Path, before: Any) -> str:
-    """Returns what is wrong with the handling of a damaged file, or an empty string."""
+    """Returns what is wrong with how ``subject`` handles a damaged file, or an empty string."""
     try:
         with limit(LIMIT_S):
             answer = subject.read(folder)

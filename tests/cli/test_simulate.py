@@ -1,4 +1,4 @@
-"""Tests ``simulate``: its table, its chart, profiles, and bad input."""
+"""Tests the table, the chart, the profiles and the errors of ``simulate``."""
 
 from __future__ import annotations
 

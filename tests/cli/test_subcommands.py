@@ -42,7 +42,7 @@ FORMER = {
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Runs a command line in this process, and returns its status, output and errors."""
+    """Runs the command line ``line`` in this process. Returns its status, output and errors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["megatron.adaptive", *shlex.split(line)])
         try:
@@ -54,7 +54,7 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 
 
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Returns the one-line error of a rejected command line, without the prefix ``error: ``."""
+    """Returns the one-line error of the rejected command line ``line``, without ``error: ``."""
     status, output, errors = run(line, capsys)
     assert (status, output) == (2, "")
     assert errors.startswith("error: ")
@@ -84,7 +84,7 @@ def test_help_of_a_group_lists_its_modes(group: str, capsys: pytest.CaptureFixtu
     lines = [" ".join(line.split()) for line in output.splitlines()]
     for mode in program._modes(group):
         assert f"{mode.name} {mode.summary}" in lines
-    if group not in program.SUBCOMMANDS:  # a group needs a mode
+    if group not in program.SUBCOMMANDS:  # A group needs a mode.
         assert run(group, capsys) == (0, output, "")
 
 

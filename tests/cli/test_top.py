@@ -1,4 +1,4 @@
-"""Tests ``job top`` as a program: a single frame, and a terminal."""
+"""Tests that ``job top`` prints a single frame, and that it refreshes the frame on a terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)) -> None:
-    """Writes the activity of each rank in the same format as the ranks."""
+    """Writes the activity ``fields`` of each rank, in the format that ranks use."""
     for rank in ranks:
         file = NowFile(traces, rank)
         file.write({"iteration": 6, "num_microbatches": 8, "held_bytes": 3 << 20, **fields})
@@ -63,7 +63,7 @@ def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)
 
 
 def frame(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:
-    """Returns the lines of one frame."""
+    """Runs the program with ``arguments``, and returns the lines of the frame that it prints."""
     assert main([str(argument) for argument in (*arguments, "--once")]) == 0
     text = capsys.readouterr().out
     assert "\x1b" not in text
@@ -148,14 +148,14 @@ def test_ctrl_c_ends_it_on_a_terminal(folder: Path) -> None:
         os.write(terminal, b"\x03")
         screen += read_until(terminal, lambda seen: b"\x1b[?1049l" in seen and b"held" in seen)
         assert process.wait(60) == 0
-    assert b"\x1b[?1049h" in screen  # enters the alternate screen and leaves it
+    assert b"\x1b[?1049h" in screen  # The program enters the alternate screen and leaves it.
     assert termios.tcgetattr(program_end)[3] == before[3]
     os.close(terminal)
     os.close(program_end)
 
 
 def read_until(terminal: int, is_enough: object) -> bytes:
-    """Returns the output of a terminal once it is sufficient."""
+    """Returns the output of ``terminal`` as soon as ``is_enough`` accepts it."""
     assert callable(is_enough)
     seen, end_s = b"", time.monotonic() + 60
     while not is_enough(seen):

@@ -1,4 +1,4 @@
-"""Tests ``trace`` on valid and on damaged traces."""
+"""Tests the output and the errors of ``trace`` for valid and for damaged traces."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def refused(
     *arguments: str,
     program: Callable[[Sequence[str]], int] = main,
 ) -> str:
-    """Returns the single line that a rejected call prints, and checks that no file is written."""
+    """Returns the line that a rejected call prints, and checks that it writes no file."""
     before = sorted(Path().rglob("*"))
     assert run_cli(program, arguments) == 2
     output = capsys.readouterr()
@@ -169,7 +169,7 @@ def test_what_is_wrong_with_a_trace_is_said(
         "warning: the clock of rank 1 was set back before iterations 6; times across that moment "
         "are meaningless",
     ]
-    assert "iteration 4: step" in output.out  # the last complete iteration
+    assert "iteration 4: step" in output.out  # Iteration 4 is the last complete iteration.
 
 
 def test_damaged_folders_are_refused(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parses a request like a collector: IDs are hexadecimal, unlike in protobuf's JSON."""
+    """Parses a request as a collector does, with hexadecimal IDs."""
 
     def decode(value: dict[str, Any]) -> dict[str, Any]:
         ids = [name for name in ("traceId", "spanId", "parentSpanId") if name in value]
@@ -53,7 +53,7 @@ def spans_of(requests: list[Any]) -> list[Any]:
 
 @contextmanager
 def collector(answer: tuple[int, bytes]) -> Iterator[tuple[str, list[Any]]]:
-    """Serves as a collector on loopback, and yields its URL and the received requests."""
+    """Runs a collector on loopback, and yields its URL and the list of received requests."""
     requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -82,7 +82,7 @@ def collector(answer: tuple[int, bytes]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def check(folder: Path, requests: list[Any]) -> None:
-    """Checks that requests contain each span exactly once, as a child of its step."""
+    """Checks that ``requests`` contain each span exactly once, as a child of its step."""
     run = read_run(folder)
     spans = spans_of(requests)
     expected = [s for r in run.ranks.values() for i in r.iterations for s in r.spans(i)]

@@ -1,4 +1,4 @@
-"""Tests ``transport --check``: its table, its choice, and bad input."""
+"""Tests the table, the chosen transport and the errors of ``transport --check``."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LIMIT_S = 240
 
 
 def write_plan(folder: Path, **changes: Any) -> Path:
-    """Writes a plan for two pipeline ranks."""
+    """Writes a plan for two pipeline ranks and returns its path."""
     content: dict[str, Any] = {
         "format": 1,
         "degrees": {"tensor": 1, "pipeline": 2, "data": 1, "chunks": 1},
@@ -46,7 +46,7 @@ def write_plan(folder: Path, **changes: Any) -> Path:
 
 
 def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
-    """Tries a rank in a separate process, and returns the rank's entry in the plan file."""
+    """Tries ``rank`` in a separate process, and returns the key ``tried`` of the plan file."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "megatron.adaptive", "plan", "--try", str(path)),
@@ -66,7 +66,7 @@ def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
 
 
 def peaks_of_job(path: Path, model: str) -> list[int]:
-    """Trains with a plan, and returns each rank's peak resident memory as counted by Linux.
+    """Trains with a plan, and returns the peak resident memory of each rank in bytes.
 
     The job's ranks and the tried ranks are forked from processes with the same imports, so that the
     parent process's pages count equally in both.
@@ -82,7 +82,7 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
     try:
         while len(ended := ranks.wait(0.05)) < 2 and not any(ended) and time.monotonic() < end_s:
             for number, rank in enumerate(processes):
-                with contextlib.suppress(OSError, IndexError):  # the rank has exited
+                with contextlib.suppress(OSError, IndexError):  # The rank has exited.
                     status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
                     peaks[number] = int(status.partition("VmHWM:")[2].split()[0]) * 1024
     finally:
@@ -214,7 +214,7 @@ def test_a_plan_without_measurements_is_no_profile(tmp_path: Path) -> None:
 def test_ranks_that_hang_while_links_are_measured_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that the command does not wait forever for ranks that keep the pipe open."""
+    """Checks that the command does not wait for ranks that keep the pipe open."""
     launcher = tmp_path / "launcher"
     launcher.write_text(f"#!/bin/sh\nsleep 30 &\necho $! > {tmp_path}/rank\nwait\n")
     launcher.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Tests ``plan validate`` on traced runs: plans that are read from traces, and error messages."""
+"""Tests that ``plan validate`` reads plans from the traces of runs, and reports errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _run(folder: Path, microbatches: int) -> None:
-    """Writes traces to ``traces``, in the trainer's layout."""
+    """Writes traces to the folder ``traces`` in ``folder``, with the trainer's layout."""
     traces = folder / "traces"
     traces.mkdir(parents=True)
     made_up = SyntheticRun(
@@ -73,7 +73,7 @@ def test_the_next_plan_knows_what_a_run_took(
 ) -> None:
     files = ["--model", str(folder / "model.txt"), "--cluster", str(folder / "cluster.yaml")]
     runs, profile = folder / "runs", str(folder / "profile.json")
-    for name in ("quick", "slow"):  # the second run is added to the file
+    for name in ("quick", "slow"):  # The second run is added to the file.
         learnt = ["--from-run", str(runs / name / "traces"), "--precision", "fp16"]
         assert profile_main([*learnt, *files, "--output", profile]) == 0
     capsys.readouterr()

@@ -37,7 +37,7 @@ def command(
     script: Path = TRAINER,
     flags: Sequence[str] = FLAGS,
 ) -> list[str]:
-    """Returns the command line of a manager."""
+    """Returns the command line that starts a manager."""
     manager = [
         sys.executable,
         "-m",
@@ -77,7 +77,7 @@ class JobFolder:
         return lines
 
     def steps(self, incarnation: int) -> list[int]:
-        """Returns the iterations that an incarnation completed."""
+        """Returns the iterations that incarnation number ``incarnation`` completed."""
         return [
             line["iteration"]
             for line in self.lines()
@@ -85,7 +85,7 @@ class JobFolder:
         ]
 
     def until(self, condition: Callable[[], object], goal: str, limit_s: float = 150.0) -> None:
-        """Waits until a condition is true. Fails after ``limit_s`` seconds."""
+        """Waits until ``condition`` is true. Fails after ``limit_s`` seconds."""
         end_s = time.monotonic() + limit_s
         while not condition():
             self.watch(goal)
@@ -96,7 +96,7 @@ class JobFolder:
         """Observes the job while a test waits. Does nothing by default."""
 
     def said(self) -> str:
-        """Returns all logs, which are text files next to the checkpoint folder."""
+        """Returns the text of all logs, which are next to the checkpoint folder."""
         return "\n".join(path.read_text() for path in self.checkpoints.parent.glob("*.txt"))
 
 
@@ -147,22 +147,22 @@ class ElasticJob(JobFolder):
         draft.replace(self.machines)
 
     def change(self, names: Sequence[str]) -> None:
-        """Replaces the nodes in the machines file, and notifies the manager."""
+        """Replaces the nodes in the machines file by ``names``, and notifies the manager."""
         self._write(names)
         self.manager.send_signal(signal.SIGHUP)
 
     def agent(self, name: str) -> int:
-        """Returns the PID of a node's agent."""
+        """Returns the PID of the agent of the node ``name``."""
         (entry,) = [node for node in self.state()["machines"] if node["name"] == name]
         return int(entry["pid"])
 
     def rank_on(self, name: str) -> psutil.Process:
-        """Returns the only rank on a node."""
+        """Returns the process of the only rank on the node ``name``."""
         (rank,) = self._ranks_of(self.agent(name))
         return rank
 
     def _ranks_of(self, agent: int) -> list[psutil.Process]:
-        """Returns the processes of a node, except its agent."""
+        """Returns the processes of a node whose agent has the PID ``agent``, except the agent."""
         (asked,) = psutil.Process(agent).children()
         (forked,) = (
             child for child in self._parent.children() if child.name() == f"node-{asked.pid}"
@@ -170,35 +170,35 @@ class ElasticJob(JobFolder):
         return forked.children()
 
     def trained(self, incarnation: int, steps: int = 4) -> int:
-        """Waits until an incarnation has completed some steps, and returns its last step."""
+        """Waits until an incarnation has completed ``steps`` steps, and returns its last step."""
         goal = f"{steps} steps of epoch {incarnation}"
         self.until(lambda: len(self.steps(incarnation)) >= steps, goal)
         return max(self.steps(incarnation))
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """Waits until the manager reports an incarnation, and returns it."""
+        """Waits until the manager reports the incarnation ``number``, and returns its entry."""
         self.until(lambda: len(self.state().get("epochs", [])) >= number, f"epoch {number}")
         return dict(self.state()["epochs"][number - 1])
 
     def lose(self, *names: str) -> None:
-        """Kills all processes of some nodes at the same time, without notice."""
+        """Kills all processes of the nodes ``names`` at the same time, without notice."""
         family = []
         for name in names:
             agent = psutil.Process(self.agent(name))
             family += [agent, *agent.children(recursive=True), *self._ranks_of(agent.pid)]
         for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):  # a child exits with its parent
+            with contextlib.suppress(psutil.NoSuchProcess):  # A child exits with its parent.
                 process.kill()
         wait_until(lambda: not any(map(_lives, family)), lambda: family, 10.0, 0.01)
 
     def stop(self, limit_s: float = 150.0) -> None:
-        """Stops the job, which saves a checkpoint, and checks that no process is left."""
+        """Stops the job, which saves a checkpoint, and checks that all of its processes exit."""
         self.manager.send_signal(signal.SIGTERM)
         assert self.end(limit_s) == 128 + signal.SIGTERM, self.said()
         assert self.left_behind() == []
 
     def undisturbed(self, folder: Path, first: int, last: int, *more: str) -> dict[int, float]:
-        """Returns the losses of a single process that continues from a checkpoint.
+        """Returns the losses of a process that resumes alone from a checkpoint, by iteration.
 
         Args:
             folder: Folder for the progress file of this process.
@@ -217,7 +217,7 @@ class ElasticJob(JobFolder):
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def check_losses(self, folder: Path, first: int, *more: str) -> int:
-        """Compares the losses of all steps after ``first``, even repeats; returns the last step."""
+        """Checks the losses of all steps after ``first``, and returns the last step."""
         done = {line["iteration"] for line in self.lines() if "iteration" in line}
         expected = self.undisturbed(folder, first, max(done), *more)
         assert set(expected) == {step for step in done if step > first}
@@ -231,7 +231,7 @@ class ElasticJob(JobFolder):
         return max(done)
 
     def end(self, limit_s: float = 150.0) -> int:
-        """Waits until the job exits, and returns its exit status."""
+        """Waits until the job exits and returns its exit status."""
         self._remember()
         return self.manager.wait(limit_s)
 
@@ -240,16 +240,16 @@ class ElasticJob(JobFolder):
         assert self.manager.poll() is None, f"the job ended before {goal}:\n{self.said()}"
 
     def said(self) -> str:
-        """Returns the content of the log."""
+        """Returns the content of the job's log."""
         return self.log.read_text()
 
     def left_behind(self) -> list[str]:
-        """Returns the processes of the job that are still running after the job has exited."""
+        """Returns the processes of the job that still run after the job has exited."""
         psutil.wait_procs(list(self._family.values()), timeout=5)
         return [str(process) for process in self._family.values() if process.is_running()]
 
     def close(self) -> None:
-        """Kills all processes that are left."""
+        """Kills all processes of the job that still run."""
         self._remember()
         for process in [*self._family.values()]:
             if process.is_running():

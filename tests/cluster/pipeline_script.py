@@ -23,12 +23,12 @@ WIDTH = 8
 
 
 class Late(torch.autograd.Function):
-    """Sleeps, and sleeps longer on node ``b`` once a file named ``b`` exists."""
+    """Sleeps in each pass, and longer on node ``b`` as soon as a file named ``b`` exists."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, folder: str) -> torch.Tensor:
         ctx.folder = folder
-        takes_s = 0.008  # longer than delays that other programs cause
+        takes_s = 0.008  # Other programs cause shorter delays than this.
         if os.environ.get("MEGATRON_ADAPTIVE_NODE") == "b" and (Path(folder) / "b").exists():
             takes_s = 0.032
         time.sleep(takes_s)
@@ -43,7 +43,8 @@ class Late(torch.autograd.Function):
 class Net(torch.nn.Module):
     def __init__(self, late_folder: str) -> None:
         super().__init__()
-        self.late_folder = late_folder  # if not empty, a file in this folder can slow down the net
+        # If this is not empty, a file in this folder can slow down the net.
+        self.late_folder = late_folder
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(5))
 
@@ -58,7 +59,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
-    """Returns a batch. The first value of each sample identifies the sample."""
+    """Returns the batch of ``step`` with ``size`` samples. Their first values identify them."""
     x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
     x[:, 0] = (step * size + torch.arange(size)) / 1e3
     return {"x": x}

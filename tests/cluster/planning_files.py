@@ -12,7 +12,7 @@ FAST_S, SLOW_S = 0.004, 0.008
 
 
 def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: Any) -> Path:
-    """Writes a cluster file.
+    """Writes a cluster file and returns its path.
 
     Args:
         folder: Folder to which the file is written.
@@ -33,7 +33,7 @@ def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: 
 
 
 def profile_file(folder: Path, layer_s: Mapping[str, float]) -> Path:
-    """Writes a profile.
+    """Writes a profile and returns its path.
 
     Args:
         folder: Folder to which the file is written.

@@ -1,4 +1,4 @@
-"""Tests the agent of a node: version mismatches, and device checks that hang."""
+"""Tests that agents reject other versions, and that device checks may hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S = 120.0
 
 
 def make_agent(port: int, folder: Path, script: str = "") -> Agent:
-    """Returns an agent of a node ``a`` whose ranks run the given script."""
+    """Returns an agent of the node ``a``, whose ranks run a script with the text ``script``."""
     path = folder / "train.py"
     path.write_text(script)
     work = NodeWork(script=str(path), arguments=(), checkpoints=str(folder))
@@ -29,7 +29,7 @@ def make_agent(port: int, folder: Path, script: str = "") -> Agent:
 
 
 def order(key: str, *arguments: str) -> dict[str, Any]:
-    """Returns the manager's request for one process."""
+    """Returns a request of the manager for one process."""
     return {"key": key, "variables": {"LOCAL_RANK": "0"}, "arguments": list(arguments)}
 
 

@@ -1,4 +1,4 @@
-"""Tests that ``conf.sh`` and plan files are read correctly, and that errors name value and rule."""
+"""Tests that ``conf.sh`` and plan files are read correctly, and that wrong values are named."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ TEXT = "rank 2 on node c: matrix product: 1 GFLOP/s, the others' median 9 GFLOP/
 
 
 def handle(policy: ProbePolicy, names: str, failed: str, *more: str) -> tuple[str, list[str]]:
-    """Returns the reason to change the layout, and the nodes that the new layout uses."""
+    """Returns the reason to change the layout after ``failed`` nodes, and the nodes used then."""
 
     async def run() -> tuple[str, list[str]]:
         nodes = [Node(name=name, slots=1, status="present") for name in names]
@@ -98,7 +98,8 @@ def handle(policy: ProbePolicy, names: str, failed: str, *more: str) -> tuple[st
         running = RunningRanks(incarnation=incarnation, layout=layout, folder=Path(), where=where)
         entries = [FailedNode(node=name, text=TEXT, limits={}) for name in failed]
         reason = await probes.handle(entries, running, nodes)
-        assert not await probes.handle(entries, running, nodes)  # each failure is handled only once
+        # Each failure is handled only once.
+        assert not await probes.handle(entries, running, nodes)
         await probes.close()
         return reason, [node.name for node in stragglers.included(nodes)]
 

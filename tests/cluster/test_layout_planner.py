@@ -1,4 +1,4 @@
-"""Tests layouts that the planner chooses for the available nodes."""
+"""Tests which layouts the planner chooses for the available nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def planning(tmp_path: Path) -> Planning:
 
 
 def layers_of(layout: ParallelLayout, name: str) -> int:
-    """Returns the number of layers on a node with one process."""
+    """Returns the number of layers on the node ``name``, which runs one process."""
     nodes_of_ranks = [node for node, _ in layout.places]
     pp_rank = nodes_of_ranks.index(name) // (layout.data * layout.tensor)
     config = parse([*MODEL, *layout.flags], world_size=layout.world_size, last_wins=True)
@@ -189,4 +189,4 @@ def test_a_plan_that_takes_too_long_is_done_without(
         assert layout is not None
         assert [name for name, _ in layout.places] == ["a"]
         assert said().endswith("] warning: left out: x: missing from the files of --plan-with\n")
-        chooser.close()  # can be called again
+        chooser.close()  # Closing again must not fail.

@@ -1,4 +1,4 @@
-"""Tests decisions after an incarnation, and nodes that manage or join a job."""
+"""Tests how a manager reacts when ranks exit, and how nodes change managers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .jobs import FLAGS
 
 
 def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
-    """Returns a manager of a job whose first incarnation did or did not complete a step."""
+    """Returns a manager of a job. If ``worked``, the first incarnation has completed a step."""
     flags = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=flags, checkpoints=folder, **more)
     manager = Manager(spec, Chooser())
@@ -31,7 +31,7 @@ def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
 
 
 def ended(status: int) -> RunningRanks:
-    """Returns an incarnation with one rank that exited on its own."""
+    """Returns an incarnation whose only rank exited with ``status``."""
     layout = ParallelLayout(tensor=1, pipeline=1, data=1, partition=(1,), micro_batch=1, flags=())
     incarnation = Incarnation(number=1, layout="one", processes=1, nodes=("a",), reason="start")
     fault = f"rank 0 on a exited with status {status}"
@@ -49,7 +49,7 @@ def ended(status: int) -> RunningRanks:
 def test_only_what_never_worked_ends_the_job_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that a failure in a later incarnation, such as a network fault, allows a restart."""
+    """Checks that only a job that never completed a step ends at its first failure."""
     manager = managed(tmp_path, worked=False, max_restarts=2)
     assert manager._judge(ended(2)) == (2, "")
     manager._failures = 0
@@ -63,7 +63,7 @@ def test_only_what_never_worked_ends_the_job_at_once(
 
 
 def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> None:
-    """Checks that lost nodes do not count as failures without a new checkpoint."""
+    """Checks that the loss of a node does not count as a failure of the program."""
     manager = managed(tmp_path, max_restarts=1)
     lost = ended(-9)
     lost.fault = lost.gone = "node a was lost"
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_though_its_peer_is_seen_to_end_first(
 def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
     tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks ranks that exit with status 2 before the manager notices that a node is lost."""
+    """Checks that a lost node causes a restart, even if ranks exit before it is noticed."""
 
     async def cut() -> tuple[int | None, str]:
         manager = managed(tmp_path, max_restarts=0)
@@ -125,7 +125,7 @@ def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
 
 
 def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: Path) -> None:
-    """Checks a node that is taken away before its ranks have saved."""
+    """Checks that a node may be taken away before its ranks have saved."""
     manager = managed(tmp_path, max_restarts=0)
     reason = "notice SIGTERM on b"
     nodes = {"a": Node(name="a", status="present")}
@@ -138,7 +138,7 @@ def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: P
     assert manager._judge(running) == (None, reason)
     assert nodes["b"].status == "gone"
     alone = ended(2)
-    assert manager._judge(alone) == (2, "")  # the program itself failed
+    assert manager._judge(alone) == (2, "")  # The program itself failed in this case.
 
 
 def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)
         manager._members.nodes[name] = node
-    assert chosen() == ["a", "b", "c"]  # all nodes import their modules at the start
+    assert chosen() == ["a", "b", "c"]  # All nodes import their modules at the start.
     manager._incarnations.append(ended(0).incarnation)
     assert chosen() == ["b", "c"]
     for node in manager._members.nodes.values():
@@ -163,7 +163,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
 
 
 def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
-    """Checks that such a node does not start the measurement of the next change of layout."""
+    """Checks that a node that is not used does not start to measure a change of layout."""
     manager = managed(tmp_path)
     node = Node(name="a", status="present", slots=1, is_ready=True)
     manager._members.nodes["a"] = node
@@ -198,7 +198,7 @@ def test_ranks_of_every_incarnation_may_save_no_more_before_the_next(tmp_path: P
 
 
 class Part:
-    """Stands in for a manager or an agent that handles signals itself for a while.
+    """Replaces a manager or an agent, and handles signals for a while.
 
     Args:
         handles: Whether the signal arrives while this object handles signals, or afterwards.
@@ -228,7 +228,7 @@ class Part:
 
 
 class Taken:
-    """Stands in for the manager of a job that another manager already manages."""
+    """Replaces the manager of a job that another manager already manages."""
 
     notice: signal.Signals | None = None
 
@@ -248,7 +248,7 @@ def test_a_notice_is_heeded_whenever_it_comes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Checks that a signal between two managers makes the node leave with a log line."""
+    """Checks that a node leaves with a log line if a signal arrives between two managers."""
     monkeypatch.setattr(module, "Manager", Taken)
     monkeypatch.setattr(module, "Agent", Part(handles, status))
     spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path)

@@ -1,4 +1,4 @@
-"""Tests the machines file, and nodes that join a manager by themselves."""
+"""Tests how the machines file is read, and how nodes join a manager by themselves."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_another_machine_gets_its_environment_by_standard_input(shell: str, tmp_
 
 
 async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
-    """Starts listening, and connects as a node ``a``."""
+    """Makes ``members`` listen, connects as the node ``a``, and returns the connection."""
     await members.start()
     link = await Connection.connect(address, members.port, 5.0, "secret", PURPOSE)
     link.send("join", protocol=PROTOCOL, name="a", host="h", pid=1, slots=1)
@@ -120,7 +120,7 @@ async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> None:
-    """Checks that IPv4 and IPv6 use the same socket. Two sockets would have different ports."""
+    """Checks that IPv4 and IPv6 use one socket, because two sockets would have two ports."""
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
 
@@ -139,7 +139,7 @@ def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> 
 def test_a_manager_that_hands_over_ends_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks a manager to which nodes that look for another manager are still connected."""
+    """Checks that a manager that hands over closes without a traceback despite open connections."""
     asyncio.run(joined(Membership(None, None, "127.0.0.1", "secret")))
     assert caplog.text == ""
 
@@ -159,7 +159,8 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)
         await link.close()
-        for _ in range(2):  # for the agent that exits, and for a probe
+        # The question that was pending fails, and so does a question after the loss.
+        for _ in range(2):
             with pytest.raises(ConnectionError, match="a was also lost"):
                 await asked
             asked = asyncio.create_task(members.ask("a", "port", 20.0))
@@ -172,7 +173,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
 
 @pytest.mark.long
 def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    """Checks that the manager restarts its own agent if the agent was killed or released."""
+    """Checks that the manager restarts its agent if the agent was killed or released."""
 
     async def pids(members: Membership, count: int) -> list[int]:
         pids: list[int] = []

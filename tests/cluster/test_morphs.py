@@ -22,7 +22,7 @@ Start = Callable[..., ElasticJob]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a job with a save interval. Additional arguments are options of the manager."""
+    """Yields a function that starts a job with a save interval and options of the manager."""
     started: list[ElasticJob] = []
 
     def begin(names: str, interval: int, *options: str, extra: tuple[str, ...] = ()) -> ElasticJob:
@@ -52,16 +52,17 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     assert f"is managed by process {job.manager.pid} on" in second.stderr
     assert second.stderr.count("\n") == 1
 
-    job.change("abc")  # the job saves before it releases the removed node
+    job.change("abc")  # The job saves before it releases the removed node.
     job.trained(2)
-    job.rank_on("a").kill()  # a rank fails, but its node does not
+    job.rank_on("a").kill()  # A rank fails, but its node continues.
     job.trained(3)
-    os.kill(job.agent("c"), signal.SIGTERM)  # announces that the node will be taken away
+    # This signal announces that the node will be taken away.
+    os.kill(job.agent("c"), signal.SIGTERM)
     job.trained(4)
-    job.change("abc")  # the node returns
+    job.change("abc")  # The node returns.
     job.trained(5, 20)
     before = job.steps(5)
-    os.kill(job.agent("b"), signal.SIGKILL)  # a node is lost without notice
+    os.kill(job.agent("b"), signal.SIGKILL)  # The node is lost without notice.
     job.until(lambda: max(job.steps(6), default=0) > max(job.steps(5)), "steps done again")
     job.stop()
     state = job.state()
@@ -93,7 +94,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
 def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     start: Start, tmp_path: Path
 ) -> None:
-    """Checks a job that loses a rank, and later loses a node together with its disk."""
+    """Checks that a job survives the loss of a rank, and of a node together with its disk."""
     disks = tmp_path / "disks"
     job = start("ab", 5, extra=("--save-local", str(disks)))
     folder = CheckpointFolder(job.checkpoints)
@@ -106,7 +107,7 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     job.trained(2, 8)
     second, saved_step = job.epoch(2), saved()
     job.until(lambda: saved() > saved_step, "another checkpoint")
-    job.change("a")  # after a notice, the whole state is written to shared storage
+    job.change("a")  # After a notice, the whole state is written to shared storage.
     (lost,) = disks.glob("*/b")
     job.trained(3, 1)
     shutil.rmtree(lost)
@@ -130,15 +131,15 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
 def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path: Path) -> None:
     job = start("abcd", 15, "--replicate-every", "1")
     first = job.trained(1, 18)
-    job.lose("d")  # the node's ranks have replicas on other nodes
+    job.lose("d")  # The node's ranks have replicas on other nodes.
     second = job.trained(2, 8)
-    job.lose("c")  # the buddy has a copy of the rank's stage
+    job.lose("c")  # The buddy has a copy of the rank's stage.
     job.trained(3, 3)
     job.change("abe")
     job.trained(4, 4)
     # Avoid the steps around a checkpoint, because the checkpoint may or may not be complete.
     job.until(lambda: 2 <= max(job.steps(4)) % 15 <= 8, "a step between two checkpoints")
-    job.lose("b", "e")  # these nodes are neighbors, so no copy of b's state is left
+    job.lose("b", "e")  # These nodes are neighbors, so no copy of b's state is left.
     job.trained(5, 3)
     job.epoch(5)
     job.close()
@@ -154,7 +155,8 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
         last = max(job.steps(number - 1))
         assert incarnation["resumed_iteration"] >= last - 1
         assert job.steps(number)[0] == incarnation["resumed_iteration"] + 1
-    assert incarnations[3]["source"] == "checkpoint"  # saved before the new node joined
+    # This checkpoint was saved before the new node joined.
+    assert incarnations[3]["source"] == "checkpoint"
     assert incarnations[3]["lost_steps"] == 0
     # The copy of the neighbor's part may be from a different step than the remaining parts.
     nothing_left = r"checkpoint: no copy of the state of rank 1(, 2)? is left"

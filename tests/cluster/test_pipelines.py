@@ -28,7 +28,7 @@ Start = Callable[..., ElasticJob]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a job that runs the script on nodes with one process each by default."""
+    """Yields a function that starts a job, with one process per node by default."""
     started: list[ElasticJob] = []
 
     def begin(
@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    """Returns the reports of all ranks, ordered by incarnation and step."""
+    """Returns the reports of all ranks in ``folder``, ordered by incarnation and step."""
     reports = []
     for path in (folder / "told").glob("epoch-*.jsonl"):
         _, incarnation, rank = path.stem.split("-")
@@ -58,7 +58,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
-    """Waits until an incarnation has completed this number of steps."""
+    """Waits until the incarnation ``incarnation`` has completed ``steps`` steps."""
 
     def done() -> bool:
         return (
@@ -70,7 +70,7 @@ def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
 
 
 def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]]:
-    """Returns the reports of the same script in a single process."""
+    """Runs ``steps`` steps of the script in a single process, and returns its reports."""
     (folder / "alone").mkdir()
     (folder / "alone" / "told").mkdir()
     arguments = [str(steps), str(SIZE), str(folder / "alone" / "told"), json.dumps(options)]
@@ -83,8 +83,8 @@ def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]
 def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
     job = start("abcd", save_interval=20, **SHAPED)
 
-    train(job, tmp_path, 2, 8)  # the first incarnation measures the model
-    os.kill(job.agent("d"), signal.SIGTERM)  # the next line sends a second notice
+    train(job, tmp_path, 2, 8)  # The first incarnation measures the model.
+    os.kill(job.agent("d"), signal.SIGTERM)  # The next line sends a second notice.
     job.change("ab")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 2, "two processes", LIMIT_S)
     train(job, tmp_path, len(job.state()["epochs"]), 8)
@@ -92,7 +92,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 3, "three processes", LIMIT_S)
     train(job, tmp_path, len(job.state()["epochs"]), 25)
     before = len(job.state()["epochs"])
-    job.rank_on("b").kill()  # this node gets no notice
+    job.rank_on("b").kill()  # This node gets no notice.
     job.until(lambda: len(job.state()["epochs"]) > before, "another start", LIMIT_S)
     train(job, tmp_path, before + 1, 8)
     job.change("abcd")
@@ -116,7 +116,8 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
         if index != before
     )
     killed = state["epochs"][before]
-    assert killed["reason"].startswith("rank ")  # rank 1, or a rank that detected its failure first
+    # The text names rank 1, or a rank that detected its failure first.
+    assert killed["reason"].startswith("rank ")
     assert killed["resumed_iteration"] > 0
     assert state["checkpoint_iteration"] == state["iteration"]
 
@@ -134,14 +135,14 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     for (_, step), ranks in by_turn.items():
         pipeline_size = ranks[0]["shape"][0]
         samples = sorted(sample for report in ranks for sample in report["samples"])
-        if len(ranks) == pipeline_size * ranks[0]["shape"][1]:  # no rank was killed
+        if len(ranks) == pipeline_size * ranks[0]["shape"][1]:  # No rank was killed in this step.
             kept[step] = samples[::pipeline_size]
     assert kept == {step: list(range(step * SIZE, (step + 1) * SIZE)) for step in range(last + 1)}
 
 
 @pytest.mark.long
 def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) -> None:
-    """Checks in-memory copies of stages with and without data-parallel replicas."""
+    """Checks that stages with and without replicas resume from copies in memory."""
     options = {"save_interval": 99999, "state": True, **SHAPED}
     job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
 
@@ -182,7 +183,7 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
     options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
     job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
 
-    train(job, tmp_path, 2, 12)  # the first incarnation measures the model
+    train(job, tmp_path, 2, 12)  # The first incarnation measures the model.
     (tmp_path / "told" / "b").touch()
     train(job, tmp_path, 3, 5)
     job.stop(LIMIT_S)
@@ -200,7 +201,7 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
 
 
 def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_path: Path) -> None:
-    job = start("a", 12, save_interval=5, async_save=True, slots=2)  # the plan chooses all sizes
+    job = start("a", 12, save_interval=5, async_save=True, slots=2)  # The plan chooses all sizes.
     assert job.end(LIMIT_S) == 0, job.said()
     state = job.state()
     assert state["status"] == "complete"
@@ -213,7 +214,7 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
     assert main(["--status", str(job.checkpoints)]) == 0
     again = start("a", 12, save_interval=5, slots=2)
     assert again.end(LIMIT_S) == 0, again.said()
-    assert "measure" not in again.said()  # measurements are reused
+    assert "measure" not in again.said()  # The measurements are reused.
     assert {report["step"] for report in told(tmp_path)} == set(range(12))
 
 

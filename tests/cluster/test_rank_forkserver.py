@@ -1,4 +1,4 @@
-"""Tests the process that forks the ranks of a node."""
+"""Tests that the process that forks a node's ranks handles signals and time limits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sys.exit(3)
 
 @pytest.fixture
 def orders() -> Iterator[socket.socket]:
-    """Returns the connection to a fork server."""
+    """Yields the connection to a fork server."""
     test_end, server_end = socket.socketpair()
     with test_end, server_end:
         test_end.settimeout(60)

@@ -1,4 +1,4 @@
-"""Tests the HTML report of a job: of a real run with two processes, and of synthetic runs."""
+"""Tests the HTML report of a job for a real run with two processes and for synthetic runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ wait();
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of a job in one pod with two processes."""
+    """Runs a job in one pod with two processes, and returns its log folder."""
     folder = tmp_path_factory.mktemp("a run")
     (folder / "conf.sh").write_text(CONF)
     command = ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh")]
@@ -81,7 +81,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """Writes a job with 20 ranks on three nodes, one restart and a long log."""
+    """Writes the logs of a job with 20 ranks on three nodes, and returns their folder."""
     folder = tmp_path / "logs" / "pods-2"
     folder.mkdir(parents=True)
     now_s = time.time()
@@ -122,7 +122,7 @@ def large(tmp_path: Path) -> Path:
 
 
 def page_of(report: dict[str, Any], folder: Path) -> Page:
-    """Returns the data of the page that shows the pipeline."""
+    """Returns the data of the page that shows the pipeline in ``report``."""
     path = folder / "page.html"
     path.write_text(report["traces"]["page"])
     return Page(path)
@@ -144,8 +144,8 @@ def test_a_real_run(job: Path, tmp_path: Path) -> None:
     assert max(use["gib"]) > 0.1
     traces = report["traces"]
     assert (traces["ranks"], traces["iterations"]) == ([0, 1], [1, 2, 3, 4, 5])
-    # A rank's own parts make up most of the iteration time in the log. If the system delayed a
-    # rank, one of its parts may belong to the next iteration.
+    # The time from a rank's first to its last action makes up most of the iteration time in the
+    # log. If the system delayed a rank, part of that time may belong to the next iteration.
     for row in traces["rank_ms"]:
         assert len(row) == 5
         assert min(row) > 0
@@ -204,7 +204,7 @@ def test_damaged_traces_and_a_place_that_cannot_be_written(large: Path) -> None:
 
 @pytest.fixture(scope="module")
 def show(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
-    """Returns a function that opens a page in a headless Chromium."""
+    """Yields a function that opens a page in a headless Chromium."""
     with opened_browser(tmp_path_factory.mktemp("profile")) as browser:
 
         def opened(page: Path) -> Any:

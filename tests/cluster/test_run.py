@@ -1,4 +1,4 @@
-"""Tests error messages of the command, and nodes that join by themselves."""
+"""Tests the error messages of ``train elastic``, and nodes that join by themselves."""
 
 from __future__ import annotations
 
@@ -225,14 +225,14 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         assert (
             incarnation["source"] == "copies in memory" or incarnation["resumed_iteration"] % 5 == 0
         )
-        # asks the node to save and leave; it may join again
+        # This signal asks the node to save and leave. The node may join again.
         nodes[left].send_signal(signal.SIGUSR1)
         assert nodes[left].wait(60) == EXIT_LEFT
         assert len(list(checkpoints.glob("iter_*"))) == 2
         assert list(checkpoints.glob(".iter_*")) == []
         said = (tmp_path / f"{left}.txt").read_text()
         assert "Traceback" not in said
-        assert "frame #" not in said  # C++ prints this line if a store exited with its rank
+        assert "frame #" not in said  # C++ prints this line if a store exited with its rank.
     finally:
         for node in nodes.values():
             if node.poll() is None:

@@ -1,4 +1,4 @@
-"""Tests which layouts are planned for a measured module on the available nodes."""
+"""Tests which layouts are planned for a measured model on the available nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = (0.01, 0.01, 0.01, 0.03, 0.01, 0.01)
 
 
 def profile(memory: float = 1e6) -> dict[str, Any]:
-    """Returns a profile of six pieces, of which the fourth takes as long as three others."""
+    """Returns a profile of six pieces. The fourth takes as long as three other pieces."""
     held = {"parameters": memory / 16}
     sizes = {"output_elements": 100, "activation_bytes": 100, "workspace_bytes": 0, **held}
     rows = [
@@ -93,11 +93,11 @@ def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     written.write(path)
     assert MeasuredModule.read(path) == written
     former = json.loads(path.read_text())
-    former["hosts"][0]["cores"] = 2  # key in files of an earlier release
+    former["hosts"][0]["cores"] = 2  # Files of an earlier release contain this key.
     path.write_text(json.dumps(former))
     assert MeasuredModule.read(path) == written
     path.write_text('{"format": 0}')
-    assert MeasuredModule.read(path) is None  # the model must be measured again
+    assert MeasuredModule.read(path) is None  # The model must be measured again.
     path.write_text("{")
     with pytest.raises(ConfigError, match="remove it to measure the model again"):
         MeasuredModule.read(path)
@@ -109,10 +109,10 @@ def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
     assert layout.places == (("n0", 2), ("n1", 2))
     assert layout.step_s is not None
     assert layout.unit == "segments"
-    # there are five stages, because five does not divide the batch size
+    # There are five stages, because five does not divide the batch size.
     five = planned(tmp_path, 2, 2, 1)
     assert (five.pipeline, five.data) == (5, 1)
-    seven = planned(tmp_path, 2, 2, 2, 1)  # there are only six segments
+    seven = planned(tmp_path, 2, 2, 2, 1)  # The model has only six segments.
     assert seven.world_size == 6
 
 

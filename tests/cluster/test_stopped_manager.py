@@ -1,4 +1,4 @@
-"""Tests jobs whose manager is stopped (SIGSTOP) for a while, during which nodes may fail."""
+"""Tests that jobs continue if their manager is stopped (SIGSTOP) for a while."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .jobs import ElasticJob
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
 Start = Callable[[int], ElasticJob]
-STOPPED_S = 30.0  # longer than the timeout after which a node is considered lost
+STOPPED_S = 30.0  # This is longer than the timeout after which a node is considered lost.
 JOBS = int(os.environ.get("STOPPED_MANAGERS", "3"))
 """Number of concurrent jobs in the long test."""
 LATEST_S = 30.0
@@ -27,7 +27,7 @@ SEED = int(os.environ.get("STOPPED_MANAGERS_SEED", "1"))
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a job with two nodes for some iterations."""
+    """Yields a function that starts a job with two nodes for some iterations."""
     started: list[ElasticJob] = []
 
     def begin(iterations: int) -> ElasticJob:
@@ -55,7 +55,7 @@ def test_training_goes_on_while_managers_are_stopped(tmp_path: Path) -> None:
             folder = tmp_path / str(number)
             folder.mkdir()
             flags = ["--train-iters", "2000", "--save-interval", "5"]
-            variables = {"LAYER_MS": "100"}  # concurrent jobs sleep most of the time
+            variables = {"LAYER_MS": "100"}  # Concurrent jobs sleep most of the time.
             jobs.append(ElasticJob(folder, "ab", flags, script=TIMED_LAYERS, variables=variables))
             stop_s = time.monotonic() - begun_s + draw.uniform(0.0, LATEST_S)
             moments += [(stop_s, number, signal.SIGSTOP)]

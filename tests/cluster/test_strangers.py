@@ -1,4 +1,4 @@
-"""Tests that strangers do not affect jobs, and that nodes accept only allowed orders."""
+"""Tests that unknown programs do not affect jobs, and that nodes accept only allowed requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELLO = {"host": "h", "gpus": 0, "processes": None, "node_rank": None, "address"
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_strangers_have_no_effect_on_jobs() -> None:
-    """Checks that no message can stop a master, take a node's place, or read the settings."""
+    """Checks that no message can stop a master, replace a node or read the settings."""
     outcome = measure(1000, 60.0, seed=5)
     listeners = {"manager", "keeper a", "keeper b", "clocks", "master of pods", "doctor"}
     assert {*outcome["said"]} >= {*listeners, "ranks over tcp"}
@@ -46,7 +46,7 @@ def work(tmp_path: Path) -> NodeWork:
 
 
 def ordered(work: NodeWork, *more: str, **variables: str) -> dict[str, Any]:
-    """Returns a node's version of an order that also contains a program and a foreign folder."""
+    """Returns the order that a node derives from a request with a foreign program and folder."""
     rank = {
         "key": "1/0",
         "variables": {"RANK": "0", **variables},

@@ -1,4 +1,4 @@
-"""Tests the batch script for Slurm, and the error on a machine without Slurm."""
+"""Tests the batch script for Slurm and the error message on a machine without Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests jobs on machines with different speeds: the planner's layouts, and slow nodes."""
+"""Tests that jobs on machines with different speeds get suitable layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDLESS = ("--train-iters", "9999", "--diagnose-interval", "4", "--trace-dir", "
 
 
 def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
-    """Waits until a job has completed a few steps in the layout chosen for this reason."""
+    """Waits for some steps in the layout chosen because of ``reason``. Returns its entry."""
 
     def incarnations_for() -> list[dict[str, Any]]:
         incarnations = job.state().get("epochs", [])
@@ -45,7 +45,7 @@ def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
 
 
 def layers_of(incarnation: dict[str, Any], name: str) -> int:
-    """Returns the number of layers on a node with one process, or 0 for an unused node."""
+    """Returns the number of layers on the node ``name``, or 0 if the layout does not use it."""
     degrees = re.match(r"PP (\d+) x DP (\d+), layers ([0-9-]+)", incarnation["shape"])
     assert degrees is not None
     if name not in incarnation["nodes"]:
@@ -97,7 +97,7 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
 
 
 def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
-    """Checks losses with two nodes, with three nodes, and after losing a node."""
+    """Checks that losses stay equal with two nodes, three nodes, and after losing a node."""
     files = [cluster_file(tmp_path, {"fast": ""}), profile_file(tmp_path, {"fast": FAST_S})]
     options = [word for path in files for word in ("--plan-with", str(path))]
     options += ["--unequal", "--replicate-every", "1"]

@@ -18,7 +18,7 @@ from tests.multiprocess.launch import has_ended, wait_until
 
 
 def test_the_family_of_a_process_is_that_of_psutil() -> None:
-    """Checks that a process's children are listed, whichever of its threads started them."""
+    """Checks that all children of a process are listed, whichever of its threads started them."""
     started: list[subprocess.Popen[str]] = []
     is_over = threading.Event()
 
@@ -84,7 +84,7 @@ def test_no_process_of_a_part_outlives_a_signal(tmp_path: Path, number: signal.S
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A test run started by nohup ignores SIGHUP, and the program would inherit that.
+        # A test run that nohup started ignores SIGHUP, and the program would inherit this setting.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert program.stdout is not None

@@ -32,7 +32,7 @@ from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 22  # size of a write in bytes; small enough to stay in the CPU cache
+_PIECE_BYTES = 1 << 22  # A write of this size stays in the CPU cache.
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
@@ -42,7 +42,7 @@ FileSum = tuple[int, str]
 
 
 class Checksums:
-    """Computes checksums of the blocks of a byte stream.
+    """Computes a checksum for each block of a byte stream.
 
     Attributes:
         size: Number of bytes added so far.
@@ -54,7 +54,7 @@ class Checksums:
         self._block = xxhash.xxh3_64()
 
     def update(self, data: Any) -> None:
-        """Adds the content of a bytes-like object to the stream."""
+        """Adds the bytes-like object ``data`` to the stream."""
         left = memoryview(data).cast("B")
         while left:
             room = BLOCK_BYTES - self.size % BLOCK_BYTES
@@ -74,14 +74,14 @@ class Checksums:
 
 
 def sum_of(data: Any) -> FileSum:
-    """Returns the size of a bytes-like object and the checksums of its blocks."""
+    """Returns the size in bytes of ``data`` and the concatenated checksums of its blocks."""
     sums = Checksums()
     sums.update(data)
     return sums.result()
 
 
 def sum_of_file(path: Path) -> FileSum:
-    """Returns the size of a file in bytes and the checksums of its blocks.
+    """Returns the size in bytes of the file ``path`` and the checksums of its blocks.
 
     Raises:
         OSError: If the file cannot be read.
@@ -94,7 +94,7 @@ def sum_of_file(path: Path) -> FileSum:
 
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
-    """Writes bytes to an unbuffered file, and adds them to the checksums ``sums``.
+    """Writes ``data`` to the unbuffered file ``file`` and adds it to the checksums ``sums``.
 
     Returns:
         Number of bytes written.
@@ -153,7 +153,7 @@ class CheckedFile:
         while into:
             number, start = divmod(offset, BLOCK_BYTES)
             if not start and len(into) >= (size := self._size_of(number)):
-                target = into[:size]  # read a whole block directly into the buffer
+                target = into[:size]  # Read a whole block directly into the buffer.
                 self._checked(number, target)
             else:
                 block = self.block(number)[start : start + len(into)]
@@ -163,7 +163,7 @@ class CheckedFile:
             into = into[len(target) :]
 
     def block(self, number: int) -> memoryview:
-        """Returns the content of a block. The view is valid until another block is read.
+        """Returns the content of block ``number``. The view is valid until another block is read.
 
         Raises:
             DamagedCheckpointError: If the block is damaged in all copies.
@@ -178,7 +178,7 @@ class CheckedFile:
         return view
 
     def close(self) -> None:
-        """Closes the file. Safe to call more than once."""
+        """Closes the file. Can be called more than once."""
         descriptor, self._file = self._file, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -187,7 +187,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Reads a block into ``view`` from the first copy of the file whose block is undamaged."""
+        """Reads a block into ``view`` from the first copy in which the block is undamaged."""
         while True:
             try:
                 return self._fetch(number, view)
@@ -231,18 +231,18 @@ def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
 
 
 def sealed(lines: Sequence[str]) -> str:
-    """Returns a manifest, which consists of the given JSON lines and their checksum."""
+    """Returns a manifest made of ``lines`` (lines of JSON) and their checksum."""
     text = "{\n" + ",\n".join(lines)
     return text + _seal(text.encode())
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Returns whether a manifest ends with the correct checksum of its other text."""
+    """Returns whether the manifest ``raw`` ends with the correct checksum of the text before it."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
 
 
 def seal_of(file: Path) -> str:
-    """Returns the checksum at the end of a manifest, or ``""`` if it cannot be read."""
+    """Returns the checksum at the end of the manifest ``file``, or ``""`` if it cannot be read."""
     try:
         with open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -261,13 +261,13 @@ def _seal(text: bytes) -> str:
 def find_damage(
     folder: Path, files: Mapping[str, int], blocks: Mapping[str, str], report: Callable[[str], None]
 ) -> None:
-    """Reads files completely, and reports which files are missing or damaged.
+    """Reads ``files`` completely, and reports which of them are missing or damaged.
 
     Args:
         folder: Folder of the files.
         files: Size in bytes of each file, by name.
-        blocks: Checksums of each file's blocks, by name; missing in checkpoints of earlier
-            versions.
+        blocks: Concatenated checksums of each file's blocks, by name. If a file has no checksums,
+            as in checkpoints of earlier versions, only its size is compared.
         report: Function that is called with a line of text for each damaged file.
     """
     for name, size in files.items():

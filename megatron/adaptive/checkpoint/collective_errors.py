@@ -42,7 +42,7 @@ _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
 
 class RankGroup:
-    """Runs actions on all ranks; if one rank fails, all ranks raise the same error.
+    """Runs actions on all ranks. If an action fails on any rank, all ranks raise the same error.
 
     All ranks must call each method together. Each method raises PeerLostError if another rank has
     exited.
@@ -127,7 +127,7 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # keep the original error, which has the same text
+            raise failure  # Keep the original error, which has the same text.
         raise merged from failure
 
 

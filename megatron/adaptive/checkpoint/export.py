@@ -64,7 +64,7 @@ _About = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Exported(NamedTuple):
-    """Holds an open checkpoint, and its model's configuration from a Hugging Face folder."""
+    """Holds an open checkpoint and the configuration of its model."""
 
     path: Path
     reader: CheckpointReader
@@ -165,7 +165,7 @@ class _HuggingFaceTensors:
             self.about[copied] = self.about[name]
 
     def read_hugging_face(self, name: str) -> torch.Tensor:
-        """Reads a whole Hugging Face tensor from the checkpoint."""
+        """Reads the whole Hugging Face tensor ``name`` from the checkpoint."""
         kind, shape = self.about[name]
         target = torch.empty(shape, dtype=kind)
         parts = []
@@ -199,10 +199,10 @@ def export_folder(
             run loaded. If that folder is gone, the copy of its files next to the checkpoints is
             used.
         output: Folder to write. It may exist, but must not contain a model.
-        kind: ``model`` for a model without adapters. ``adapters`` for adapters in PEFT's format,
-            with their original configuration if the run loaded them. ``merged`` for the model with
-            the adapters added to its weights; if the checkpoint does not contain the model's
-            weights, they are read from ``like``.
+        kind: ``model`` exports a model without adapters. ``adapters`` exports adapters in PEFT's
+            format, with their original configuration if the run loaded them. ``merged`` exports the
+            model with the adapters added to its weights. If the checkpoint does not contain the
+            model's weights, they are read from ``like``.
         shard_bytes: Maximum size of a file in bytes. A tensor that is larger gets its own file.
         hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
 
@@ -214,7 +214,7 @@ def export_folder(
     with _opened(checkpoints, step, like, output, files, hf_family) as exported:
         if kind == "adapters":
             adapters = _adapters_of(exported)
-            no_limit = 1 << 62  # PEFT reads only a single file
+            no_limit = 1 << 62  # The adapters are not split, because PEFT reads only a single file.
             write_folder(
                 output,
                 adapters.about,
@@ -347,14 +347,15 @@ def require_same(
 def adapter_tensors(
     config: TrainerConfig, tensors: Mapping[str, CoreTensor]
 ) -> dict[str, CoreTensor]:
-    """Returns descriptions of the core tensors of a model's adapters.
+    """Describes the adapters of a model as megatron-core tensors.
 
     Args:
         config: Settings of the model and of the adapters.
         tensors: Shape and sources of each of the model's tensors, by megatron-core's name.
 
     Returns:
-        Two tensors for each weight with an adapter, by their names in a checkpoint.
+        Descriptions of two tensors for each weight that has an adapter, by the tensors' names in a
+        checkpoint.
     """
     rank = config.lora.lora_rank or 0
     adapters: dict[str, CoreTensor] = {}
@@ -380,7 +381,7 @@ def adapter_tensors(
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Loads the adapters of this rank's chunks from a PEFT folder, in place.
+    """Loads adapters from the PEFT folder ``folder`` into ``chunks``, the chunks of this rank.
 
     Raises:
         AdaptiveError: If the adapters in the folder are for a different base model or different
@@ -417,7 +418,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
 
 
 def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
-    """Returns the adapters of a checkpoint as Hugging Face tensors.
+    """Returns the adapters in the checkpoint ``exported`` as Hugging Face tensors.
 
     Raises:
         CheckpointError: If there are no adapters, or their shapes do not match the model.

@@ -67,10 +67,10 @@ _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
-PIPELINE_STATE = "state.values"  # name of the file with the state of the user's objects
-_UNSEALED = 1  # last format version whose manifests have no checksums
-_SUMMED = frozenset({"blocks", "checksum"})  # entries that only manifests with checksums have
-_SHARD = ".distcp"  # suffix of tensor files, whose checksums are compared while reading
+PIPELINE_STATE = "state.values"  # This file contains the state of the user's objects.
+_UNSEALED = 1  # Manifests up to this format version have no checksums.
+_SUMMED = frozenset({"blocks", "checksum"})  # Only manifests with checksums have these entries.
+_SHARD = ".distcp"  # This suffix marks tensor files, whose checksums are compared while reading.
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -90,13 +90,13 @@ class StepFolders:
     """
 
     manifest_name: ClassVar[str]
-    _prefix: ClassVar[str] = "iter_"  # prefix of the subfolders' names
-    _digits: ClassVar[int] = 7  # minimum number of digits in the subfolders' names
+    _prefix: ClassVar[str] = "iter_"  # The names of all subfolders begin with this prefix.
+    _digits: ClassVar[int] = 7  # The names of subfolders contain at least this number of digits.
     # First entries of each manifest: the name of the format, if it has a name, and the newest
     # version that can be read.
     _form: ClassVar[Mapping[str, Any]] = {}
-    _needed = frozenset({"files"})  # names of the entries that each manifest must have
-    _schema: ClassVar[str] = "manifest"  # name of the JSON schema for manifests
+    _needed = frozenset({"files"})  # Each manifest must have these entries.
+    _schema: ClassVar[str] = "manifest"  # This is the name of the JSON schema for manifests.
     _trust = "--trust-checkpoint"
 
     def __init__(self, path: str | Path) -> None:
@@ -105,15 +105,15 @@ class StepFolders:
         self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
-        """Returns the path that a step's subfolder has once it is complete."""
+        """Returns the path of the complete subfolder of ``step``."""
         return self.path / self._name(step)
 
     def partial_path(self, step: int) -> Path:
-        """Returns the hidden path that a step's subfolder has while it is being written."""
+        """Returns the hidden path of the subfolder of ``step`` while it is being written."""
         return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
-        """Returns the hidden path of a step's old subfolder while a new subfolder replaces it."""
+        """Returns the hidden path of the old subfolder of ``step`` while it is being replaced."""
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
@@ -132,7 +132,7 @@ class StepFolders:
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps to try to resume from, in order. Used if the user did not choose a step.
+        """Yields the steps from which to try to resume if the user did not choose a step.
 
         The latest complete step comes first. If there is no tracker, a later step whose manifest is
         missing comes first, so that the user learns of the damage. Earlier steps follow, newest
@@ -155,7 +155,7 @@ class StepFolders:
         return False
 
     def begin(self, step: int) -> Path:
-        """Calls :meth:`clear` to clean up after crashed runs, and creates a step's partial folder.
+        """Creates the partial folder of ``step``, after cleaning up with :meth:`clear`.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -191,7 +191,7 @@ class StepFolders:
     def commit(
         self, step: int, manifest: Mapping[str, Any], check: Callable[[], None] | None = None
     ) -> Path:
-        """Completes the partial checkpoint of a step, which becomes the latest checkpoint.
+        """Completes the partial checkpoint of ``step`` and makes it the latest checkpoint.
 
         The caller must already have flushed all files except the manifest to disk, with
         :func:`sync`.
@@ -240,7 +240,8 @@ class StepFolders:
             partial.rename(complete)
             sync(self.path)
             self._track(step)
-        except FileNotFoundError:  # another job took over the folder and removed it
+        # Another job took over the folder and removed the partial checkpoint.
+        except FileNotFoundError:
             with contextlib.suppress(OSError):
                 former.rename(complete)
             self._require_lease()
@@ -250,7 +251,7 @@ class StepFolders:
         return complete
 
     def keep(self, number: int, also: Collection[int] = ()) -> None:
-        """Removes all but the newest complete subfolders, and ignores file system errors.
+        """Removes all complete subfolders except the newest ``number``. Ignores file system errors.
 
         Args:
             number: Number of newest subfolders to keep.
@@ -261,7 +262,7 @@ class StepFolders:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        """Removes a complete subfolder, and ignores file system errors."""
+        """Removes the complete subfolder of ``step``. Ignores file system errors."""
         # Rename the subfolder first, so that no process loads it while its files are being removed.
         doomed = self.partial_path(step)
         with contextlib.suppress(OSError):
@@ -269,11 +270,11 @@ class StepFolders:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
-        """Removes a step's partial folder, and ignores file system errors."""
+        """Removes the partial subfolder of ``step``. Ignores file system errors."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def read_manifest(self, path: Path, remedy: str = "restore it from a copy") -> dict[str, Any]:
-        """Returns a subfolder's manifest after checking that the manifest is undamaged.
+        """Returns the manifest in the subfolder ``path`` after checking that it is undamaged.
 
         Raises:
             CheckpointError: If the manifest was written by another program or in a newer format.
@@ -338,13 +339,13 @@ class StepFolders:
         return ""
 
     def verify(self, step: int) -> list[str]:
-        """Reads all files of a checkpoint, and verifies their sizes and checksums.
+        """Reads all files of the checkpoint of ``step``, and verifies their sizes and checksums.
 
         This requires neither a process group nor torch, and takes only a little longer than reading
         the files.
 
         Returns:
-            List with a line for each damaged file, which contains the file's name and, if it has
+            List with a line for each damaged file. The line names the file and, if the file has
             several blocks, the first damaged block. The list is empty if no file is damaged. Files
             of earlier versions have no checksums, so only their sizes are verified.
         """
@@ -391,7 +392,7 @@ class StepFolders:
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
-        """Returns the error to raise for a subfolder without a manifest."""
+        """Returns the error to raise because the subfolder ``path`` has no manifest."""
         return DamagedCheckpointError(
             f"{path} is incomplete ({self.manifest_name} is missing); {remedy}"
         )
@@ -406,7 +407,7 @@ class StepFolders:
             self.lease.require()
 
     def _discard(self, path: Path) -> None:
-        """Removes a file or folder that another process may still be writing to.
+        """Removes the file or folder ``path``, to which another process may still be writing.
 
         A folder is renamed first, so that the other process cannot rename it to its final name.
         Errors while removing the folder's files are ignored.
@@ -426,8 +427,7 @@ class StepFolders:
     def _track(self, step: int) -> None:
         """Records ``step`` as the latest step.
 
-        This method is called before an earlier version of the same step, if there is any, is
-        removed.
+        It is called before an earlier checkpoint of the same step is removed.
         """
 
     def _name(self, step: int) -> str:
@@ -519,11 +519,11 @@ class CheckpointFolder(StepFolders):
         return last
 
     def _follows(self, path: Path, seal: str) -> bool:
-        """Returns whether a checkpoint was saved directly after a given checkpoint.
+        """Returns whether a checkpoint was saved directly after the checkpoint with ``seal``.
 
         Args:
             path: Path of the checkpoint to check.
-            seal: Checksum of the given checkpoint's manifest.
+            seal: Checksum of the earlier checkpoint's manifest.
         """
         try:
             follows = self.read_manifest(path).get("follows")
@@ -538,7 +538,7 @@ class CheckpointFolder(StepFolders):
     def _order(self, step: int) -> Mapping[str, Any]:
         try:
             latest = self.latest()
-        except CheckpointError:  # the tracker is damaged, and will be replaced
+        except CheckpointError:  # The tracker is damaged and will be replaced.
             latest = super().latest()
         if latest is None:
             return {"follows": ""}
@@ -619,7 +619,7 @@ class CheckpointFolder(StepFolders):
         return super()._lacks_manifest(path, remedy)
 
     def _is_megatrons(self, path: Path) -> bool:
-        """Returns whether a folder is a Megatron-LM checkpoint in the torch_dist format."""
+        """Returns whether ``path`` is a checkpoint of Megatron-LM in the torch_dist format."""
         has = {name: (path / name).exists() for name in (self.manifest_name, INDEX, _CORE_METADATA)}
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
@@ -683,16 +683,16 @@ class PipelineFolder(StepFolders):
 
 
 def is_shard(name: str) -> bool:
-    """Returns whether a file contains tensors. Its checksums are then verified while it is read."""
+    """Returns whether file ``name`` contains tensors, whose checksums are verified on reading."""
     return name.endswith(_SHARD)
 
 
 STEP_PREFIXES = (CheckpointFolder._prefix, PipelineFolder._prefix)
-"""Prefixes of checkpoint folders' names: the trainer's, followed by a ``Pipeline``'s."""
+"""Prefixes of the names of checkpoint folders, first of the trainer, then of a ``Pipeline``."""
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
-    """Returns the checkpoint folder for a path, and the steps to use in ascending order.
+    """Returns the checkpoint folder for ``path`` and the steps to use, in ascending order.
 
     Args:
         path: Path of a folder of checkpoints or of a single checkpoint, written by the trainer or
@@ -721,14 +721,14 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
 def make_pipeline_manifest(
     head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns manifest entries for a ``Pipeline`` checkpoint, without its format and files.
+    """Returns the manifest entries of a ``Pipeline`` checkpoint, except for its format and files.
 
     Args:
         head: Entries that are the same on all ranks: ``step``, ``seed``, ``loss_scale`` and
             ``extra``, plus ``save_id`` if parts of the checkpoint may be on nodes' local disks.
-        parts: Entries of ranks that together hold all parameters, with a mapping per rank. ``kind``
-            is the name of the optimizer, or ``None`` if there is no optimizer. ``groups`` lists
-            each parameter group's options and parameter names. ``plain`` contains the optimizer's
+        parts: One mapping per rank, for ranks that together hold all parameters. ``kind`` is the
+            name of the optimizer, or ``None`` if there is no optimizer. ``groups`` lists each
+            parameter group's options and parameter names. ``plain`` contains the optimizer's
             non-tensor values by name.
     """
     names = ("step", "seed", "loss_scale", "extra")
@@ -743,7 +743,7 @@ def make_pipeline_manifest(
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files, and flushes them to disk so that they survive a power failure.
+    """Writes ``files`` to ``folder`` and flushes them, so that they survive a power failure.
 
     Raises:
         OSError: If a file cannot be written.
@@ -754,7 +754,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file's content or a folder's entries to disk with ``fsync``."""
+    """Flushes the file or folder ``path`` to disk with ``fsync``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

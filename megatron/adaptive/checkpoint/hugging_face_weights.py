@@ -185,7 +185,7 @@ class CoreTensor(NamedTuple):
 
 
 def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
-    """Returns the sizes of a layer's modules, by name.
+    """Returns the size of each module by name, for the modules of the layer with index ``layer``.
 
     If ``layer`` is ``None``, returns the sizes of the modules outside of layers.
     """
@@ -271,7 +271,7 @@ def _has_experts(config: TrainerConfig, layer: int) -> bool:
 
 
 def core_tensors(config: TrainerConfig, family: Family) -> dict[str, CoreTensor]:
-    """Returns a model's core tensors by their names in a checkpoint, in the model's order.
+    """Describes the core tensors of a model, by their names in a checkpoint and in model order.
 
     Args:
         config: Settings of the model. ``vocab_size`` is the number of rows in the Hugging Face
@@ -337,7 +337,7 @@ def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
 
 
 def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
-    """Returns a module's name in a checkpoint.
+    """Returns the name under which a checkpoint stores ``module`` of the layer ``layer``.
 
     megatron-core saves some normalization layers under the name of the linear layer that follows.
     """
@@ -369,8 +369,8 @@ def _add(
         tensors: Shape and sources of each core tensor, by name. Entries are added.
         module: Name of the module in its layer.
         size: Size of the module's weight.
-        sources: Names of the Hugging Face modules that make up the module: one for each block, or
-            one for all blocks.
+        sources: Names of the Hugging Face modules that make up the module. There is either one name
+            for each block or a single name for all blocks.
         family: Family of the model, which defines how Hugging Face stores the model's matrices.
         saved: Name of the module in a checkpoint.
     """
@@ -393,7 +393,7 @@ def _add(
 
 
 def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
-    """Yields the runs of consecutive rows of a module's weight that come from the same block.
+    """Yields runs of consecutive rows of a module's weight that come from the same block.
 
     Args:
         size: Size of the module's weight.
@@ -412,7 +412,7 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
 
 
 def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the Hugging Face tensors that make up the core tensors, by name."""
+    """Returns the shapes, by name, of the Hugging Face tensors that make up ``tensors``."""
     heights: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     order: dict[str, int] = {}
@@ -459,7 +459,7 @@ class HuggingFaceReader:
         self._folder.__exit__()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of a core tensor.
+        """Returns the dtype of the core tensor ``name``.
 
         Raises:
             CheckpointError: If the Hugging Face tensors that make up this tensor have different
@@ -478,7 +478,7 @@ class HuggingFaceReader:
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
     def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
-        """Reads a region of a core tensor, and sets padding rows of the vocabulary to zero.
+        """Reads a region of a core tensor into ``target``, and sets its padding rows to zero.
 
         Args:
             name: Name of the core tensor.
@@ -500,7 +500,7 @@ class HuggingFaceReader:
         return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
 
     def read_hugging_face(self, name: str) -> torch.Tensor:
-        """Reads a whole Hugging Face tensor from the folder."""
+        """Reads the whole Hugging Face tensor ``name`` from the folder."""
         dtype, shape = self.about[name]
         target = torch.empty(shape, dtype=dtype)
         columns = target if len(shape) > 1 else target[:, None]
@@ -508,7 +508,7 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Checks names and shapes, and maps each Hugging Face tensor to its name in the folder."""
+        """Checks names and shapes. Returns each Hugging Face tensor's name in the folder."""
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
         # If a folder contains a model without its head, all names lack their first part
@@ -544,7 +544,7 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether a tensor duplicates another tensor of the model.
+        """Returns whether the tensor ``name`` duplicates another tensor of the model.
 
         Raises:
             CheckpointError: If the values of the two tensors differ.
@@ -584,7 +584,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
         target: Tensor with the shape of the region.
 
     Yields:
-        Each part, with a view of its memory in ``target``.
+        Parts of the region, each with a view of its memory in ``target``.
     """
     start = [*offset] if tensor.experts else [0, *offset]
     target = target.detach() if tensor.experts else target.detach()[None]
@@ -594,7 +594,8 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
     end = start[1] + target.shape[1]
     if end > tensor.height:
         target[:, max(0, tensor.height - begin) :].zero_()
-    each = len(tensor.rows) // (tensor.experts or 1)  # tensor.rows is ordered by expert
+    # The division is exact, because tensor.rows is ordered by expert.
+    each = len(tensor.rows) // (tensor.experts or 1)
     for run in tensor.rows[each * start[0] : each * (start[0] + target.shape[0])]:
         low = max(begin, run.row)
         high = min(end, run.row + run.count)
@@ -604,7 +605,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
 
 
 def check_folder(folder: Path, config: TrainerConfig) -> None:
-    """Checks that a folder contains a model's tensors. Reads only the headers of the files.
+    """Checks that ``folder`` contains the tensors of a model, reading only the files' headers.
 
     Raises:
         AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
@@ -633,7 +634,7 @@ def _require_rows(
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Loads the weights of this rank's chunks from a Hugging Face folder, in place.
+    """Loads weights from a Hugging Face folder into ``chunks``, the chunks of this rank.
 
     Raises:
         AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
@@ -709,7 +710,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
 
 
 def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
-    """Returns the entries of a checkpoint's index, with an entry for each tensor and expert.
+    """Returns the entries of a checkpoint's index, one for each tensor or each expert's part of it.
 
     Args:
         reader: Reader of the Hugging Face folder.
@@ -731,9 +732,9 @@ def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
 
 
 def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
-    """Copies a model's configuration and tokenizer into a folder of checkpoints.
+    """Copies a model's configuration and tokenizer to the folder ``checkpoints``.
 
-    A folder that already has these files is not changed.
+    If ``checkpoints`` already has these files, they are not changed.
 
     Args:
         sources: Folders to search. Files are copied from the first folder that has a configuration.

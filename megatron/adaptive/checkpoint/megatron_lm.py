@@ -56,8 +56,8 @@ MEANINGS = (
     "logit_softcap",
     "moe_router_group_best",
 )
-# Arguments of Megatron-LM that are copied to the manifest. The keys are names of this program's
-# groups of settings.
+# Arguments of Megatron-LM that are copied to the manifest. The keys are the names of groups of
+# settings in this program.
 _COMPARED = {
     "model": (
         *SHAPES,
@@ -78,14 +78,14 @@ _RESHARDABLE = "fully_reshardable"
 def make_manifest(
     path: Path, files: Mapping[str, int], common: Mapping[str, Any], config: TrainerConfig
 ) -> Manifest:
-    """Builds the manifest for a checkpoint of Megatron-LM, which has no manifest.
+    """Builds the manifest that a checkpoint written by Megatron-LM lacks.
 
     Args:
         path: Path of the checkpoint.
         files: Size in bytes of each file of the checkpoint, by name.
         common: State that all ranks share, as read from ``common.pt``.
-        config: Settings of the run that loads the checkpoint. They are used where the checkpoint
-            has no argument.
+        config: Settings of the run that loads the checkpoint. They replace arguments that the
+            checkpoint lacks.
 
     Raises:
         CheckpointError: If ``common`` lacks a value that every checkpoint of Megatron-LM has.

@@ -53,7 +53,8 @@ _GROUP_KEYS = frozenset(
 )
 
 _LOG = logging.getLogger(__name__)
-# a GPU generator's state is smaller than this limit, and a CPU generator's state is larger
+# The state of a GPU generator is smaller than this limit, and the state of a CPU generator is
+# larger.
 _GPU_STATE_BYTES = 64
 
 RNG = "rng_state"
@@ -78,12 +79,12 @@ _SCHEDULE_FLAGS = {
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Returns the number of embedding rows, even on a rank that does not hold the embedding."""
+    """Returns the number of rows of the embedding, also on ranks that do not hold the embedding."""
     return int(unwrap_model(chunks[0]).vocab_size)
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """Returns a run's parallel sizes and its number of chunks per pipeline rank, by name."""
+    """Returns the parallel sizes and the number of chunks per pipeline rank, by name."""
     parallel = config.parallel
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
@@ -102,7 +103,7 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 def sharded_model(
     chunks: Sequence[torch.nn.Module], metadata: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns each chunk's weights with their offsets in the tensors of the whole model."""
+    """Returns the weights of ``chunks`` with their offsets in the tensors of the whole model."""
     return {
         f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
@@ -110,7 +111,7 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Removes duplicates of this rank's tensors from a state that will be saved.
+    """Removes duplicates of this rank's tensors from ``whole``, a state that will be saved.
 
     If the first and last stage are on the same rank, both copies of a tied embedding, and of its
     optimizer state, have the same name. megatron-core selects one rank to write the tensors with
@@ -133,7 +134,7 @@ def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Gives each tensor of a loaded state its own memory, and returns the changed state.
+    """Gives each tensor of the state ``loaded`` separate memory, and returns the changed state.
 
     If a rank has two tensors with the same name, such as the copies of a tied embedding,
     megatron-core's parallel load returns the same memory for both. The optimizer would then update
@@ -155,7 +156,7 @@ def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
 def load_model(
     chunks: Sequence[torch.nn.Module], state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Sets the weights of this rank's chunks from a loaded state.
+    """Copies the weights from the loaded state ``state`` into ``chunks``.
 
     Args:
         chunks: Model chunks of this rank, one for each of its pipeline stages.
@@ -173,16 +174,16 @@ def sharded_optimizer(
     """Returns the optimizer's state with offsets in the tensors of the whole model.
 
     With expert parallelism, experts have a separate optimizer. With muon, all weights that muon
-    does not train, such as biases, have a separate optimizer. Its tensors have different names than
-    those of the main optimizer, and its parameter groups are in a separate entry. The groups of
+    does not train, such as biases, have a separate optimizer. The tensors of this second optimizer
+    are saved under different names, and its parameter groups in a separate entry. The groups of
     experts are never read.
 
     Args:
         optimizer: megatron-core's optimizer.
         model_state: Sharded weights, from :func:`sharded_model`.
         metadata: Metadata that was passed to :func:`sharded_model`.
-        loading: Whether the state is used to load a checkpoint. Then only shapes and offsets
-            matter.
+        loading: Whether the state is used to load a checkpoint. In that case, only shapes and
+            offsets matter.
     """
     states: list[dict[str, Any]] = []
     for leaf in _leaves(optimizer):
@@ -219,7 +220,7 @@ class StateParts:
     def of(
         cls, sharded_state_dict: dict[str, Any], common: dict[str, Any], *, is_whole: bool
     ) -> StateParts:
-        """Splits megatron-core's sharded state.
+        """Splits the state ``sharded_state_dict`` of megatron-core into parts.
 
         Args:
             sharded_state_dict: Nested dictionary whose leaves are shards.
@@ -241,7 +242,7 @@ class StateParts:
         return parts
 
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
-        """Returns whether these parts can be reused for later steps.
+        """Returns whether these parts can be reused to save later steps.
 
         They can be reused if each tensor shares memory with a weight or with optimizer state, and
         all objects except the random states are empty.
@@ -256,14 +257,14 @@ class StateParts:
 
 
 def _is_nothing(data: Any) -> bool:
-    """Returns whether a layer's extra state is empty, which it always is without 8-bit formats."""
+    """Returns whether a layer's extra state is empty, as it is without 8-bit formats."""
     if isinstance(data, io.BytesIO):
         return not data.getbuffer().nbytes
     return data is None or (isinstance(data, torch.Tensor) and not data.numel())
 
 
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
-    """Returns the addresses of all weights and optimizer state, to detect moved tensors."""
+    """Returns the memory addresses of all weights and optimizer state, to detect moved tensors."""
     return [tensor.data_ptr() for tensor in _state_tensors(chunks, optimizer)]
 
 
@@ -280,7 +281,7 @@ def _state_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Returns whether the optimizer's state is sharded over data-parallel ranks."""
+    """Returns whether the state of ``optimizer`` is sharded over data-parallel ranks."""
     return isinstance(_leaves(optimizer)[0], DistributedOptimizer)
 
 
@@ -313,21 +314,21 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Returns whether the optimizer has parameters on this rank (an empty stage has none)."""
+    """Returns whether ``optimizer`` has parameters on this rank (an empty stage has none)."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Sets the optimizer's state from a loaded state with the keys of :func:`sharded_optimizer`.
+    """Copies a loaded state with the keys of :func:`sharded_optimizer` into ``optimizer``.
 
     Tensors and the step count come from the checkpoint. Hyperparameters, such as betas, weight
     decay multipliers and learning rate limits, keep the values of this run's settings.
     """
     first, *rest = _leaves(optimizer)
     second = state.pop(_second(optimizer), {})
-    _move_step_to_groups(state)  # Megatron-LM saves the step count outside of the groups
+    _move_step_to_groups(state)  # Megatron-LM saves the step count outside of the groups.
     step = _steps_of(state)
     if rest and not _has_muon(optimizer):
         # Runs without expert parallelism do not save the groups of experts, so use this run's
@@ -385,7 +386,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
         CheckpointError: If the checkpoint has a different number of groups.
     """
     groups = saved.get("optimizer", saved).get("param_groups")
-    if groups is None:  # saved by Megatron-LM with expert parallelism
+    if groups is None:  # Megatron-LM saved this checkpoint with expert parallelism.
         raise CheckpointError(
             f"{name} contains the state of several optimizers, which cannot be loaded; use "
             "--no-load-optim to load only the weights"
@@ -396,7 +397,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
         second = saved.get(_SCALARS, {})
         parts.append(second.get("optimizer", second).get("param_groups", ()))
     else:
-        leaves = leaves[:1]  # groups of experts are never read
+        leaves = leaves[:1]  # The groups of experts are never read.
     before = sum(map(len, parts))
     now = sum(len(leaf.optimizer.param_groups) for leaf in leaves)
     if before != now:
@@ -408,7 +409,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
 
 
 def _leaves(optimizer: Any) -> list[Any]:
-    """Returns the optimizers in megatron-core's chain.
+    """Returns the list of optimizers in the chain ``optimizer`` of megatron-core.
 
     Without expert parallelism and muon, there is one optimizer. With expert parallelism, a second
     optimizer follows, for the experts. With muon, a second optimizer follows, for all weights that
@@ -422,7 +423,7 @@ def _has_muon(optimizer: Any) -> bool:
 
 
 def _second(optimizer: Any) -> str:
-    """Returns the key of the second optimizer in the chain."""
+    """Returns the key under which the state of the second optimizer in the chain is saved."""
     return _SCALARS if _has_muon(optimizer) else _EXPERTS
 
 
@@ -435,7 +436,7 @@ def _is_torch_adam(leaf: Any) -> bool:
 
 
 def fill_state(leaf: Any) -> None:
-    """Creates the optimizer state of each parameter, which the first step would otherwise create.
+    """Creates the state of each parameter of ``leaf``, as the first step would.
 
     A checkpoint then has the same entries before and after the first step. With float16, the first
     step may be skipped for a dozen iterations because gradients overflow.
@@ -457,7 +458,7 @@ def fill_state(leaf: Any) -> None:
 
 
 def _move_step_to_groups(state: dict[str, Any]) -> None:
-    """Stores the step count in the parameter groups, where each implementation of Adam reads it."""
+    """Moves the step count in ``state`` to the parameter groups, where Adam reads it."""
     inner = state.get("optimizer", state)
     groups = inner["param_groups"]
     common = inner.get("state", {}).pop("common_step", None)
@@ -467,14 +468,14 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
 
 
 def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-    """Copies the second optimizer's step count to muon's groups, as muon does not count steps."""
+    """Copies the step count from ``scalars`` to ``muon``, because muon does not count steps."""
     for group in muon.get("optimizer", muon)["param_groups"]:
         group["step"] = _steps_of(scalars)
 
 
 @contextlib.contextmanager
 def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
-    """Gives the distributed optimizer a step count if it has no parameters on this rank.
+    """Gives the distributed optimizer a step count if this rank has no parameters.
 
     With torch's Adam, megatron-core reads the step count from the state of a parameter, which would
     fail on a rank without parameters. A rank has no parameters if its stage is empty, or if there
@@ -509,11 +510,11 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
 
 def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Sets the schedules of learning rate and weight decay to the saved number of samples.
+    """Sets the schedules of learning rate and weight decay to the number of samples in ``saved``.
 
     Raises:
-        CheckpointError: If the schedule differs from the checkpoint's schedule, and no flag says
-            which schedule to use.
+        CheckpointError: If the schedule differs from the checkpoint's schedule, and no flag selects
+            one of the two schedules.
     """
     settings_here = scheduler.state_dict()
     if _constant_decay(settings_here) and _constant_decay(saved):
@@ -536,7 +537,7 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
         if group["default_config"]:
             group["max_lr"] = scheduler.max_lr
             group["min_lr"] = scheduler.min_lr
-    scheduler.step(0)  # sets the groups' weight decay, which loading does not change
+    scheduler.step(0)  # This call updates the groups' weight decay, which loading does not change.
 
 
 def _constant_decay(state: Mapping[str, Any]) -> bool:
@@ -544,7 +545,7 @@ def _constant_decay(state: Mapping[str, Any]) -> bool:
 
 
 def sharded_rng(config: TrainerConfig) -> ShardedObject:
-    """Returns this rank's random states, which a run with the same parallel sizes can load."""
+    """Returns the random states of this rank, for runs with the same parallel sizes."""
     shape, position = _mesh_position(config)
     state = {
         "python": random.getstate(),
@@ -557,7 +558,7 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
 
 
 def load_rng(state: Mapping[str, Any]) -> None:
-    """Sets the random states of this rank.
+    """Sets the random states of this rank to ``state``.
 
     If the states were saved on a different type of device, logs a warning and keeps the device's
     current state, because CPU and GPU generators cannot use each other's states.
@@ -567,7 +568,8 @@ def load_rng(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     generator = default_generator(current_device())
     now = generator.get_state()
-    if state["device"].numel() != now.numel():  # 16 bytes on a GPU, 5056 on a CPU
+    # The state has 16 bytes on a GPU and 5056 bytes on a CPU.
+    if state["device"].numel() != now.numel():
         states = (state["device"], now)
         kinds = ["GPU" if s.numel() <= _GPU_STATE_BYTES else "CPU" for s in states]
         _LOG.warning(

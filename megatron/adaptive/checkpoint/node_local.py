@@ -46,11 +46,11 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-# default number of checkpoints: the newest, and the previous checkpoint until the newest is
-# complete
+# The newest checkpoint is kept by default, and the previous checkpoint until the newest is
+# complete.
 _KEPT = 2
 _LOOK_S = 10.0
-_END_S = 5.0  # maximum time in seconds to wait for an abandoned upload to stop
+_END_S = 5.0  # An abandoned upload has this many seconds to stop.
 _ROUND_S = 1.0
 
 
@@ -80,8 +80,7 @@ class LocalDisk:
 
     Attributes:
         shared: Folder of checkpoints in shared storage.
-        done: Queue that contains (step, path) for each checkpoint that is complete in shared
-            storage.
+        done: Queue of (step, path) of the checkpoints that have become complete in shared storage.
         resumed: Step from which the run resumed. Later steps on the local disk are outdated,
             because the run repeats them. The first save removes them from the disk.
     """
@@ -118,7 +117,7 @@ class LocalDisk:
             ranks: Group of all ranks. No other communication may use it during the call.
 
         Returns:
-            True if the checkpoint is on the local disks. If False, no upload is running, and the
+            True if the checkpoint is on the local disks. If False, no upload is running, so the
             caller can write the checkpoint to shared storage directly.
 
         Raises:
@@ -177,7 +176,7 @@ class LocalDisk:
         return upload.path
 
     def finish_former(self, latest: Callable[[], int | None]) -> None:
-        """Finishes the upload of a previous run's checkpoint if all of its files exist.
+        """Finishes the upload of a previous run's checkpoint if the disks have all of its files.
 
         Args:
             latest: Function that is called on rank 0. It returns the newest step in shared storage,
@@ -210,11 +209,11 @@ class LocalDisk:
                 self._warn("%s; resuming from iteration %d", error, newest)
                 return
             if upload.failure is None:
-                self.done.get()  # remove the entry, because this run did not write the checkpoint
+                self.done.get()  # Remove the entry, because this run did not write the checkpoint.
                 return
 
     def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
-        """Returns the paths of a checkpoint's files on this node's local disk, by name.
+        """Returns the paths by name of the checkpoint's files that are on this node's local disk.
 
         Args:
             step: Step of the checkpoint.
@@ -223,7 +222,8 @@ class LocalDisk:
         """
         sizes: dict[str, int] = {}
         folder = self._folder.complete_path(step)
-        with contextlib.suppress(OSError):  # all files can be read from shared storage instead
+        # After an error, all files are read from shared storage.
+        with contextlib.suppress(OSError):
             manifest = self._stored().get(step)
             if save_id and manifest is not None and manifest["save_id"] == save_id:
                 sizes = _sizes(folder)
@@ -246,7 +246,7 @@ class LocalDisk:
     def _write(
         self, step: int, state: TakenState, save_id: str, ranks: RankGroup
     ) -> tuple[Stored, list[list[str]]]:
-        """Writes a checkpoint to the local disks.
+        """Writes the checkpoint of ``step`` to the local disks.
 
         Returns:
             Manifest of the checkpoint, and names of the files that each rank will upload.
@@ -296,7 +296,8 @@ class LocalDisk:
         Otherwise a rank that was suspended could overwrite the other job's files.
         """
         lease = self._job.leases.get(self.shared.path.resolve())
-        with contextlib.suppress(OSError):  # local disks must work even if shared storage fails
+        # An error of shared storage must not prevent writing to local disks.
+        with contextlib.suppress(OSError):
             if lease is not None:
                 lease.require()
 
@@ -308,7 +309,7 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Waits until the running upload stops, whether it succeeds or fails.
+        """Waits until the running upload succeeds or fails.
 
         Raises:
             CheckpointError: If the upload does not stop in time.
@@ -333,7 +334,7 @@ class LocalDisk:
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
-        """Returns the checkpoint files on this disk for steps after ``latest``.
+        """Returns the checkpoint files on this disk that belong to steps after ``latest``.
 
         Each key consists of the step and the identifier of the save. Each value consists of the
         sizes of the files by name, and the manifest, which is ``None`` except on one rank per node.
@@ -403,7 +404,7 @@ class BackgroundWrite(threading.Thread):
 def hold(
     folder: StepFolders, job: Job, ranks: RankGroup, remedy: str = "", *, has_local: bool = False
 ) -> None:
-    """Reserves a folder for this job until the job ends. All ranks must call this together.
+    """Reserves ``folder`` for this job until the job ends. All ranks must call this together.
 
     Args:
         folder: Folder of checkpoints.
@@ -411,8 +412,9 @@ def hold(
         ranks: Group of all ranks, used for communication.
         remedy: Advice to append to the error if the folder cannot be written. If empty, the OSError
             is raised unchanged, so that the caller can add advice.
-        has_local: Whether checkpoints are first written to local disks. If so, it is not an error
-            if shared storage cannot be written now, because it may become available later.
+        has_local: Whether checkpoints are first written to local disks. If so, this function does
+            not fail if shared storage cannot be written, because shared storage may become
+            available later.
 
     Raises:
         CheckpointError: If another job has reserved the folder, or the folder cannot be written.
@@ -452,7 +454,7 @@ def hold(
 def writing(
     folder: StepFolders, step: int, job: Job, ranks: RankGroup, message: str
 ) -> Iterator[None]:
-    """Creates a step's folder, and removes it if the block fails. All ranks must call it together.
+    """Creates the folder of ``step``, and removes it on failure. All ranks must call this together.
 
     Args:
         folder: Folder of checkpoints.
@@ -462,8 +464,8 @@ def writing(
         message: Error message, in which ``{}`` is replaced by the cause.
 
     Raises:
-        CheckpointError: If the ``with`` block raises a CheckpointError. It is raised on all ranks,
-            and replaces that error.
+        CheckpointError: If the ``with`` block raises a CheckpointError. All ranks raise this error
+            instead.
     """
     try:
         hold(folder, job, ranks)
@@ -473,7 +475,7 @@ def writing(
 
         def clear(text: str = str(error)) -> str:
             """Removes the partial folder, and returns the most likely cause of the failure."""
-            if folder.lease is not None:  # without a lease, the folder may belong to another job
+            if folder.lease is not None:  # Without a lease, the folder may belong to another job.
                 folder.abandon(step)
                 try:
                     folder.lease.require()
@@ -483,7 +485,7 @@ def writing(
                     return text
             return text
 
-        # all ranks raise this error, so all can call on_first()
+        # All ranks raise CheckpointError together, so all of them can call on_first().
         if isinstance(error, CheckpointError):
             text = ranks.on_first(clear)
             raise CheckpointError(message.replace("{}", text)) from error
@@ -500,7 +502,7 @@ def prepare(
     latest: Callable[[], int | None],
     keep: int | None,
 ) -> LocalDisk | None:
-    """Reserves a folder and finishes uploads of previous runs. All ranks must call this together.
+    """Reserves ``shared`` and finishes uploads of previous runs. All ranks must call this together.
 
     Args:
         shared: Folder of checkpoints in shared storage.
@@ -579,7 +581,7 @@ class Upload(BackgroundWrite):
         return self._shared.complete_path(self.step)
 
     def _pieces(self) -> Iterator[None]:
-        """Copies files and flushes them to disk. Yields after each block."""
+        """Copies this rank's files and flushes them to disk. Yields after each block."""
         partial = self._shared.partial_path(self.step)
         stored = self._stored
         for name in self._names:
@@ -604,7 +606,7 @@ class Upload(BackgroundWrite):
         names = {file.name for file in partial.iterdir()}
         if lacking := set(self._stored["files"]) - names:
             raise CheckpointError(f"{partial / min(lacking)} is missing")
-        self._shared.commit(self.step, self._stored)  # also checks sizes
+        self._shared.commit(self.step, self._stored)  # The method commit() also checks the sizes.
         if self._disk._keep is not None:
             self._shared.keep(self._disk._keep)
 
@@ -612,7 +614,7 @@ class Upload(BackgroundWrite):
 def share_out(
     held: Sequence[Mapping[str, int]], files: Mapping[str, int]
 ) -> list[list[str]] | None:
-    """Divides the files to upload among the ranks.
+    """Divides the files to upload among the ranks whose node has them.
 
     Args:
         held: For each rank, the size in bytes of each file on the node's local disk, by name.
@@ -632,7 +634,7 @@ def share_out(
 
 
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """Returns a key that is equal on two ranks if and only if they share the local folder.
+    """Returns a key that is equal on two ranks if and only if they use the same local folder.
 
     The key includes the folder's device and inode, because two machines may have the same name.
     """
@@ -645,7 +647,7 @@ def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Returns the sizes of a folder's files without the manifest. Empty if there is no folder."""
+    """Returns the size of each file in ``folder`` except the manifest, or an empty dictionary."""
     with contextlib.suppress(FileNotFoundError):
         files = (file for file in folder.iterdir() if file.name != _MANIFEST)
         return {file.name: file.stat().st_size for file in files}
@@ -653,6 +655,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Copies blocks for about a second, and returns whether there may be more to copy."""
+    """Copies blocks for about a second. Returns whether there may be more blocks to copy."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -28,14 +28,14 @@ from megatron.adaptive.config.input_files import parse_json
 _KIND = "!"
 _ALIGN = 64
 _LINE = 256  # The line is padded to a multiple of this length, so the bytes after it rarely move.
-_LONG = 16  # minimum length of a list of integers that is written as bytes
+_LONG = 16  # Shorter lists of integers are written as JSON.
 _PLAIN = (bool, int, float, str, type(None))
 _ARRAYS = "biufc"  # NumPy kinds (dtype.kind) that contain only numbers, and no Python objects
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def dumps(value: Any) -> bytes:
-    """Serializes a value to bytes, which :func:`loads` can read safely.
+    """Serializes ``value`` to bytes that :func:`loads` can read safely.
 
     Args:
         value: Value that consists of plain Python types, tensors and arrays. Supported are
@@ -53,7 +53,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """Deserializes the bytes that :func:`dumps` returned, and copies tensors out of ``data``.
+    """Deserializes bytes that :func:`dumps` returned. Tensors do not share memory with ``data``.
 
     Raises:
         ValueError: If the bytes do not have the format that :func:`dumps` writes.
@@ -73,7 +73,7 @@ class _Writer:
         self._end = 0
 
     def plain(self, value: Any, where: str) -> Any:
-        """Converts a value to types that JSON can express, and moves large data to ``buffers``.
+        """Converts ``value`` to types that JSON can express, and moves large data to ``buffers``.
 
         Args:
             value: Value to convert.
@@ -114,7 +114,7 @@ class _Writer:
         if kind == "dict" and is_text and _KIND not in value:
             return dict(entries)
         pairs = [[self.plain(key, f"a key of {where}"), entry] for key, entry in entries]
-        about = getattr(value, "_metadata", None)  # set by torch on a module's state_dict
+        about = getattr(value, "_metadata", None)  # A module's state_dict has this attribute.
         more = {} if about is None else {"about": self.plain(about, f"{where}._metadata")}
         return {_KIND: kind, "items": pairs, **more}
 

@@ -166,12 +166,12 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Closes the files. Safe to call more than once."""
+        """Closes the files. Can be called more than once."""
         while self._open:
             self._open.popitem()[1].close()
 
     def read(self, requests: Iterable[WantedPart]) -> None:
-        """Reads regions of tensors from the checkpoint.
+        """Reads the regions of tensors that ``requests`` describe.
 
         Raises:
             DamagedCheckpointError: If a checksum does not match, or part of a region is missing.
@@ -198,7 +198,7 @@ class CheckpointReader:
                 self._fill(region.part, region.dtype, region.start, region.target)
 
     def read_object(self, name: str) -> list[Any]:
-        """Returns the list of values that were saved under an object's name.
+        """Returns the list of values that were saved under ``name``.
 
         Raises:
             DamagedCheckpointError: If the object's bytes are damaged.
@@ -212,10 +212,12 @@ class CheckpointReader:
         return list(self._guarded(file, lambda: read(data)))
 
     def read_values(self, name: str, former: str) -> Any:
-        """Returns the content of a file of plain values.
+        """Returns the content of the file ``name``, which contains plain values.
 
         Args:
-            name: Name of the file.
+            former: Name of the corresponding file in checkpoints of earlier versions and of
+                megatron-core, which ``torch.save`` wrote. Checkpoints of megatron-core 0.19 and
+                newer may lack this file.
             former: Name of the corresponding file in checkpoints of earlier versions and of
                 megatron-core, which ``torch.save`` wrote. Checkpoints of megatron-core 0.19 and
                 newer may not contain this file.
@@ -309,7 +311,7 @@ class CheckpointReader:
         return data
 
     def _guarded(self, name: str, action: Callable[[], _Result]) -> _Result:
-        """Runs ``action``, which parses a file. Converts its errors to DamagedCheckpointError."""
+        """Runs ``action``, which parses a file. Converts errors to DamagedCheckpointError."""
         try:
             return action()
         except (DamagedCheckpointError, OSError, MemoryError):
@@ -376,7 +378,7 @@ class _Region(NamedTuple):
 def _overlap(
     part: SavedPart, dtype: torch.dtype, offset: Sequence[int], target: torch.Tensor
 ) -> _Region | None:
-    """Returns the overlap of a saved part with a requested region, or ``None`` without overlap.
+    """Returns the overlap of the saved part ``part`` with a region, or ``None`` if there is none.
 
     Args:
         part: Saved part of the tensor.
@@ -404,7 +406,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module == _PLANS:  # records which rank wrote which data; not needed for reading
+        # The objects of this module record which rank wrote which data. Reading does not need them.
+        if module == _PLANS:
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise _Refused(f"it refers to {module}.{name}, which is not part of an index")
@@ -412,7 +415,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Loads a value that ``torch.save`` wrote, with torch's restricted unpickler."""
+    """Loads a value that ``torch.save`` wrote, using torch's restricted unpickler."""
     array = np.array(0, np.uint32)
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)

@@ -122,7 +122,7 @@ class TensorFolder:
             os.close(self._open.popitem()[1])
 
     def read(self, name: str, row: int, column: int, target: torch.Tensor) -> None:
-        """Reads a range of rows and columns of a tensor.
+        """Reads a range of rows and columns of the tensor ``name`` into ``target``.
 
         Args:
             name: Name of the tensor, which must have one or two axes. A tensor with one axis is
@@ -154,11 +154,11 @@ class TensorFolder:
             target[first : first + count].copy_(block[:, column : column + columns])
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Returns the dtype of a tensor."""
+        """Returns the dtype of the tensor ``name``."""
         return self._dtypes[self.tensors[name].dtype]
 
     def read_whole(self, name: str, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Reads a whole tensor with any number of axes.
+        """Reads the whole tensor ``name``, which may have any number of axes.
 
         Args:
             name: Name of the tensor. Its elements must not have 8 bits.
@@ -186,7 +186,7 @@ class TensorFolder:
         return target
 
     def _factors(self, name: str, row: int, count: int, width: int) -> torch.Tensor:
-        """Returns the scale factors ``[count, width]`` for rows of a tensor with 8-bit elements."""
+        """Returns the scale factors ``[count, width]`` of ``count`` rows of an 8-bit tensor."""
         stored = self._scales[name]
         whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         self._fill(stored, 0, whole)
@@ -209,7 +209,7 @@ class TensorFolder:
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns the model's files, with the tensors that the index lists for each."""
+        """Returns the names of the tensors in each of the model's files, as listed in the index."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
@@ -315,7 +315,7 @@ def split_shards(
 
 
 def shard_name(number: int, count: int) -> str:
-    """Returns the name of a file of a model that has several files.
+    """Returns the name of a file of a model that consists of several files.
 
     Args:
         number: Index of the file, from 0.
@@ -327,7 +327,7 @@ def shard_name(number: int, count: int) -> str:
 def write_index(
     folder: Path, files: Mapping[str, str], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
 ) -> None:
-    """Writes the index of a model that has several files.
+    """Writes the index of a model that consists of several files.
 
     Args:
         folder: Folder to write to.

@@ -60,7 +60,7 @@ class CheckpointSaver:
         self._background: RankGroup | None = None
         self._pending: BackgroundWrite | None = None
         self._done: Done = SimpleQueue()
-        self._returned = -1  # step of the last checkpoint whose path save() returned
+        self._returned = -1  # Step of the last checkpoint whose path save() returned.
         self._writer = ShardWriter()
         self._host = _HostCopy()
         self.local = local
@@ -113,7 +113,7 @@ class CheckpointSaver:
                 self._returned = step
             return path
         if self._background is None:
-            # The background thread needs its own process group, because training may communicate
+            # The background thread needs a separate process group, because training may communicate
             # over the existing group at the same time.
             group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
@@ -129,7 +129,7 @@ class CheckpointSaver:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
     ) -> Iterator[CheckpointReader]:
-        """Yields a reader of a checkpoint. At the end, verifies the blocks without tensor data.
+        """Yields a reader of a checkpoint. Then verifies the blocks that contain no tensor data.
 
         Args:
             path: Path of the checkpoint.
@@ -192,7 +192,7 @@ class CheckpointSaver:
             self.local.drain()
 
     def close(self) -> None:
-        """Waits for all writes and destroys the saver's process groups. Safe to call repeatedly."""
+        """Waits for all writes and destroys the process groups. Can be called repeatedly."""
         try:
             self.drain()
         except CheckpointError as error:
@@ -205,7 +205,7 @@ class CheckpointSaver:
             local.close()
 
     def _is_former_lacking(self, step: int) -> bool:
-        """Waits for the previous checkpoint, and returns on all ranks whether writing it failed.
+        """Waits for the previous checkpoint. Returns True on all ranks if writing it failed.
 
         Args:
             step: Step of the next checkpoint, for the warning.
@@ -233,7 +233,7 @@ class CheckpointSaver:
         message: str,
         keep: int | None,
     ) -> Path | None:
-        """Writes a checkpoint; returns its path, or ``None`` if only local disks have it so far."""
+        """Writes a checkpoint. Returns its path, or ``None`` if only local disks have it."""
         local = self.local
         if (
             local is not None
@@ -260,7 +260,7 @@ class CheckpointSaver:
 def load_first_whole(
     steps: Sequence[int], load: Callable[[int], _Result], ranks: RankGroup
 ) -> _Result:
-    """Loads the first undamaged checkpoint. All ranks must call this together.
+    """Loads the first undamaged checkpoint of ``steps``. All ranks must call this together.
 
     Args:
         steps: Steps of the checkpoints to try, in this order. There must be at least one step.
@@ -291,7 +291,7 @@ def load_first_whole(
 
 
 def require_seen(path: Path, job: Job) -> None:
-    """Checks that this rank can access a folder that another rank has created.
+    """Checks that this rank can access the folder ``path``, which another rank has created.
 
     Raises:
         CheckpointError: If the folder does not exist on this node because the nodes do not share
@@ -312,7 +312,7 @@ class _HostCopy:
         self._copies: list[torch.Tensor] = []
 
     def take(self, state: TakenState) -> TakenState:
-        """Returns the state with copies of its tensors. Blocks until the tensors are copied.
+        """Copies the tensors of ``state`` and returns the state with the copies. Blocks until done.
 
         If all tensors have the same types and shapes as in the previous call, the copies of that
         call are overwritten.
@@ -321,7 +321,7 @@ class _HostCopy:
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if layout != self._layout:
-            self._copies = []  # free the old copies before allocating new memory
+            self._copies = []  # Free the old copies before allocating new memory.
             self._layout = layout
             self._copies = _room_for(tensors, gpu)
         if self._copies:
@@ -337,7 +337,7 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Allocates tensors with the same types and shapes in one block of host memory."""
+    """Allocates copies of ``tensors`` (without their values) in one block of host memory."""
     starts = []
     end = 0
     for tensor in tensors:

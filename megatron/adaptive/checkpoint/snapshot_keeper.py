@@ -52,17 +52,20 @@ _PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
-_LENGTHS = struct.Struct("<QQ")  # sizes of head and slot in bytes
-_MARKS = struct.Struct("<QQQ")  # step begun, step done, and size of the extra bytes
-_SENT = struct.Struct("<QQ")  # stored after the marks: step, and checksum of its sent bytes
+_LENGTHS = struct.Struct("<QQ")  # The two numbers are the sizes of the head and of a slot in bytes.
+# The three numbers are the step begun, the step done and the size of the extra bytes.
+_MARKS = struct.Struct("<QQQ")
+# The step and the checksum of its sent bytes are stored after the marks.
+_SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # maximum time in seconds for a buddy to receive a message
-_RUN_S = 30.0  # maximum time in seconds to wait until the buddy's agent has also started its ranks
+_STEP_S = 30.0  # A buddy must receive a message within this time in seconds.
+_RUN_S = 30.0  # The buddy's agent must have started its ranks within this time in seconds.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-_FRAME = struct.Struct("<QQQ")  # step, slot, and size of the extra bytes
-_KEPT = struct.Struct("<Q")  # step
+# The three numbers are the step, the slot and the size of the extra bytes.
+_FRAME = struct.Struct("<QQQ")
+_KEPT = struct.Struct("<Q")  # The number is the step.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -71,7 +74,7 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
-    """Returns the size of a slot for the given sizes of extra bytes and tensors, in bytes."""
+    """Returns the size of a slot in bytes for ``extra_bytes`` and ``tensor_bytes``."""
     return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
 
 
@@ -100,9 +103,9 @@ class SnapshotFile:
         """Creates a file and allocates its memory.
 
         Args:
-            head: JSON with these entries and others: ``extra_bytes``, the maximum size of a step's
-                extra bytes; ``tensor_bytes``, the size of all tensors; ``sent_bytes``, the size of
-                the tensors that are sent to the buddy.
+            head: JSON object. ``extra_bytes`` is the maximum size of a step's extra bytes.
+                ``tensor_bytes`` is the size of all tensors. ``sent_bytes`` is the size of the
+                tensors that are sent to the buddy. The object may have more entries.
             whole: Whether the file has space for all tensors, instead of only those that are sent.
 
         Raises:
@@ -124,24 +127,24 @@ class SnapshotFile:
             raise
 
     def extra_offset(self, slot: int) -> int:
-        """Returns the offset of a slot's extra bytes in the file."""
+        """Returns the offset in the file of the extra bytes of ``slot``."""
         return self._first + slot * self._slot_bytes + _MARKS_BYTES
 
     def tensors_offset(self, slot: int) -> int:
-        """Returns the offset of a slot's tensors in the file."""
+        """Returns the offset in the file of the tensors of ``slot``."""
         return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
 
     def begin(self, slot: int, step: int) -> None:
-        """Marks a slot as being written. The slot is invalid until :meth:`finish` is called."""
+        """Marks ``slot`` as being written. The slot is invalid until :meth:`finish` is called."""
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Marks a slot as complete, and thus valid."""
+        """Marks ``slot`` as complete and therefore valid."""
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
 
     def steps(self) -> dict[int, int]:
-        """Returns the index of the slot for each step that is complete in the file."""
+        """Returns the index of the slot for each step whose snapshot is complete."""
         slots = {}
         for slot in range(SLOTS):
             begun, done, _ = self._marks(slot)
@@ -150,13 +153,13 @@ class SnapshotFile:
         return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Stores a checksum of a slot's extra bytes and sent tensors behind the slot's marks."""
+        """Stores a checksum of the extra bytes and sent tensors of ``slot`` behind its marks."""
         step = self._marks(slot)[1]
         offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
-        """Returns whether a slot matches its checksum, or True if no checksum is stored yet."""
+        """Returns whether ``slot`` matches its checksum. Returns True if it has no checksum yet."""
         step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
         is_known = step == self._marks(slot)[1]
         return not is_known or self._sum(slot) == expected
@@ -167,12 +170,12 @@ class SnapshotFile:
         return int(hasher.intdigest())
 
     def extra(self, slot: int) -> memoryview:
-        """Returns a slot's extra bytes, which contain all state except tensors."""
+        """Returns the extra bytes of ``slot``, which contain all state except tensors."""
         start = self.extra_offset(slot)
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
     def sent(self, slot: int) -> memoryview:
-        """Returns the bytes of a slot's tensors that are sent to the buddy."""
+        """Returns the tensors of ``slot`` that are sent to the buddy, as bytes."""
         start = self.tensors_offset(slot)
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
@@ -181,7 +184,8 @@ class SnapshotFile:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        with contextlib.suppress(BufferError):  # a view of the memory is still in use
+        # Closing fails while a view of the memory is in use.
+        with contextlib.suppress(BufferError):
             self.memory.close()
 
     def _marks(self, slot: int) -> tuple[int, int, int]:
@@ -212,7 +216,7 @@ class Buddy:
 
 @dataclass(eq=False)
 class _Store:
-    """The file with one rank's snapshots. ``key`` identifies the run, rank and file."""
+    """Holds the file with one rank's snapshots. ``key`` identifies the run, rank and file."""
 
     key: dict[str, Any]
     file: SnapshotFile
@@ -295,11 +299,12 @@ class SnapshotKeeper:
             return items
 
     def close(self) -> None:
-        """Stops listening and discards all snapshots. Safe to call more than once."""
+        """Stops listening and discards all snapshots. Can be called more than once."""
         self._is_closed = True
         self._gate.close()
         with contextlib.suppress(OSError):
-            self._local.shutdown(socket.SHUT_RDWR)  # wake up the thread that is blocked in accept()
+            # Wake up the thread that is blocked in accept().
+            self._local.shutdown(socket.SHUT_RDWR)
         self._local.close()
         with self._changed:
             for connection in self._open:
@@ -319,7 +324,7 @@ class SnapshotKeeper:
             except OSError:
                 if self._local.fileno() < 0 or self._is_closed:
                     return
-                time.sleep(_AGAIN_S)  # all file descriptors are in use, so retry later
+                time.sleep(_AGAIN_S)  # All file descriptors are in use, so retry later.
                 continue
             credentials = connection.getsockopt(
                 socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
@@ -334,7 +339,7 @@ class SnapshotKeeper:
         self._start(self._guarded, sealed.socket, lambda: self._serve_buddy(sealed))
 
     def _guarded(self, connection: socket.socket, serve: Callable[[], None]) -> None:
-        """Serves one connection, and finally closes it, even after an error."""
+        """Runs ``serve`` for one connection, and closes the connection even after an error."""
         with self._changed:
             self._open.add(connection)
             self._serving += 1
@@ -355,7 +360,7 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends each step that a rank copies to the buddy and confirms it, until the rank exits."""
+        """Sends each step that a rank copies to the buddy, and confirms it to the rank."""
         store = _Store.of(about, "own", file)
         with self._changed:
             buddy = self._buddy
@@ -399,7 +404,7 @@ class SnapshotKeeper:
             return
         sealed.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         while True:
-            sealed.socket.settimeout(None)  # wait for the next step without a timeout
+            sealed.socket.settimeout(None)  # Wait for the next step without a timeout.
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
                 raise ValueError("the step does not fit into its slot")
@@ -425,7 +430,7 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts a file's snapshots. After the second snapshot, discards the file that it replaced.
+        """Counts the snapshots of a file. After the second, discards the file that it replaced.
 
         A rank creates a new file if the number or the shapes of its tensors change, for example
         because stages move to another rank.
@@ -460,7 +465,7 @@ class _Stream:
         self._sealed.send_memory(memoryview(head))
 
     def send(self, step: int, slot: int) -> None:
-        """Sends the snapshot of a step, and waits until the buddy has stored it."""
+        """Sends the snapshot of ``step`` in ``slot``, and waits until the buddy has stored it."""
         extra = self._file.extra(slot)
         self._sealed.send(_FRAME.pack(step, slot, len(extra)))
         self._sealed.send_memory(extra, self._file.sent(slot))

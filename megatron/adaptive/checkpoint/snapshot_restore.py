@@ -35,7 +35,7 @@ _HEAD = "head.json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command ``write`` or ``assemble``, and returns the exit status."""
+    """Runs the command ``write`` or ``assemble`` and returns the exit status."""
     order = parse_json(arguments[0])
     try:
         (assemble if order["what"] == "assemble" else write)(order)
@@ -152,7 +152,7 @@ def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
-    """Opens a snapshot file through the file descriptor of the process that has it open."""
+    """Opens the snapshot file of ``part``, using the file descriptor of its process."""
     try:
         return SnapshotFile(os.open(part["file"], os.O_RDWR))
     except OSError as error:
@@ -161,13 +161,13 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
-    """Splits a slot's extra bytes into their first line, which is JSON, and the rest."""
+    """Splits the extra bytes of ``slot`` into their first line, which is JSON, and the rest."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 
 
 def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CheckpointError if a part of a tensor is missing."""
+    """Raises CheckpointError if ``entries`` lack a part of a tensor."""
     have: dict[str, int] = {}
     for entry in entries:
         have[entry["name"]] = have.get(entry["name"], 0) + math.prod(entry["size"])

@@ -39,10 +39,10 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.profiling.free_memory import available_host_bytes
 
-_SHARE = 0.8  # maximum fraction of the machine's available memory that snapshots may use
+_SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # space to reserve, because a step's extra bytes may grow
+_ROOM_BYTES = 1 << 16  # A step's extra bytes may grow, so this space is reserved.
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -75,7 +75,7 @@ class SnapshotSettings:
 
     @classmethod
     def read(cls, text: str) -> SnapshotSettings:
-        """Parses the settings from JSON, which the agent passes in an environment variable."""
+        """Parses the settings from ``text``, a JSON object in an environment variable."""
         return cls(**parse_json(text))
 
 
@@ -84,7 +84,7 @@ class SnapshotState(ABC):
 
     @abstractmethod
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
-        """Returns the current tensors, and all other state as bytes (extra bytes).
+        """Returns the current tensors and, as bytes, all other state (the extra bytes).
 
         All ranks must call this together. If all tensors have the same addresses as in the last
         call, ``None`` is returned instead of the tensors. The extra bytes begin with a line of
@@ -100,7 +100,7 @@ class SnapshotState(ABC):
         """
 
     def is_changed(self) -> bool:
-        """Returns whether the number or shapes of the tensors changed since the last snapshot."""
+        """Returns whether the number or shapes of the tensors changed after the last snapshot."""
         return False
 
 
@@ -127,7 +127,7 @@ class NoSnapshots:
         """Waits until the running copy is complete, so that the optimizer may change the state."""
 
     def close(self) -> None:
-        """Waits for the running copy, and stops taking snapshots. Safe to call more than once."""
+        """Waits for the running copy and stops taking snapshots. Can be called more than once."""
 
 
 class Snapshots(NoSnapshots):
@@ -157,7 +157,8 @@ class Snapshots(NoSnapshots):
         self._file: SnapshotFile | None = None
         self._socket: socket.socket | None = None
         self._sources: list[torch.Tensor] = []
-        self._slots: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]  # tensors of each slot
+        # Element i lists the tensors of slot i.
+        self._slots: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]
         self._parts: list[Part] = []
         self._pool: ThreadPoolExecutor | None = None
         self._copying: Future[None] | None = None
@@ -225,7 +226,7 @@ class Snapshots(NoSnapshots):
         self._release()
 
     def _release(self) -> None:
-        """Closes the file in this process. The keeper still has the file and its snapshots."""
+        """Closes the file in this process. The keeper keeps the file and its snapshots."""
         self._is_outgrown = self._has_changed = False
         if self._pool is not None:
             self._pool.shutdown()
@@ -244,7 +245,7 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Plans the copies, and creates this rank's file. All ranks must call this together."""
+        """Plans the copies and creates this rank's file. All ranks must call this together."""
         job = self._job
         settings = self._settings
         extra_bytes = 2 * extra_bytes + _ROOM_BYTES
@@ -289,7 +290,7 @@ class Snapshots(NoSnapshots):
         self._announce(sum(plan.sent_bytes), sum(plan.tensor_bytes))
 
     def _open(self, head: bytes, generation: int) -> None:
-        """Creates the file, and passes the file descriptor to the keeper."""
+        """Creates the file and passes its file descriptor to the keeper."""
         self._file = SnapshotFile.create(head, whole=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_KEPT_S)
@@ -303,7 +304,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates the tensors into which the state is copied, in the memory of the file's slots."""
+        """Creates the tensors into which the state is copied, in the memory of the slots."""
         self._pool = ThreadPoolExecutor(
             1, "snapshots", initializer=self._job.accelerator.make_current
         )
@@ -328,7 +329,7 @@ class Snapshots(NoSnapshots):
         return [source._version for source in self._sources]
 
     def _copy(self, slot: int, step: int, extra: bytes, event: Any, versions: list[int]) -> None:
-        """Writes the snapshot of a step into a slot. Runs on the copying thread.
+        """Writes the snapshot of ``step`` into ``slot``. Runs in the copying thread.
 
         Args:
             slot: Index of the slot in the file.
@@ -363,7 +364,7 @@ class Snapshots(NoSnapshots):
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Waits until the keeper has stored the last step. Returns an error message, or ``""``."""
+        """Waits until the keeper has stored the last step. Returns an error message or ``""``."""
         if self._socket is None:
             return ""
         rank = self._job.rank
@@ -403,7 +404,7 @@ def make_snapshots(
     Args:
         job: Rank, process groups and environment of this process.
         state: Function that creates the object with access to this rank's state. It is called once,
-            and only if snapshots are taken.
+            and only if snapshots are turned on.
         report: Function that writes a status line to the progress file.
         say: Function that writes a line to the user's log.
     """
@@ -415,7 +416,7 @@ def make_snapshots(
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """State and node of one rank, as input of :func:`make_plan`.
+    """Describes the state and the node of one rank, for :func:`make_plan`.
 
     Attributes:
         node: Name of the rank's node.
@@ -471,18 +472,18 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts that a rank copies. Parts that are also sent come first."""
+        """Returns the parts that ``rank`` copies. Parts that are also sent come first."""
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 
 
 def _within_slot(size: int) -> int:
-    """Returns the number of bytes that a tensor uses in a slot, including padding."""
+    """Returns the number of bytes that a tensor of ``size`` bytes uses in a slot, with padding."""
     return -(-size // ALIGN) * ALIGN
 
 
 def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
-    """Returns a plan that balances the copied bytes among the ranks.
+    """Assigns parts to ranks so that all ranks copy about the same number of bytes.
 
     Args:
         ranks: State and node of each rank, ordered by rank.
@@ -516,7 +517,7 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
 
 
 def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | None) -> str | None:
-    """Returns the reason why a plan exceeds a node's memory, or ``None`` if it does not.
+    """Returns why ``plan`` exceeds the memory of a node, or ``None`` if it fits.
 
     Args:
         plan: Assignment of parts of the state to the ranks that copy them.

@@ -151,7 +151,7 @@ class Checkpoints:
         self._standing: tuple[state.StateParts, list[int]] | None = None
 
     def save(self, progress: Progress, *, behind: bool = False) -> Path | None:
-        """Writes a checkpoint and returns its path, or ``None`` if it is not complete yet.
+        """Writes a checkpoint. Returns its path, or ``None`` if it is not complete yet.
 
         Args:
             progress: Number of completed iterations and samples. The checkpoint is named after the
@@ -210,7 +210,7 @@ class Checkpoints:
         return parts
 
     def manifest(self, progress: Progress) -> Manifest:
-        """Returns the manifest for a checkpoint of the current state."""
+        """Returns the manifest for a checkpoint of the current state, with ``progress``."""
         return {
             "progress": dataclasses.asdict(progress),
             "config": self._config_dict,
@@ -270,7 +270,7 @@ class Checkpoints:
                 raise CheckpointError(f"{settings.save}: {error.strerror}. {_REMEDY}") from None
 
     def _load(self, iteration: int) -> Progress:
-        """Loads the checkpoint of one iteration, and returns its progress."""
+        """Loads the checkpoint of ``iteration`` and returns the run's progress."""
         path, manifest = self._all.on_first(lambda: self._find(iteration))
         self._standing = None
         save_id = manifest["save_id"]
@@ -287,7 +287,7 @@ class Checkpoints:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
         else:
-            self._optimizer.reload_model_params()  # also updates the 32-bit weights
+            self._optimizer.reload_model_params()  # This call also updates the 32-bit weights.
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
@@ -331,7 +331,8 @@ class Checkpoints:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
         if self._config.lora.is_on and self._settings.load_hf is not None:
-            weights = _only(weights, adapters=True, base=False)  # the base weights are in --load-hf
+            # The base weights are in the folder of --load-hf.
+            weights = _only(weights, adapters=True, base=False)
         whole: dict[str, Any] = {_CONTENT: content, **self._counters(progress), **weights}
         if not self._settings.no_save_optim:
             whole["optimizer"] = state.sharded_optimizer(
@@ -366,7 +367,7 @@ class Checkpoints:
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:
-        """Returns the path and the manifest of an iteration's checkpoint. Called only on rank 0."""
+        """Returns the path and manifest of the checkpoint of ``iteration``, on rank 0."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest["config"]:
@@ -401,9 +402,9 @@ class Checkpoints:
         return bool(manifest["shape"] == state.mesh_shape(self._config))
 
     def _read(self, reader: CheckpointReader, manifest: Manifest) -> _Content:
-        """Reads the part of a checkpoint that this rank needs. All ranks must call it together."""
+        """Reads this rank's part of a checkpoint. All ranks must call this together."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
-        content = common.get(_CONTENT) or {}  # Megatron-LM before 0.14 saved no such metadata
+        content = common.get(_CONTENT) or {}  # Megatron-LM before 0.14 did not save this metadata.
         weights = state.sharded_model(self._chunks, content)
         has_all = has_adapters = True
         if self._config.lora.is_on:
@@ -436,10 +437,10 @@ class Checkpoints:
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Reads a state's shards, and adds the common values. All ranks must call this together.
+        """Reads the shards of ``whole``. All ranks must call this together.
 
         Args:
-            whole: State with an empty shard for each saved value.
+            whole: State that contains an empty shard for each saved value.
             common: Values that all ranks share. They are changed in place.
             reader: Reader of the checkpoint.
         """
@@ -507,7 +508,7 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the shards that a checkpoint contains. State for 8-bit data types may be missing.
+    """Returns those of ``shards`` that exist. State for 8-bit data types may be missing.
 
     Raises:
         CheckpointError: If any other shard is missing.
@@ -532,7 +533,7 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
 
 
 def _read_into(shards: Any, reader: CheckpointReader) -> Any:
-    """Reads all shards of a state, and returns the state with the shards replaced by values."""
+    """Returns the state ``shards`` with each shard replaced by the value read from disk."""
     parts: list[WantedPart] = []
     objects: dict[str, list[Any]] = {}
     padding: list[torch.Tensor] = []
@@ -570,7 +571,7 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
 
     state = dict_list_map_outplace(prepare_target, shards)
     reader.read(parts)
-    for rows in padding:  # padding rows that are not in the checkpoint
+    for rows in padding:  # These padding rows are not in the checkpoint.
         rows.zero_()
     return state
 
@@ -707,7 +708,7 @@ def require_same_model(
 
 
 def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state in a checkpoint matches the run's optimizer.
+    """Checks that the optimizer state described by ``manifest`` matches the run's optimizer.
 
     Raises:
         CheckpointError: If there is no optimizer state, or it belongs to a different type of
@@ -749,7 +750,7 @@ def _given(value: bool) -> str:
 
 
 def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
-    """Returns a line of text for each listed setting that differs from the checkpoint."""
+    """Returns a line of text for each setting in ``names`` that differs from the checkpoint."""
     specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
     lines = []
     for name in names:
@@ -768,7 +769,7 @@ def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
 
 
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
-    """Returns whether a setting can be ignored when two models are compared.
+    """Returns whether the setting ``name`` can be ignored when two models are compared.
 
     It can be ignored if it has no effect on these models, or if another setting covers its effect.
     """
@@ -784,7 +785,7 @@ def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
 def _same_vocabulary(
     saved: TrainerConfig, saved_rows: int, config: TrainerConfig, rows: int
 ) -> bool:
-    """Returns whether two embeddings can have the same vocabulary, apart from padding rows.
+    """Returns whether two embeddings may have the same vocabulary and differ only in padding.
 
     The number of padding rows may change with the tensor parallel size.
     """

@@ -107,7 +107,7 @@ class SavedObject:
 
     @classmethod
     def of(cls, value: Any) -> SavedObject:
-        """Serializes a value as a pickle and as plain values.
+        """Serializes ``value`` as a pickle and as plain values.
 
         The plain values of ``[None]``, which is the extra state of most layers, are empty.
 
@@ -139,8 +139,8 @@ class TakenState:
 
     Attributes:
         pieces: Parts of tensors. If several ranks have the same part, the first of them writes it.
-        objects: Other values by name. If several ranks have the same name, the first of them writes
-            the value.
+        objects: Other values, by name. If several ranks have the same name, the first of them
+            writes the value.
         once: Contents of files that exist once per checkpoint instead of once per rank, by file
             name. Only rank 0's contents are written.
         manifest: Function that returns the manifest's entries except ``files`` and ``blocks``. Its
@@ -220,7 +220,7 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index for parts whose position in a file has changed. Collective."""
+        """Updates the index if parts have moved in their files. All ranks must call this."""
         is_new = len(written) != len(self._written)
         changed = {
             number: position
@@ -236,7 +236,7 @@ class ShardWriter:
             self._indices = indices_of([entry for table in self._tables for entry in table])
 
     def _share_out(self, layouts: Sequence[Sequence[Entry]], rank: int) -> None:
-        """Assigns each part to the first rank that has it."""
+        """Assigns each part in ``layouts`` to the first rank that has it."""
         taken: set[Part] = set()
         self._tables = [[] for _ in layouts]
         self._own = set()
@@ -252,7 +252,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the contents of the two index files (torch's and this program's), by file name."""
+    """Returns the contents of torch's and this program's index files, by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -331,7 +331,8 @@ def write_file(
                 with saved.getbuffer() as content:
                     length = write_summed(file, sums, content)
                 places.append(Place(begin, length, begin + heads[form], tensor.nbytes))
-        sync(path)  # flush on this rank, because other nodes cannot flush writes of this node
+        # Flush the file on this rank, because other nodes cannot flush writes of this node.
+        sync(path)
         sync(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -360,14 +361,14 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in host memory, in a storage that contains only this tensor."""
+    """Returns ``tensor`` in host memory, in a storage that contains only this tensor."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 
 def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor that uses a buffer's memory, starting at an offset in bytes."""
+    """Returns a tensor that uses ``memory``, starting ``offset`` bytes after its begin."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)

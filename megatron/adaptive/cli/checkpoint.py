@@ -182,7 +182,7 @@ def import_hf(argv: Sequence[str]) -> None:
 
 
 def export_hf(argv: Sequence[str]) -> None:
-    """Converts a checkpoint to a Hugging Face folder, in the format of ``transformers``."""
+    """Converts a checkpoint to a Hugging Face folder that ``transformers`` can load."""
     parser = CommandParser(
         prog=f"{PROGRAM} hf export",
         description="Convert a checkpoint to a Hugging Face folder, for transformers or vLLM.",

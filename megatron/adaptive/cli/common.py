@@ -25,12 +25,12 @@ _STOPPED = "stopped by the user"
 
 
 def show(text: str = "", *, file: TextIO | None = None) -> None:
-    """Prints text that may contain file contents or paths, and escapes control characters."""
+    """Prints ``text``, which may contain paths or file contents. Escapes control characters."""
     print(printable(text, lines=True), file=file, flush=True)
 
 
 def leave_reason(text: str) -> None:
-    """Records in torchrun's error file that this rank has printed why it exits.
+    """Records in torchrun's error file that this rank has already printed why it exits.
 
     torchrun prints this text in its list of failed ranks. ``job launch`` then prints no further
     message.
@@ -46,7 +46,7 @@ def leave_reason(text: str) -> None:
 
 
 def has_left_reason(failure: Any) -> bool:
-    """Returns whether a failed rank in torchrun's record called :func:`leave_reason`."""
+    """Returns whether the failed rank ``failure`` called :func:`leave_reason`."""
     return bool(failure.error_file_data.get(_PRINTED))
 
 
@@ -74,7 +74,7 @@ _STREAMS = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY, "stderr": os.O_WRONLY}
 
 
 def expected(error: Exception) -> AdaptiveError | None:
-    """Converts an expected exception to an ``AdaptiveError``, or returns ``None`` for a bug."""
+    """Converts ``error`` to an ``AdaptiveError``, or returns ``None`` if it indicates a bug."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
@@ -84,23 +84,23 @@ def expected(error: Exception) -> AdaptiveError | None:
 
 
 def _lost_peer(error: Exception) -> AdaptiveError | None:
-    """Converts a library's error about a broken connection between ranks.
+    """Converts a library's error about a broken connection to an error about a lost rank.
 
     Until a rank watches its peers, this error is the only sign that another rank has exited.
     """
     if "torch.distributed" not in sys.modules:
         return None
-    # Most commands never use torch, and importing it takes seconds.
+    # Most commands never import torch, which would take seconds.
     from megatron.adaptive.engine.process_context import lost_peer
 
     return lost_peer(error, Environment.read().rank)
 
 
 def end_at_once(number: int, frame: object) -> None:
-    """Handles a signal: prints one line and exits immediately, without cleaning up."""
+    """Handles the signal ``number`` by printing a line and exiting without cleaning up."""
     name = signal.Signals(number).name
     text = _STOPPED if number == signal.SIGINT else f"stopped by signal {name}"
-    with contextlib.suppress(OSError):  # the terminal may be closed
+    with contextlib.suppress(OSError):  # Writing fails if the terminal is closed.
         os.write(2, text.encode() + b"\n")
     os._exit(128 + number)
 

@@ -144,12 +144,12 @@ class Check:
 
 
 def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
-    """Returns the result of a check, with the state ``ok`` if ``mend`` is empty."""
+    """Returns a check result. Its state is ``ok`` if ``mend``, the suggested fix, is empty."""
     return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
 
 
 def check_node(port: int) -> list[Check]:
-    """Checks this node, but not its connections to other nodes.
+    """Checks this node without its connections to other nodes.
 
     Args:
         port: Port on which a run would listen.
@@ -159,7 +159,7 @@ def check_node(port: int) -> list[Check]:
 
 
 def node_report() -> dict[str, Any]:
-    """Returns an entry for this node in a cluster file, based on the output of installed tools."""
+    """Returns this node's entry for a cluster file, based on the output of installed tools."""
     texts = []
     for command in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
         try:
@@ -323,7 +323,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Handles a request: replies with the local time, and tries to connect back to the peer."""
+        """Replies to a request with the local time, and tries to connect back to the peer."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
             return await link.close()  # The peer is not a ``doctor`` process.
@@ -357,7 +357,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
 
 
 def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Checks the connection to another node on which ``doctor`` is also running.
+    """Checks the connection to another node, which must also run ``doctor``.
 
     Args:
         address: Address of the other node.
@@ -439,7 +439,7 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Takes part in the probe of all ranks as one rank; rank 0 prints the outliers.
+    """Takes part in the probe of all ranks as one rank. Rank 0 prints the outliers.
 
     Args:
         options: Parsed flags of ``doctor``.
@@ -477,7 +477,7 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
-    """Returns the layout to probe.
+    """Returns the layout to probe, from the sizes in ``options``.
 
     Raises:
         ConfigError: The sizes do not match the number of ranks, or there is only one rank.

@@ -72,7 +72,7 @@ def _parser() -> CommandParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fine-tunes a model as one process of a job; starts the processes if no launcher did."""
+    """Fine-tunes a model as one process of a job, or starts all processes of the job."""
     options = vars(_parser().parse_args(list(argv)))
     processes = options.pop("nproc_per_node")
     environment = Environment.read()

@@ -44,14 +44,14 @@ _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _MAX_PROCESSES = 4096
-_PORT = 29400  # torchrun's default port for an endpoint without a port
+_PORT = 29400  # torchrun uses this port by default if an endpoint has no port.
 _LOOK_UP_S = 30.0
 _SAY_S = 30.0
 _WAIT_S = 600.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs torchrun with ``argv``.
+    """Runs torchrun with the arguments ``argv``.
 
     Returns:
         Exit status of the job: 0, the status of the rank that failed first, or 128 + N after signal
@@ -245,11 +245,11 @@ def _check_trainer(options: Any) -> None:
 
 
 def _report(error: Any) -> int:
-    """Prints which rank failed first, and returns the exit status of the whole job."""
+    """Prints which rank failed first, and returns the exit status of the job."""
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
     if code == EXIT_EXPECTED_ERROR or has_left_reason(failure):
-        return code  # the rank has printed the reason
+        return code  # The rank has printed the reason.
     if code < 0:
         name = signal.Signals(-code).name
         description = f"was killed by signal {-code} ({name})"

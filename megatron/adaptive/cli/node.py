@@ -178,7 +178,7 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Checks the trainer's flags with the final sizes, and returns the answer for all workers.
+    """Checks the trainer's flags with the final sizes. Returns the answer to all workers.
 
     Args:
         conf: Configuration of the launch.
@@ -253,7 +253,7 @@ def _worker(argv: Sequence[str]) -> int:
 
 
 def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings in the master's answer that this node accepts from another node.
+    """Returns the settings that this node accepts from the master's answer.
 
     Args:
         answered: Settings in the master's answer.
@@ -330,7 +330,7 @@ class _Hello:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> _Hello:
-        """Parses the hello message of another node; raises ``ValueError`` if it is malformed."""
+        """Parses another node's hello message. Raises ``ValueError`` if it is malformed."""
         host = message["host"]
         address = message["address"]
         open_ones = [message["processes"], message["node_rank"]]
@@ -342,7 +342,7 @@ class _Hello:
 
 
 class _MasterAddress(NamedTuple):
-    """Address and port of a master, and the run's secret."""
+    """Holds the address and port of a master, and the run's secret."""
 
     address: str
     port: int
@@ -350,7 +350,7 @@ class _MasterAddress(NamedTuple):
 
 
 class _Waiting:
-    """Measures the time left to wait for other nodes, and prints progress every few seconds."""
+    """Measures the remaining time to wait for other nodes, and prints progress regularly."""
 
     def __init__(self, limit_s: float, reported_s: float) -> None:
         self._end_s = time.monotonic() + limit_s
@@ -485,7 +485,7 @@ async def _gather(
 async def _wait_for_receipts(
     guests: Mapping[Connection, _Hello], taken: set[Connection]
 ) -> list[str]:
-    """Waits a few seconds for workers to confirm the answer; returns the hosts that did not."""
+    """Waits a few seconds for all workers to confirm the answer. Returns the hosts that did not."""
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
         await asyncio.sleep(_POLL_S)
@@ -574,7 +574,7 @@ async def _join(master: _MasterAddress, hello: _Hello, waiting: _Waiting) -> dic
 
 
 def _check_answer(answer: dict[str, Any]) -> None:
-    """Checks that a master's answer is well-formed, and that the job's name is not a path."""
+    """Checks that ``answer`` is well-formed, and that its job name is not a path."""
     processes = answer.get("processes")
     port = answer.get("port")
     rank = answer.get("node_rank")
@@ -647,7 +647,7 @@ def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> _Hello:
 
 
 def _check_alone(logs: Path) -> None:
-    """Raises an error if another run's master is waiting for workers with the same log folder."""
+    """Raises an error if another run's master is waiting for workers with the folder ``logs``."""
     master = _read_master_file(logs / _MASTER_FILE)
     if master is None:
         return
@@ -659,7 +659,7 @@ def _check_alone(logs: Path) -> None:
 
 
 def _new_job(logs: Path) -> str:
-    """Creates the folder of a new job, and returns the job's name.
+    """Creates the folder of a new job in ``logs``, and returns the job's name.
 
     Appends a number if the name is taken, because pods often have the same start time and process
     ID.
@@ -690,7 +690,7 @@ def _environment_number(*names: str) -> int | None:
 
 
 def _say_missing(secrets: Iterable[str]) -> None:
-    """Warns about secrets that ``conf.sh`` sets but this node's environment does not contain."""
+    """Warns about each of ``secrets`` that this node's environment does not contain."""
     if missing := [name for name in secrets if name not in os.environ]:
         _say(
             f"warning: conf.sh sets {', '.join(missing)}, but secrets are neither stored nor "
@@ -705,7 +705,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Keeps a file with the master's address during the block, so that workers can find it."""
+    """Keeps the file ``path`` with the master's address during the block, for the workers."""
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)
     write_private(path, text)
@@ -713,12 +713,13 @@ def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[N
         yield
     finally:
         with contextlib.suppress(OSError):
-            if path.read_text() == text:  # otherwise another master has replaced the file
+            # If the texts differ, another master has replaced the file.
+            if path.read_text() == text:
                 path.unlink()
 
 
 def _read_master_file(path: Path) -> _MasterAddress | None:
-    """Reads the master's address from a file, or returns ``None`` if there is no valid file."""
+    """Reads the master's address from ``path``. Returns ``None`` if there is no valid file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         answer = parse_json(read_whole(path))
         return _MasterAddress(str(answer["address"]), int(answer["port"]), str(answer["secret"]))

@@ -134,7 +134,7 @@ def _discover(files: Sequence[Path]) -> int:
     ]
     if not files and shutil.which("scontrol"):
         texts.append(("scontrol show node", slurm(["scontrol", "show", "node"])))
-        with suppress(SetupError):  # Slurm may have no topology plugin
+        with suppress(SetupError):  # The command fails if Slurm has no topology plugin.
             texts.append(("scontrol show topology", slurm(["scontrol", "show", "topology"])))
     if not files and shutil.which("nvidia-smi"):
         report = json.dumps({"host": socket.gethostname(), "node": node_report()})
@@ -392,7 +392,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
-    """Finds the Pareto front of plans for parts of the cluster; writes files and prints a table."""
+    """Finds the Pareto front of plans for parts of the cluster. Writes files and a table."""
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     show(table(rows, inputs, options.tokens))

@@ -126,7 +126,7 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
-    """Reads the description of the model, including the precision of training.
+    """Reads the description of the model and chooses the precision of training.
 
     The precision defaults to that of the profile. Without a profile, it is bf16 if all known GPUs
     support bf16, otherwise fp16.
@@ -157,7 +157,7 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
         text: Value of the option; ``None`` if the option is not set.
 
     Returns:
-        The integers; empty if the option is not set.
+        The integers, or an empty tuple if the option is not set.
 
     Raises:
         ConfigError: The text is not a list of integers, or a number is below 1 or occurs twice.
@@ -176,7 +176,7 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
-    """Returns the kinds of layers to measure.
+    """Returns the names of the kinds of layers to measure.
 
     MoE layers are omitted for expert-parallel sizes that are not in ``spreads``.
 
@@ -273,7 +273,7 @@ def traced_runs(
 
 
 def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
-    """Returns the number of samples per microbatch, computed from the number of tokens per step.
+    """Returns the number of samples per microbatch, computed from the tokens per step.
 
     The number of tokens per step is read from the progress file next to the traces.
     """

@@ -54,7 +54,7 @@ def progress_display(total_bytes: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def tidy_on_sigterm() -> Iterator[None]:
-    """Raises ``SystemExit`` on SIGTERM during the block.
+    """Raises ``SystemExit`` if SIGTERM arrives during the block.
 
     As with Ctrl-C, the exception lets the program remove temporary files and stop worker processes.
     """

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
     if is_missing:
         raise SetupError(_lacking())
-    if not hasattr(typing, "override"):  # before Python 3.12
+    if not hasattr(typing, "override"):  # Python before 3.12 does not have this function.
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
     from megatron.adaptive import accelerator, plugin
 
@@ -93,7 +93,8 @@ def _pretrain() -> None:
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
     }
-    if not hasattr(arguments, "parse_and_validate_args"):  # up to version 0.17
+    # Versions up to 0.17 do not have this function.
+    if not hasattr(arguments, "parse_and_validate_args"):
         training.pretrain(
             **pretrain_arguments, model_provider=model, extra_args_provider=add_arguments
         )
@@ -114,7 +115,7 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds a chunk of a GPT model; megatron-core 0.17 and 0.18 have no such function."""
+    """Builds a chunk of a GPT model. megatron-core 0.17 and 0.18 have no such function."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args
@@ -169,7 +170,7 @@ def model(
 
 
 def _transformer_config(args: Any) -> Any:
-    """Returns megatron-core's model configuration, computed from the parsed flags.
+    """Computes megatron-core's model configuration from the parsed flags ``args``.
 
     The module that contains the function for this depends on megatron-core's version.
     """
@@ -287,7 +288,7 @@ _COLUMNS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
-    """Reads a microbatch, and returns this rank's part of each sequence (context parallelism)."""
+    """Reads a microbatch, and selects this rank's part of each sequence (context parallelism)."""
     from megatron.adaptive.accelerator import current_device
     from megatron.adaptive.gpt.core_releases import part_of_context_rank
 

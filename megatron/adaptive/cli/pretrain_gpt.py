@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rank(argv: Sequence[str]) -> int:
-    """Trains as one process of a run, for ``train rank``; prints all flags with ``--help``."""
+    """Trains as one process of a run, for ``train rank``. With ``--help``, prints all flags."""
     if {"-h", "--help"} & set(argv):
         parser = make_parser()
         parser.prog = f"{PROGRAM} train rank"
@@ -200,7 +200,7 @@ _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".spl
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Returns the model's flags from ``model_flags.txt`` in the ``--load`` folder.
+    """Returns the model's flags, which are read from ``model_flags.txt`` in the ``--load`` folder.
 
     ``hf import`` and training runs write this file. Returns no flags if the file is missing.
     """
@@ -281,7 +281,7 @@ def run(
 
 
 def _speaks(error: AdaptiveError) -> bool:
-    """Returns whether this rank should print an error.
+    """Returns whether this rank should print ``error``.
 
     Rank 0 prints every error. Other ranks only print errors that do not also occur on rank 0.
     """

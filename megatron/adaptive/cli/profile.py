@@ -127,7 +127,7 @@ def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(options: argparse.Namespace, environment: Environment) -> dict[str, Any] | None:
-    """Takes part in the measurement as one rank; returns the profile on rank 0, else ``None``."""
+    """Measures as one rank of a job. Returns the profile on rank 0, and ``None`` elsewhere."""
     sizes = parse_counts("--micro-batch-sizes", options.micro_batch_sizes)
     widths = parse_counts("--tp", options.tp)
     # Import torch only here, because other uses of this command, such as merging profiles, do not

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _newest_job(logs: Path) -> str:
-    """Returns the ID of the job that wrote to its log folder most recently."""
+    """Returns the ID of the job in ``logs`` that wrote to its log folder most recently."""
     parents = [logs.absolute()]
     newest = newest_run(["*.out", "progress.jsonl"], parents)
     if newest is None:
@@ -136,7 +136,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the name of the node on which each rank last ran, ordered by rank."""
+    """Returns the names of the nodes on which the ranks last ran, ordered by rank."""
     latest: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
@@ -173,7 +173,7 @@ def _facts(
 
 
 def _account(job: str) -> dict[str, str]:
-    """Returns Slurm's accounting record of a job, or an empty record without accounting."""
+    """Returns Slurm's accounting record of ``job``, or an empty record without accounting."""
     command = ["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)]
     rows = slurm_rows(command) if job.isdigit() else []
     rows = [row for row in rows if len(row) == len(_ACCOUNT)]
@@ -185,7 +185,7 @@ def _account(job: str) -> dict[str, str]:
 
 
 def _settings(status: JobStatus) -> list[dict[str, Any]]:
-    """Returns the requested and the effective value of each variable, and whether they differ."""
+    """Lists each variable with its requested and effective value, and whether the two differ."""
     effective = status.effective
     differ = {name for name, _, _ in status.differences}
     names = [name for name in SETTINGS if name in status.requested or name in effective]
@@ -212,7 +212,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns a node's resource use over time, with a list per quantity; empty without samples."""
+    """Returns the resource use over time in the file ``path``, with a list per quantity."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]
@@ -239,7 +239,7 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns each node's distinct messages with counts, and notes about omitted messages."""
+    """Returns the distinct messages of each node with counts, and notes on omitted messages."""
     messages: list[dict[str, Any]] = []
     notes = []
     counts = {
@@ -313,7 +313,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns the time from the first to the last action of each rank and iteration."""
+    """Returns how long each rank took from its first to its last action in each iteration."""
     has_actions = figures.num_actions > 0
     ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))

@@ -252,7 +252,7 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
 
 
 def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
-    """Returns the reaction to slow nodes; raises an error if the required diagnosis is off.
+    """Returns the reaction to slow nodes. Raises an error if the diagnosis it needs is off.
 
     Args:
         wished: Reaction that the user chose; ``None`` to use the default.
@@ -269,7 +269,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
 
 
 def _check_probes(wished: ProbePolicy, interval: int) -> None:
-    """Raises an error if nodes that fail a probe must be excluded but no probe is configured."""
+    """Raises an error if nodes that fail a probe must be excluded, but no probe is configured."""
     if wished == "exclude" and not interval:
         raise ConfigError(
             "--on-failed-probe exclude without --probe-interval: nodes can only fail if they "
@@ -278,7 +278,7 @@ def _check_probes(wished: ProbePolicy, interval: int) -> None:
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
-    """Creates the object that chooses layouts. Registers a planner with ``stack`` for closing."""
+    """Creates the object that chooses layouts. ``stack`` closes its planner, if it has one."""
     from megatron.adaptive.cluster.incarnation import model_file
     from megatron.adaptive.cluster.job_state_file import say
     from megatron.adaptive.cluster.layout_rule import Chooser
@@ -291,7 +291,8 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
         return Chooser()
     from megatron.adaptive.cluster.layout_planner import PlannerChooser
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # must be set before numpy is imported
+    # This variable must be set before numpy is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = model_file(spec.checkpoints) if spec.is_pipeline else None
     arguments = options.plan_with, spec.arguments, options.plan_s
     chooser = PlannerChooser(*arguments, unequal=options.unequal, model=model)

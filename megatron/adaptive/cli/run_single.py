@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--resume: {runs} does not contain a run yet; remove the option")
     status = make_corpus(["--output-dir", str(data_dir)])
     if status:
-        return status  # ``make_corpus`` has printed the reason
+        return status  # The function ``make_corpus`` has printed the reason.
     previous = _latest(runs)
     run_dir = _run_dir(runs, options)
     defaults = _default_flags(options, trainer_flags)
@@ -115,7 +115,7 @@ def _parser() -> CommandParser:
 
 
 def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) -> list[str]:
-    """Returns default trainer flags that depend on the sizes of the run.
+    """Returns default flags for the trainer, which depend on the sizes of the run.
 
     If all stages have the same number of layers, the first and the last stage take longer, because
     they also compute the embedding and the loss. Therefore the flags let the trainer move layers
@@ -135,7 +135,7 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Returns the run's folder: a new folder, or the latest run's folder with ``--resume``.
+    """Returns the folder of the run. With ``--resume``, this is the folder of the latest run.
 
     If the folder is new, the link ``latest`` is set to it.
     """
@@ -159,7 +159,7 @@ def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
 
 
 def _new_folder(runs: Path, name: str) -> Path:
-    """Creates a new folder. Appends a number if another run started in the same second."""
+    """Creates the folder ``name`` in ``runs``, with a number appended if the name is taken."""
     runs.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         run = runs / (name if number == 1 else f"{name}-{number}")
@@ -186,7 +186,7 @@ def _latest(runs: Path) -> str | None:
 
 
 def _forget_if_empty(run: Path, previous: str | None) -> None:
-    """Removes a run's folder if it contains no file, and sets ``latest`` to the previous run."""
+    """Removes the folder ``run`` if it contains no file, and restores the link ``latest``."""
     if any(path.is_file() for path in run.rglob("*")):
         return
     latest = run.parent / "latest"
@@ -256,7 +256,7 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
 
 
 def _draw(options: argparse.Namespace, run_dir: Path) -> bool:
-    """Writes a text trace and a chart from the run's traces; returns whether it succeeded."""
+    """Writes a text trace and a chart from the run's traces. Returns whether this succeeded."""
     from megatron.adaptive.trace.legacy_text import legacy_name, write_legacy
     from megatron.adaptive.trace.read import read_run
     from megatron.adaptive.trace.step_view import pipeline_step

@@ -66,8 +66,8 @@ def _simulate(
     """Simulates each schedule in ``--schedules`` that supports the given sizes.
 
     Returns:
-        Outcomes in the order of the flag, and the reasons why other schedules do not support these
-        sizes, by name of the schedule.
+        Outcomes in the order of the flag, and, by name, the reason why each other schedule does not
+        support these sizes.
 
     Raises:
         ConfigError: The name of a schedule is unknown, or no schedule supports these sizes.
@@ -203,7 +203,7 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    """Parses positive integers that are separated by commas."""
+    """Parses ``text``, which contains positive integers separated by commas."""
     return [count(part.strip()) for part in text.split(",")]
 
 
@@ -290,7 +290,7 @@ def _candidate(options: argparse.Namespace, name: str, num_slices: int) -> Candi
 
 
 def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
-    """Prints each schedule's step time, speed-up over the first, bubble and peak memory."""
+    """Prints step time, speed-up over the first schedule, bubble and memory of each schedule."""
     first = outcomes[0].mean_s
     slowest = max(outcome.mean_s for outcome in outcomes)
     if not first:

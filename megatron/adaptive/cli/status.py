@@ -71,7 +71,7 @@ def _text(status: JobStatus) -> str:
 
 
 def summary(status: JobStatus) -> list[str]:
-    """Returns lines of text that describe a job's progress and problems."""
+    """Returns lines of text that describe the progress and the problems of a job."""
     lines = [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
     if not status.nodes:
         lines.append(f"no logs in {status.folder} yet; pass a different LOG_DIR with --log-dir")
@@ -171,7 +171,7 @@ _WARNING = re.compile(r"warning", re.IGNORECASE)
 def _differences(
     requested: Mapping[str, str], effective: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Returns name, requested value and effective value of each setting whose values differ."""
+    """Returns name, requested value and effective value of each setting that differs."""
     has_rampup = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
     return tuple(
         (name, requested[name], value)
@@ -183,17 +183,17 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if a line reports one, otherwise an empty string."""
+    """Returns ``error`` or ``warning`` if ``line`` reports one of these, otherwise ``""``."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
 def node_names(folder: Path) -> list[str]:
-    """Returns the names of the nodes that have files in a job's folder."""
+    """Returns the names of the nodes that have files in the job's folder ``folder``."""
     return sorted({path.stem for path in folder.glob("*.out")})
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Returns the content of a job's ``run.json``; empty if the file is missing or damaged.
+    """Returns the content of ``run.json``, or an empty dictionary if it is missing or damaged.
 
     Secrets are masked, because older versions wrote them to the file.
     """
@@ -213,7 +213,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def tail(path: Path) -> list[str]:
-    """Returns the last lines of a log file, without lines from earlier starts of the job."""
+    """Returns the last lines of the log file ``path`` since the latest start of the job."""
     try:
         with open_file(path) as file:
             length = file.seek(0, 2)
@@ -229,7 +229,7 @@ def tail(path: Path) -> list[str]:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yields all lines of a file, or no lines if the file is missing."""
+    """Yields all lines of the file ``path``, or no lines if it is missing."""
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -239,7 +239,7 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
-    """Yields the samples of a node's resource use, and skips damaged lines.
+    """Yields the samples of a node's resource use. Skips damaged lines.
 
     Args:
         path: Path of the file with the node's samples.
@@ -258,7 +258,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _is_sample(sample: Any) -> bool:
-    """Returns whether a parsed line is a sample in which all required values are numbers."""
+    """Returns whether ``sample`` is a sample of resource use whose values are numbers."""
     with contextlib.suppress(KeyError, TypeError):
         for gpu in sample.get("gpus", []) if isinstance(sample, dict) else [{}]:
             gpu["index"] + gpu["memory_used_bytes"] + len(gpu.get("pids", []))
@@ -430,7 +430,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
 
 
 def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ...]:
-    """Summarizes each node that has files in a job's log folder."""
+    """Returns a summary of each node that has files in the job's log folder ``folder``."""
     names = node_names(folder)
     ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
     nodes = [_node(folder, name, *ends[name]) for name in names]
@@ -438,21 +438,21 @@ def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ..
 
 
 def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
-    """Returns whether a job has finished, based on Slurm's state or else on the nodes' samples."""
+    """Returns whether a job has finished, according to Slurm or else to the nodes' samples."""
     if slurm_job.state:
         return slurm_job.state not in _GOES_ON
     return has_ended or all(node.use and node.use.get(ENDED) for node in nodes)
 
 
 def slurm_rows(command: Sequence[str]) -> list[list[str]]:
-    """Runs a Slurm program, and returns the columns of each row, or no rows if it fails."""
+    """Runs a Slurm program and returns the columns of each row. Returns no rows if it fails."""
     with contextlib.suppress(SetupError):
         return [line.split("|") for line in slurm(command).splitlines() if "|" in line]
     return []
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Returns a job's state in Slurm; for a heterogeneous job, the state of its first part.
+    """Returns the state of ``job`` in Slurm. A heterogeneous job has the state of its first part.
 
     Queries ``squeue`` first, because ``sacct`` may be out of date.
     """
@@ -495,7 +495,7 @@ def _check_known(job: str, folder: Path, slurm_job: SlurmState) -> None:
 
 
 def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
-    """Returns whether a node's latest sample is older than the latest start of the job."""
+    """Returns whether the latest sample of ``node`` is older than the latest start of the job."""
     started_s = record.get("started_unix_s")
     if node.use is None or not isinstance(started_s, (int, float)):
         return False
@@ -503,7 +503,7 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
 
 
 def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """Returns the reason why each lost node is considered lost, by the node's name.
+    """Returns, by node name, the reason why each lost node is considered lost.
 
     A node is lost if Slurm reports so, or if its samples have stopped while the job is running.
     After the job has finished, samples are ignored if Slurm reports the node's state, because

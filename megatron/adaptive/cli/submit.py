@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    slurm(["sbatch", "--version"])  # fails before files are written if Slurm is missing
+    # If Slurm is missing, this command fails before any file is written.
+    slurm(["sbatch", "--version"])
     make_folder(settings.parent)
     job = submit(conf, script, settings)
     show(f"job {job}: logs in {logs / str(job)}")
@@ -117,7 +118,7 @@ fi
 
 
 def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """Runs a Slurm program, and returns its output.
+    """Runs a Slurm program and returns its standard output.
 
     Args:
         command: Command line of the program.
@@ -256,7 +257,7 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings for a job's nodes as JSON. Only the names of secrets are included."""
+    """Returns the settings for a job's nodes as JSON, with only the names of secrets."""
     settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
     return json.dumps(settings, indent=2) + "\n"
 
@@ -277,7 +278,8 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
         SetupError: Slurm is missing or does not answer.
     """
     with open(settings, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(settings_text(conf))  # TRAINER_FLAGS may contain a secret
+        # The file is private, because TRAINER_FLAGS may contain a secret.
+        file.write(settings_text(conf))
     path = settings.with_suffix(".sbatch")
     path.write_text(script)
     os.chmod(path, 0o755)

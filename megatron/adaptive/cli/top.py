@@ -233,7 +233,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
 
 
 def _table(columns: str) -> Table:
-    """Creates a table without rows. Text columns are left-aligned; number columns right-aligned."""
+    """Creates an empty table, in which text is left-aligned and numbers are right-aligned."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
     for name in columns.split():
         is_text = name in ("now", "step", "waits", "slow")
@@ -242,7 +242,7 @@ def _table(columns: str) -> Table:
 
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
-    """Creates the table of stages: current activity, and median and worst values of each stage.
+    """Creates the table of stages, with each stage's activity and its median and worst values.
 
     Args:
         snapshot: Snapshot of the run.
@@ -282,7 +282,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
 
 
 def _word(rank: LiveRank) -> str:
-    """Describes a rank's current activity in one or two words."""
+    """Returns one or two words that describe the current activity of ``rank``."""
     now = rank.now
     if rank.header is None:
         return "unreadable" if rank.problem else "not started"
@@ -319,7 +319,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws a rank's step time as a bar: computation, waits by cause, and remaining time."""
+    """Draws a rank's step as a bar of computation, waits by cause and remaining time."""
     text = Text()
     if rank.busy is None:
         return text
@@ -332,7 +332,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the cause with the most waiting time, and its fraction of the step."""
+    """Returns the cause with the longest total wait, and which share of the step it takes."""
     cause = max(waits, key=lambda cause: waits[cause], default="")
     if waits.get(cause, 0.0) < 0.005:
         return Text()
@@ -344,7 +344,7 @@ def _mark(rank: LiveRank) -> Text:
 
 
 def _findings(snapshot: Snapshot) -> list[str]:
-    """Returns lines about the three diagnosed problems whose fixes would save the most time."""
+    """Returns a line for each of the three findings whose fixes would save the most time."""
     return [
         f"gain {finding['gain']:.1%}: {finding['headline']}; {finding['do']}"
         for finding in sorted(snapshot.findings, key=lambda finding: -finding["gain"])[:3]
@@ -360,10 +360,10 @@ def _notes(snapshot: Snapshot) -> list[str]:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """Draws values as a line of block characters with eight heights from minimum to maximum."""
+    """Draws ``values`` as a line of block characters with eight different heights."""
     if len(values) < 2:
         return ""
-    if len(values) > CURVE:  # keep evenly spaced values
+    if len(values) > CURVE:  # Keep evenly spaced values.
         step = (len(values) - 1) / (CURVE - 1)
         values = [values[round(index * step)] for index in range(CURVE)]
     low = min(values)

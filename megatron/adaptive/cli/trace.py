@@ -71,7 +71,7 @@ shown.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the figures of a run, writes its views, and returns the exit status."""
+    """Prints how a run spent its time, writes its views, and returns the exit status."""
     parser = _parser(
         _TRACE, "Print how each pipeline rank spent the time of a step, and write views of the run."
     )
@@ -79,9 +79,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def process(argv: Sequence[str]) -> int:
-    """Prints a run's figures, and writes its events as JSON. Also used by ``process_trace.py``.
+    """Prints how a run spent its time, and writes its events as JSON.
 
-    Returns 0, and raises expected errors as ``AdaptiveError``.
+    The script ``process_trace.py`` also uses this function. It returns 0, and raises expected
+    errors as ``AdaptiveError``.
     """
     (events,) = find_views(["perfetto"])
     parser = _parser(
@@ -93,9 +94,10 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Draws the executed actions of one iteration. Also used by ``visualize_trace.py``.
+    """Draws the actions that ran in one iteration, and writes them to a table.
 
-    Returns 0, and raises expected errors as ``AdaptiveError``.
+    The script ``visualize_trace.py`` also uses this function. It returns 0, and raises expected
+    errors as ``AdaptiveError``.
     """
     parser = _parser(
         f"{_TRACE} draw",
@@ -107,7 +109,7 @@ def visualize(argv: Sequence[str]) -> int:
 
 
 def diagnose_run(argv: Sequence[str]) -> int:
-    """Prints why a run is slow, or which calls it hangs in; returns the exit status.
+    """Prints why a run is slow, or in which calls it hangs. Returns the exit status.
 
     If the folder contains dumps of torch's flight recorder, the job is assumed to hang.
     """
@@ -135,7 +137,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
 
 
 def what_if_run(argv: Sequence[str]) -> int:
-    """Predicts and prints a run's speed with changed durations; returns the exit status."""
+    """Predicts a run's speed with changed durations and prints it. Returns the exit status."""
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
@@ -181,7 +183,7 @@ def _answer(
 
 
 def _print_result(result: Any, *, as_json: bool) -> None:
-    """Prints the notes of a result as warnings, and then the result as text or JSON."""
+    """Prints the notes of ``result`` as warnings, and then ``result`` as text or JSON."""
     for line in result.notes:
         show(f"warning: {line}", file=sys.stderr)
     if as_json:
@@ -191,7 +193,7 @@ def _print_result(result: Any, *, as_json: bool) -> None:
 
 
 def compare(argv: Sequence[str]) -> int:
-    """Prints what became slower or faster from one run to another; returns the exit status."""
+    """Prints what became slower or faster between two runs. Returns the exit status."""
     from megatron.adaptive.trace.compare_runs import compare_runs
 
     parser = CommandParser(
@@ -233,7 +235,7 @@ def _share(text: str) -> float:
 
 
 def import_run(argv: Sequence[str]) -> int:
-    """Converts the trace of another program to this project's format; returns the exit status."""
+    """Converts another program's trace to this project's format. Returns the exit status."""
     parser = CommandParser(
         prog=f"{_TRACE} import",
         description="Read the trace of another program, and write it in this project's format.",
@@ -277,15 +279,14 @@ def _show(
     report: bool = True,
     events: View | None = None,
 ) -> int:
-    """Writes the requested files about a run, and prints the run's figures.
+    """Writes the requested files about a run, and prints how the run spent its time.
 
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
         formats: Default of ``--format``: names of file formats, separated by commas, or ``all``.
-        report: Whether to print the figures.
-        events: Additional view to write, only for the shown replica; ``None`` to write no such
-            view.
+        report: Whether to print the report.
+        events: Additional view to write for the shown replica, or ``None``.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
@@ -314,14 +315,14 @@ def _show(
 
 
 def _without_ending(name: str, views: Sequence[View]) -> str:
-    """Returns a file's name without the file extension of a view, ``.json`` or ``.txt``."""
+    """Returns ``name`` without the file extension of a view, ``.json`` or ``.txt``."""
     endings = {".txt", ".json", *(v.ending for v in (*built_in_views().values(), *views))}
     present = [end for end in endings if name.endswith(end) and len(end) < len(name)]
     return name.removesuffix(max(present, key=len, default=""))
 
 
 def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.ArgumentParser:
-    """Returns a parser with the flags that choose a run and its iterations.
+    """Creates a parser with the flags that choose a run and its iterations.
 
     Args:
         prog: Name of the program in the help text.
@@ -415,7 +416,7 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _select(arguments: argparse.Namespace) -> ViewInput:
-    """Reads the run that the user chose; raises ``TraceError`` if it is missing or damaged."""
+    """Reads the run that the user chose. Raises ``TraceError`` if it is missing or damaged."""
     run = load_run(arguments.run_dir, arguments.pipeline_parallel, arguments.model_chunks)
     dp_rank = arguments.dp_rank or 0
     covered = _chosen_iterations(run, arguments, dp_rank)
@@ -427,7 +428,7 @@ def _select(arguments: argparse.Namespace) -> ViewInput:
 
 
 def _report(selection: ViewInput) -> dict[str, Any]:
-    """Returns the report as data: figures of the shown step and of each traced rank.
+    """Returns the report as data about the shown step and each traced rank.
 
     ``bubble_fraction`` is the idle time divided by the step time. ``times`` contains the mean and
     the population standard deviation of the durations for each kind of action.
@@ -474,7 +475,7 @@ def _report(selection: ViewInput) -> dict[str, Any]:
 
 
 def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns figures about the experts in an iteration; empty if there are no MoE layers.
+    """Returns the load of the experts in an iteration, or ``{}`` if there are no MoE layers.
 
     ``tokens`` is the number of tokens per layer and expert, summed over all ranks. ``exchange_ms``
     is the time that each rank spent exchanging tokens with other ranks, in milliseconds.
@@ -492,25 +493,25 @@ def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
 
 
 def _layers(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the times of each layer in an iteration; empty if no layers were traced."""
+    """Returns the time of each layer in an iteration, or ``{}`` if layers were not traced."""
     figures = layer_figures(run, iteration)
     return {"layers": [asdict(of_layer) for of_layer in figures]} if figures else {}
 
 
 def _collectives(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the times of each kind of collective; empty if no collectives were traced."""
+    """Returns the time of each kind of collective, or ``{}`` if collectives were not traced."""
     figures = collective_figures(run, iteration)
     return {"collectives": [asdict(of_kind) for of_kind in figures]} if figures else {}
 
 
 def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the times of the longest kinds of kernels; empty if no kernels were recorded."""
+    """Returns the longest kinds of kernels with their times, or ``{}`` without recorded kernels."""
     figures = kernel_figures(run, iteration)[:_MOST_KERNELS]
     return {"kernels": [asdict(of_name) for of_name in figures]} if figures else {}
 
 
 def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
-    """Returns a table of the longest kernels as lines of text.
+    """Returns a table of the longest kernels in ``iteration`` as lines of text.
 
     If kernels were only recorded in other iterations, returns a line that lists those iterations.
     If no kernels were recorded, returns no lines.
@@ -540,7 +541,7 @@ def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
 
 
 def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[str]:
-    """Returns a table of the kinds of collectives as lines of text; empty without collectives."""
+    """Returns a table of collectives as lines of text, or no lines without collectives."""
     if not figures:
         return []
     rows = [_COLLECTIVE_COLUMNS]
@@ -562,7 +563,7 @@ def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[
 
 
 def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
-    """Returns a table of the layers as lines of text; empty if no layers were traced."""
+    """Returns a table of layers as lines of text, or no lines if layers were not traced."""
     if not figures:
         return []
     rows = [_LAYER_COLUMNS]
@@ -598,12 +599,12 @@ def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
 
 
 def _extremes(values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the minimum and the maximum, or a single value if they are equal."""
+    """Returns the minimum and the maximum of ``values``, or one value if they are equal."""
     return tuple(dict.fromkeys((min(values), max(values))))
 
 
 def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
-    """Returns the count, mean and standard deviation of the durations of each kind of action.
+    """Returns count, mean and standard deviation of the durations of each kind of action.
 
     Args:
         row: Spans of one rank.
@@ -623,7 +624,7 @@ def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
 
 
 def _report_lines(selection: ViewInput) -> list[str]:
-    """Returns the report as lines of text."""
+    """Returns the report as lines of text for the terminal."""
     run = selection.run
     step = selection.step
     report = _report(selection)
@@ -648,7 +649,7 @@ def _report_lines(selection: ViewInput) -> list[str]:
 
 
 def _length_lines(lengths: Lengths) -> list[str]:
-    """Returns a line about the lengths of the step's microbatches, or no line if they are equal."""
+    """Returns a line about the lengths of the step's microbatches if the lengths differ."""
     if not lengths:
         return []
     positions = [microbatch[0] for microbatch in lengths]
@@ -661,7 +662,7 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns the cells of the table of ranks, row by row. The first row contains the headings."""
+    """Returns the cells of the table of ``ranks``, row by row, with the headings first."""
     show_bytes = any(rank["peak_in_flight_bytes"] for rank in ranks)
     head = ["", "actions", "busy ms", "wait ms", "bubble"]
     table = [[*head, *(f"{kind} ms" for kind in kinds), "peak in flight"]]

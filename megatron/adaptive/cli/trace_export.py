@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def otlp_requests(run: RunTrace) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields requests in OTLP's JSON format, each with its number of spans.
+    """Yields requests in OTLP's JSON format, each with the number of spans that it contains.
 
     Args:
         run: Trace of the run.
@@ -95,7 +95,7 @@ def otlp_requests(run: RunTrace) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _unix_offset_ns(run: RunTrace, trace: RankTrace) -> int:
-    """Returns the offset in nanoseconds from the run's common time to Unix time."""
+    """Returns what to add to the run's common time to get Unix time, in nanoseconds."""
     header = trace.header
     if not run.alignment.clocks:
         return header.unix_ns - header.monotonic_ns
@@ -105,7 +105,7 @@ def _unix_offset_ns(run: RunTrace, trace: RankTrace) -> int:
 
 
 def _send(run: RunTrace, url: str, limit_s: float) -> int:
-    """Sends the spans of a run, and returns the exit status.
+    """Sends the spans of ``run`` to the collector at ``url``, and returns the exit status.
 
     Raises:
         TraceError: The collector did not accept any span.

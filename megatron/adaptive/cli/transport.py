@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, environment: Environment) -> int:
-    """Takes part in the check as one rank of the job; returns the exit status."""
+    """Takes part in the check as one rank of the job, and returns the exit status."""
     from megatron.adaptive.profiling.transport_check import TransportCheck
 
     names = {spec.dest for spec in fields_of(TransportConfig)} & vars(options).keys()

@@ -115,7 +115,7 @@ def try_plan(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> _Trial:
-    """Reads the plan, and checks that the requested rank can be tried."""
+    """Reads the plan and checks that the rank in ``options`` can be tried."""
     path: Path = options.try_
     content = load_plan(path)
     flags = plan_flags(content, str(path))
@@ -170,7 +170,7 @@ def _read(options: argparse.Namespace) -> _Trial:
 
 
 def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
-    """Returns the request to the rank's process, with the fields of ``try_rank.TrialRequest``."""
+    """Returns the request for the rank's process, with the fields of ``try_rank.TrialRequest``."""
     model = trial.model
     stages = []
     begin = 0
@@ -191,7 +191,7 @@ def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
 
 
 def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str, Any]]:
-    """Runs the rank in a separate process; returns its measurements and a profile of its layers."""
+    """Runs the rank in a separate process. Returns its measurements and its layers' profile."""
     say(f"running rank {trial.rank} of {trial.world_size} alone for some steps")
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "request.json", Path(folder) / "result.json"
@@ -243,7 +243,7 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
 
 
 def _run_launcher(command: Sequence[str], errors: Path) -> int:
-    """Runs a launcher with its ranks, kills ranks that remain, and returns the exit status.
+    """Runs a launcher with its ranks, kills remaining ranks, and returns the exit status.
 
     Args:
         command: Command of the launcher.
@@ -275,7 +275,7 @@ def _run_launcher(command: Sequence[str], errors: Path) -> int:
 
 
 def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -> str:
-    """Formats the planned and the measured values of the rank as a table."""
+    """Returns a table of the rank's planned and measured values as text."""
     prediction = trial.content.get("prediction", {})
     memories = prediction.get("memory_bytes", [])
     planned_memory = f"{memories[trial.pp_rank] / 1e9:.2f} GB" if memories else "-"

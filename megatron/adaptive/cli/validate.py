@@ -130,7 +130,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
 def _compared(
     traces_by_run: Mapping[str, Path], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Predicts each run's step time; returns predicted and measured step time with the plan."""
+    """Returns a row for each run with the plan and the predicted and measured step time."""
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(

@@ -79,13 +79,14 @@ class Agent:
         self.why = ""
         """Reason that the manager gave for releasing the agent. It may be empty."""
         self.notice: signal.Signals | None = None
-        """First signal that announced that this node will be taken away; ``None`` before any
+        """First signal that announced that this node will be taken away, or ``None`` before such a
         signal.
         """
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._asked: dict[str, int] = {}
-        self._checks: set[str] = set()  # keys of the device checks that are running
+        # This set contains the keys of the device checks that are running.
+        self._checks: set[str] = set()
 
     @classmethod
     def from_input(cls) -> Agent:
@@ -106,7 +107,7 @@ class Agent:
             ) from None
 
     async def run(self) -> None:
-        """Handles the manager's requests until it releases the agent or the connection is closed.
+        """Handles the manager's requests until the agent is released or the connection is closed.
 
         Raises:
             SetupError: The manager cannot be reached or rejects this node.
@@ -116,13 +117,14 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in _NOTICES:
             loop.add_signal_handler(number, self._notice, number)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)  # the manager handles Ctrl-C
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # The manager handles Ctrl-C.
         try:
             await self._serve(link)
         finally:
-            loop.remove_signal_handler(signal.SIGINT)  # keep the handlers of ``_NOTICES``
+            # The handlers of ``_NOTICES`` stay installed.
+            loop.remove_signal_handler(signal.SIGINT)
             assert self._orders is not None
-            self._orders.close()  # makes the forkserver kill its ranks and exit
+            self._orders.close()  # The forkserver then kills its ranks and exits.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(forkserver.wait(), _END_S)
             if forkserver.returncode is None:
@@ -174,7 +176,7 @@ class Agent:
         # When a rank fails, torch prints a C++ stack trace on each other rank, so hide these
         # traces.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if is_loopback(self._address):  # the job runs only on this machine
+        if is_loopback(self._address):  # The job runs only on this machine.
             environment |= loopback_variables(environment)
         module = "megatron.adaptive.cluster.rank_forkserver"
         forkserver = await asyncio.create_subprocess_exec(
@@ -185,7 +187,7 @@ class Agent:
             pass_fds=(forkserver_end.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # so that Ctrl-C does not reach the ranks
+            start_new_session=True,  # Ctrl-C then does not reach the ranks.
         )
         forkserver_end.close()
         reader, self._orders = await asyncio.open_connection(sock=agent_end)
@@ -218,7 +220,7 @@ class Agent:
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares the keeper for new ranks' snapshots; returns the ranks' variables."""
+        """Prepares the keeper for new ranks' snapshots. Returns variables for the ranks."""
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
@@ -232,14 +234,14 @@ class Agent:
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
 
     def _start(self, message: Mapping[str, Any]) -> None:
-        """Starts the processes that the manager requests in a message."""
+        """Starts the processes that the manager requests in ``message``."""
         program = message.get("program", "script")
         unknown = sorted(set(message) - _START_KEYS)
         added = {} if unknown else self._prepare(message.get("copies"))
         if message["ranks"] and program != "restore" and not unknown:
             self._end_checks()
         for rank in message["ranks"]:
-            if "number" in message:  # the manager waits for the exit status
+            if "number" in message:  # The manager waits for the exit status.
                 self._asked[rank["key"]] = message["number"]
             self._start_rank(rank, added, program, unknown)
 

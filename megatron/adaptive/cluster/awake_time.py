@@ -36,7 +36,7 @@ class AwakeClock:
         self._stopped_s = 0.0
 
     def now_s(self) -> float:
-        """Returns the current time in seconds, minus the time for which the process was stopped."""
+        """Returns the current time in seconds, minus the total time of stops."""
         now_s = self._clock()
         gap_s = now_s - self._read_s
         self._read_s = now_s
@@ -46,7 +46,7 @@ class AwakeClock:
 
 
 async def result_within(future: asyncio.Future[T], limit_s: float) -> T:
-    """Waits for a future in slices of at most :data:`SLICE_S` seconds.
+    """Waits for ``future`` in slices of at most :data:`SLICE_S` seconds, and returns its result.
 
     A timeout does not cancel the future.
 

@@ -30,7 +30,7 @@ _AUTO = "auto"
 
 
 def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
-    """Creates a field for each variable from its type, default as text, help text and choices."""
+    """Creates a field for each variable in ``table``."""
     return {
         name: spec_of(name, kind, default, {"help": meaning, "choices": tuple(choices)})
         for name, (kind, default, meaning, *choices) in table.items()
@@ -136,7 +136,7 @@ for _name in ("SEQUENCE_SLICES", "SLICE_TOKENS"):
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
-    """Rejects unknown names that begin with a capital letter. Users may choose all other names.
+    """Rejects unknown names that begin with a capital letter. Other names are up to the user.
 
     Raises:
         ConfigError: A name is unknown. The message suggests the most similar variable.
@@ -153,7 +153,7 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
 
 
 def read_value(name: str, text: str) -> object:
-    """Parses the value of a variable from text. An empty string means the default.
+    """Parses the value of the variable ``name``. An empty ``text`` means the default.
 
     Returns:
         The value as ``int``, ``float``, ``bool`` or ``str``, or ``None`` if there is neither a text
@@ -173,8 +173,8 @@ def read_value(name: str, text: str) -> object:
 
 
 _LIMIT_S = 20.0
-# Sources the file ($1), then prints each variable it set as NAME, NUL, VALUE, NUL. A marker
-# replaces the value of an array.
+# The script sources the file $1, and then prints each variable that the file set as NAME, NUL,
+# VALUE, NUL. A marker replaces the value of an array.
 _SCRIPT = r"""
 set -eu
 cd -- "$2"
@@ -194,7 +194,7 @@ _ARRAY = "\001array"
 
 
 def read_variables(path: Path) -> dict[str, str]:
-    """Runs a file in bash, and returns the variables that the file sets.
+    """Runs the file ``path`` in bash, and returns the variables that it sets.
 
     The working directory is the file's folder. Only a few variables, such as ``PATH``, are
     inherited.
@@ -313,7 +313,7 @@ class LaunchConf:
         return size
 
     def path(self, name: str) -> Path:
-        """Returns a variable's value as an absolute path."""
+        """Returns the value of the variable ``name`` as an absolute path."""
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
@@ -361,7 +361,7 @@ def load_conf(
 def make_conf(
     variables: Mapping[str, str], folder: Path, *, fixed: frozenset[str] = frozenset()
 ) -> LaunchConf:
-    """Creates a configuration from variables, and checks it.
+    """Creates a configuration from ``variables`` and checks it.
 
     Args:
         variables: Value of each variable as text, by name.
@@ -390,7 +390,7 @@ def make_conf(
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, str]:
-    """Parses the ``NAME=VALUE`` texts of the command line.
+    """Parses texts of the form ``NAME=VALUE`` from the command line.
 
     Raises:
         ConfigError: A text does not have this form.
@@ -405,7 +405,7 @@ def read_changes(changes: Sequence[str]) -> dict[str, str]:
 
 
 def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[str]) -> None:
-    """Adds the plan's variables to ``texts``; raises an error if a value contradicts the file."""
+    """Adds the plan's variables to ``texts``. Raises an error if the file sets another value."""
     for name, value in plan.items():
         text = texts.get(name, "").strip()
         if name in fixed:
@@ -461,7 +461,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Parses a string ``TYPE=VALUE ...`` with a value for each node type, or a common value."""
+    """Parses ``TYPE=VALUE ...``, with a value for each node type, or one value for all types."""
     if "=" not in text:
         return dict.fromkeys(kinds, text)
     values = dict(assignment.partition("=")[::2] for assignment in text.split())

@@ -81,7 +81,7 @@ class Connection:
 
     @classmethod
     async def over(cls, sealed: SealedSocket) -> Connection:
-        """Creates a connection from a socket whose other side has authenticated."""
+        """Creates a connection from the socket ``sealed``, whose other side has authenticated."""
         reader, writer = await asyncio.open_connection(sock=sealed.socket)
         return cls(reader, writer, sealed.session)
 
@@ -96,7 +96,7 @@ class Connection:
         return str(self._writer.get_extra_info("sockname", ("",))[0])
 
     def send(self, kind: str, **values: Any) -> None:
-        """Sends a message, or drops it without an error if the connection is closed.
+        """Sends a message of the kind ``kind``, or drops it if the connection is closed.
 
         :meth:`receive` reports that the connection is closed.
         """
@@ -136,14 +136,14 @@ class Connection:
         try:
             payload = await result_within(reading, silence_s)
         except asyncio.CancelledError:
-            if reading.cancelled():  # ``close`` cancelled the read, not this task
+            if reading.cancelled():  # The method ``close`` cancelled the read, but not this task.
                 raise EOFError("the connection was closed here") from None
             raise
         self._reading = None
         return payload
 
     async def close(self) -> None:
-        """Sends buffered messages, and closes the connection. Safe to call more than once."""
+        """Sends buffered messages and closes the connection. Can be called more than once."""
         for task in (self._beating, self._reading):
             if task is not None:
                 task.cancel()
@@ -163,7 +163,7 @@ class Connection:
 
 
 def _take_error(reading: asyncio.Task[bytes]) -> None:
-    """Retrieves a read's exception, so that asyncio does not report that it was never retrieved."""
+    """Retrieves the exception of ``reading``, so that asyncio does not print a warning about it."""
     if not reading.cancelled():
         reading.exception()
 
@@ -204,13 +204,13 @@ class Listener:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops listening. Accepted connections stay open. Safe to call more than once."""
+        """Stops listening. Accepted connections stay open. Can be called more than once."""
         self._gate.close()
 
     def _admit(self, sealed: SealedSocket) -> None:
         try:
             self._loop.call_soon_threadsafe(self._begin, sealed)
-        except RuntimeError:  # the event loop is closed
+        except RuntimeError:  # Scheduling fails if the event loop is closed.
             sealed.socket.close()
 
     def _begin(self, sealed: SealedSocket) -> None:

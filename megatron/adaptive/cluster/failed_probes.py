@@ -2,7 +2,7 @@
 
 The ranks probe each other (``--probe-interval``) and report the nodes that failed. With the policy
 ``exclude``, such a node gets no ranks, unless no layout fits without it. The excluded node is then
-measured alone, at increasing intervals, until it reaches the figures that it missed::
+measured alone, at increasing intervals, until it is as fast as the probe requires::
 
     probe fails ──> excluded ── 5 s ──> measure ── fails, 10 s ──> measure ── passes ──> used again
 
@@ -14,8 +14,9 @@ Heat or other programs may slow down a node only while it trains. Such a node pa
 in the job, and each change of layout requires restarting the ranks. The interval is therefore reset
 only when the node joins again, not when it passes.
 
-Only the manager excludes nodes: ranks report figures, and a node cannot exclude itself. If another
-manager takes over the job, it does not know which nodes were excluded, and uses all nodes again.
+Only the manager excludes nodes. Ranks only report measurements, and a node cannot exclude itself.
+If another manager takes over the job, it does not know which nodes were excluded, and uses all
+nodes again.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class FailedProbes:
         self._stragglers = stragglers
         self._members = members
         self._in_use = in_use
-        self._handled: dict[str, int] = {}  # number of the latest incarnation, by node
+        # Number of the latest incarnation in which each node's failure was handled, by node.
+        self._handled: dict[str, int] = {}
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._waits_s: dict[str, float] = {}
         self._count = 0
@@ -68,8 +70,8 @@ class FailedProbes:
         """Prints the nodes that failed, and excludes them if the policy is ``exclude``.
 
         Args:
-            failed: Nodes that failed a probe in this incarnation, with the figures that they
-                missed.
+            failed: Nodes that failed a probe in this incarnation, with the measurements that were
+                too low.
             running: Ranks of the incarnation.
             nodes: Nodes that are present, in the order in which they get ranks.
 
@@ -93,7 +95,7 @@ class FailedProbes:
         return ", ".join(reasons)
 
     def joined(self, name: str) -> None:
-        """Resets the records of a node that joins, because it may have been repaired.
+        """Resets the records of the node ``name`` when it joins, because it may have been repaired.
 
         Args:
             name: Name of the node. The node need not be present.
@@ -104,7 +106,7 @@ class FailedProbes:
             task.cancel()
 
     def passed(self, name: str) -> None:
-        """Uses a node again after it has passed its check.
+        """Uses the node ``name`` again after it has passed its check.
 
         Args:
             name: Name of the node in the event ``passed``.
@@ -120,7 +122,7 @@ class FailedProbes:
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
     def _is_handled(self, name: str, running: RunningRanks) -> bool:
-        """Returns whether a node's failure was already handled.
+        """Returns whether the probe failure of the node ``name`` was already handled.
 
         With the policy ``exclude``, a failure is handled again in each incarnation, because a
         layout without the node may fit by then.
@@ -136,7 +138,7 @@ class FailedProbes:
             self._checks[failed.node] = task
 
     async def _check(self, failed: FailedNode) -> None:
-        """Measures a node repeatedly until it passes or is no longer present."""
+        """Measures the node in ``failed`` repeatedly until it passes or is no longer present."""
         name = failed.node
         while True:
             # Double the wait each time, even if the node passes and then fails in the job again.
@@ -154,7 +156,7 @@ class FailedProbes:
                 return
 
     async def _passes(self, node: Node, failed: FailedNode) -> bool:
-        """Returns whether all devices of a node now reach the figures that the node missed."""
+        """Returns whether all devices of ``node`` now reach the performance that it had missed."""
         for local_rank in range(node.slots):
             self._count += 1
             order = {

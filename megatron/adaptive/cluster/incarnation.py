@@ -78,7 +78,7 @@ class Program(ABC):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Returns the arguments and additional environment variables for an incarnation's ranks.
+        """Returns the arguments and environment variables with which an incarnation's ranks start.
 
         Args:
             layout: Layout of the ranks.
@@ -89,7 +89,7 @@ class Program(ABC):
         """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Returns the reason why a job restarts although its ranks exited without failures.
+        """Returns why a job restarts although its ranks exited without failures.
 
         Returns an empty string if the job is finished.
 
@@ -191,18 +191,18 @@ class ScriptProgram(Program):
 
 
 def model_file(checkpoints: Path) -> Path:
-    """Returns the path of the file with the measured costs of a script's model."""
+    """Returns the path of the file with the measured costs of the model that a script trains."""
     return job_folder(checkpoints) / _MODEL
 
 
 def is_trainer(script: Path) -> bool:
-    """Returns whether a script is the trainer, or contains the trainer's name."""
+    """Returns whether ``script`` is the trainer, or contains the trainer's name."""
     if script.stem == _TRAINER:
         return True
     try:
         return _TRAINER.encode() in read_whole(script)
     except OSError:
-        return True  # a rank will report that the script is unreadable
+        return True  # A rank will report that the script is unreadable.
 
 
 Policy = Literal["ignore", "replan", "exclude"]
@@ -285,7 +285,7 @@ class JobSpec:
 
     @property
     def copy_settings(self) -> dict[str, Any] | None:
-        """Interval and memory limit of in-memory copies of the state; ``None`` without copies."""
+        """Interval and memory limit of in-memory copies of the state; ``None`` if disabled."""
         if not self.copy_every:
             return None
         return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
@@ -321,7 +321,7 @@ class NodeWork:
     checkpoints: str
 
     def order(self, rank: Mapping[str, Any], program: NodeProgram) -> dict[str, Any]:
-        """Converts the manager's request for a process into a command for the node's forkserver.
+        """Converts the manager's request for a process to a command for the node's forkserver.
 
         The script and the working directory are those of this node, never chosen by the manager.
 
@@ -425,7 +425,7 @@ class RunningRanks:
     def record_fault(
         self, fault: str, deadline_s: float, *, gone: str = "", kill: bool = False
     ) -> None:
-        """Records a failure, and sets the deadline by which the other ranks must have exited.
+        """Records the failure ``fault`` and when the other ranks must have exited.
 
         Args:
             fault: Description of the failure.
@@ -445,24 +445,24 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of several times in seconds. ``None`` means never."""
+    """Returns the earliest of ``moments`` in seconds, where ``None`` means never."""
     return min((moment for moment in moments if moment is not None), default=None)
 
 
 def ended_well(status: int) -> bool:
-    """Returns whether a rank's exit status means success."""
+    """Returns whether the exit status ``status`` of a rank means success."""
     return status in (0, EXIT_MEASURED)
 
 
 def how_ended(status: int) -> str:
-    """Describes in words how a process with this exit status exited."""
+    """Describes in words how a process with the exit status ``status`` ended."""
     if status < 0:
         return f"was killed by signal {signal.Signals(-status).name}"
     return f"exited with status {status}"
 
 
 def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
-    """Assigns ranks to nodes in order, and fills each node before the next one.
+    """Assigns ranks to nodes in order. Fills each node before using the next node.
 
     Each tensor-parallel group is placed on a single node.
 
@@ -486,7 +486,7 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
 def rank_orders(
     arguments: Sequence[str], places: Sequence[Node], incarnation: int, variables: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the requests to start ranks, by the name of the node that gets them.
+    """Returns the requests to start ranks, by the name of the node that receives them.
 
     Each request contains the environment variables that torchrun would set. It does not contain the
     script, because each node's :class:`NodeWork` defines it.

@@ -56,7 +56,7 @@ class RdmaPort:
 
 
 def resolve(host: str) -> str:
-    """Resolves a host name to an address, and prefers addresses that are not loopback addresses.
+    """Resolves the host name ``host`` to an address that is not a loopback address if possible.
 
     Raises:
         SetupError: The host name cannot be resolved.
@@ -119,7 +119,7 @@ def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) ->
 
 
 def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
-    """Returns the RDMA ports of this node. The list is empty if the node has no RDMA device."""
+    """Returns the RDMA ports of this node, or an empty list if it has no RDMA device."""
     ports = []
     for port in sorted(root.glob("*/ports/*")):
         if not port.name.isdigit():
@@ -139,7 +139,7 @@ def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
 
 
 def _gid_index(port: Path) -> int | None:
-    """Returns the index of the port's first RoCE v2 GID for IPv4, or ``None`` if there is none."""
+    """Returns the index of the first RoCE v2 GID of ``port`` for IPv4, or ``None``."""
     for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         kind = _read(port / "gid_attrs" / "types" / path.name)
         if kind == "RoCE v2" and _read(path).startswith("0000:0000:0000:0000:0000:ffff:"):
@@ -151,7 +151,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # the file of an unset GID cannot be read
+        return ""  # The file of an unset GID cannot be read.
 
 
 ENDED = "ended"
@@ -167,7 +167,7 @@ def why_no_gpu_use() -> str | None:
         return "the package nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
-    except Exception as error:  # for example, there is no driver or no permission
+    except Exception as error:  # This fails, for example, without a driver or without permission.
         return f"NVML cannot be initialized: {error}"
     return None
 
@@ -182,7 +182,7 @@ def _nvml() -> Any:
 
 
 def count_gpus(visible: str | None) -> int:
-    """Returns the number of GPUs that a process may use.
+    """Returns the number of GPUs that a process on this node may use.
 
     Args:
         visible: Value of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
@@ -215,7 +215,7 @@ class ResourceSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes a last sample, and stops the thread. Safe to call more than once."""
+        """Writes a last sample and stops the thread. Can be called more than once."""
         self._done.set()
         self._thread.join()
 
@@ -236,7 +236,7 @@ class ResourceSampler:
         file.append((json.dumps({**self.sample(), **extra}) + "\n").encode())
 
     def sample(self) -> dict[str, Any]:
-        """Takes a sample, and returns the content of a line of the file."""
+        """Takes a sample and returns the content of a line of the file."""
         processes = self._processes()
         return {"unix_s": round(time.time(), 1), "gpus": self._gpus(), "processes": processes}
 

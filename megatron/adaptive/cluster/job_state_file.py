@@ -40,7 +40,7 @@ _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
 def say(text: str) -> None:
-    """Prints a line for the user. Errors and warnings go to stderr, other lines to stdout."""
+    """Prints the line ``text`` for the user, to stderr if it is an error or a warning."""
     stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
     print(f"[elastic] {printable(text)}", file=stream, flush=True)
 
@@ -49,14 +49,14 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins names with commas, and replaces the end of a long list by the number of other names."""
+    """Joins ``names`` with commas. If there are many, gives only the number of the last names."""
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"
 
 
 def job_folder(checkpoints: Path) -> Path:
-    """Returns the folder for a job's state, which is inside the checkpoint folder."""
+    """Returns the folder for the state of a job, which is inside the folder ``checkpoints``."""
     return checkpoints / _FOLDER
 
 
@@ -128,7 +128,7 @@ class Incarnation:
         self.resumed = iteration
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the incarnation's entry in the job's state file."""
+        """Returns the entry for this incarnation in the job's state file."""
         return {
             "epoch": self.number,
             "shape": self.layout,
@@ -231,11 +231,11 @@ class ProgressReader:
         return replace(self._now, step_s=statistics.median(self._steps_ms) / 1e3)
 
     def _found(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the attributes of :class:`IncarnationProgress` that a line changes."""
+        """Returns the attributes of :class:`IncarnationProgress` that ``line`` changes."""
         moment_ns = line["unix_ns"]
         now = self._now
         if "total_iterations" in line:
-            if line.get("moved"):  # layers were repartitioned; this is not a new start
+            if line.get("moved"):  # The layers were repartitioned, which is not a new start.
                 return {}
             start = line.get("start_iteration")
             return {"total": line["total_iterations"], "begun_ns": moment_ns, "start": start}
@@ -257,7 +257,7 @@ class ProgressReader:
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
-    """Returns the known durations of a reconfiguration's phases, in seconds.
+    """Returns the duration in seconds of each phase of a reconfiguration, as far as known.
 
     Args:
         incarnation: Incarnation with the new layout.
@@ -306,7 +306,7 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> int:
-        """Reads the state that an earlier manager wrote, and adds its history to all later writes.
+        """Reads the state of an earlier manager, and adds its history to all later writes.
 
         Returns:
             Number of machines that were present under that manager; 0 if there was no manager.
@@ -320,7 +320,7 @@ class StateFile:
         return sum(machine.get("status") == "present" for machine in machines)
 
     def _with_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds the earlier managers' incarnations and lost steps to the state."""
+        """Adds the incarnations and lost steps of earlier managers to ``state``."""
         if not self._earlier:
             return {**state, "earlier": []}
         # This manager's first incarnation resumed from a checkpoint. Steps that the previous
@@ -354,7 +354,7 @@ class StateFile:
 
 
 def read_state(checkpoints: Path) -> dict[str, Any]:
-    """Reads the state of the job that saves to a checkpoint folder.
+    """Reads the state of the job that saves to the folder ``checkpoints``.
 
     Raises:
         ConfigError: There is no state file, or it is damaged, or its format version is not
@@ -381,7 +381,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
             f"--status {checkpoints}: {path} is damaged (a list contains values that are not "
             "objects)"
         )
-    written = state.get("format", _FORMAT)  # Older versions wrote no format.
+    written = state.get("format", _FORMAT)  # Older versions did not write the format.
     if written != _FORMAT:
         raise ConfigError(
             f"--status {checkpoints}: {path} has format {written!r}, but this program reads "
@@ -391,7 +391,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
 
 
 def render_state(state: Mapping[str, Any]) -> str:
-    """Formats a job's state as text for the terminal."""
+    """Formats the state of a job as text for the terminal."""
     done = state["iteration"]
     total = state["total_iterations"]
     earlier = state.get("earlier", [])

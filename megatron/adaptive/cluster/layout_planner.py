@@ -79,7 +79,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns a copy of a node type with a different number of processes and slowness."""
+    """Returns a copy of the node type ``base`` with other values for ``gpus`` and ``slowness``."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -88,7 +88,7 @@ def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
 
 
 def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
-    """Reads one cluster file and any number of profiles, which are distinguished by content.
+    """Reads one cluster file and any number of profiles, which are recognized by their content.
 
     Returns:
         The cluster, and all profiles merged into one (``None`` if there are no profiles).
@@ -126,7 +126,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
-    """Returns a cluster with the given number of nodes of each type.
+    """Returns a copy of ``cluster`` with ``counts`` nodes of each type.
 
     Args:
         cluster: Cluster that defines the links between the node types.
@@ -232,7 +232,7 @@ class Planning:
         ]
 
     def _named_by_file(self, path: Path) -> list[Offer]:
-        """Returns the nodes in a machines file. A node without ``slots`` has no process limit."""
+        """Returns the nodes in a machines file. Nodes without ``slots`` have no process limit."""
         offers = [
             Offer(name=machine.name, hosts=(machine.host,), slots=machine.slots or _ANY_NUMBER)
             for machine in read_machines(path)
@@ -246,11 +246,11 @@ class Planning:
         return offers
 
     def unknown(self, offers: Sequence[Offer]) -> str:
-        """Returns the names of nodes missing from the cluster file; empty if no node is missing."""
+        """Returns the names of the nodes that are missing from the cluster file."""
         return ", ".join(offer.name for offer in offers if self._type_of(offer) is None)
 
     def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
-        """Finds the fastest layout.
+        """Finds the layout with the shortest predicted step time for the nodes in ``offers``.
 
         Args:
             offers: Available nodes. Nodes that are missing from the cluster file are ignored.
@@ -266,7 +266,7 @@ class Planning:
         refused: ConfigError | None = None
         if self._unequal:
             equal = replace(equal, most_cpu_s=most_cpu_s / 2)
-            with contextlib.suppress(ConfigError):  # the search below reports why nothing fits
+            with contextlib.suppress(ConfigError):  # The search below reports why no layout fits.
                 unequal_layout, _ = self._fastest(self._with_unequal(equal), nodes, inputs)
         try:
             equal_layout, refused = self._fastest(equal, nodes, inputs)
@@ -282,10 +282,10 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best layout that the trainer accepts, or ``None``, and an error.
+        """Returns the best layout that the trainer accepts, and the first error of a rejected plan.
 
-        The error is that of the first plan that the trainer rejected, or ``None`` if it rejected
-        none.
+        Either value may be ``None``: the layout if the trainer rejects all plans, and the error if
+        the trainer rejects no plan.
         """
         wished = self._config.schedule.pipeline_schedule
         options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))
@@ -362,7 +362,7 @@ class Planning:
         return any(argument.startswith(tuple(prefixes)) for argument in self._arguments)
 
     def _micro_batches(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes that do not change the losses; empty if all are allowed."""
+        """Returns the microbatch sizes that keep the losses unchanged; empty if all sizes do."""
         model = self._config.model
         drops = model.attention_dropout > 0 or model.hidden_dropout > 0
         # Dropout draws random numbers per microbatch, and a masked loss is averaged over the tokens
@@ -372,7 +372,7 @@ class Planning:
         return ()
 
     def _layout(self, row: PlanRow, nodes: Sequence[str], inputs: PlanInputs) -> ParallelLayout:
-        """Converts a plan into a layout with flags for the trainer.
+        """Converts the plan in ``row`` to a layout with flags for the trainer.
 
         Raises:
             ConfigError: The plan would change the losses, or the trainer rejects the flags.
@@ -423,7 +423,7 @@ class Planning:
 
 
 def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
-    """Finds the best layout for a script's model, whose costs have been measured.
+    """Finds the best layout for the model of a script, whose costs have been measured.
 
     Args:
         path: Path of the file with the measured costs.
@@ -514,12 +514,12 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
 
 
 def _host(offer: Offer) -> str:
-    """Returns a node's host: the last entry of ``hosts``, which is the name the host reports."""
+    """Returns the host name that the node in ``offer`` reports (the last entry of ``hosts``)."""
     return offer.hosts[-1] if offer.hosts else offer.name
 
 
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
-    """Assigns ``count`` processes to nodes, machine by machine, with slow nodes last."""
+    """Assigns ``count`` processes to nodes, machine by machine. Slow nodes come last."""
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
         hosts.setdefault(_host(offer), []).append(offer)
@@ -534,7 +534,7 @@ def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
-    """Returns the pipeline sizes to try, in order. 0 means that the planner tries all sizes."""
+    """Returns the pipeline sizes to try, in order. A size of 0 makes the planner try all sizes."""
     requested = module.pipeline_size
     if requested is None:
         return [0]
@@ -605,15 +605,15 @@ class PlannerChooser(Chooser):
         return ""
 
     def close(self) -> None:
-        """Terminates the planner's process. Safe to call more than once."""
+        """Terminates the planner's process. Can be called more than once."""
         self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
-        """Asks the planner's process for a layout on the available nodes. Blocks until it answers.
+        """Asks the planner's process for a layout on the available nodes. Blocks meanwhile.
 
         Returns:
             The layout, and a text for the user that lists ignored nodes (empty if no node was
-            ignored). If no layout fits, ``None`` and the reason.
+            ignored). If no layout fits, the first value is ``None`` and the text is the reason.
         """
         try:
             layout: ParallelLayout
@@ -655,7 +655,7 @@ class PlannerChooser(Chooser):
             key = (module.signature, module.micro_batch_size, *offers)
             limit_s = max(
                 _FIRST_S, limit_s
-            )  # a script's layout has no simpler rule to fall back to
+            )  # The layout of a script has no simpler rule to fall back to.
         if key not in self._known:
             try:
                 answer = await asyncio.to_thread(self._plan, offers, limit_s)
@@ -686,13 +686,13 @@ class PlannerChooser(Chooser):
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the manager handles Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The manager handles Ctrl-C.
 
 
 _planning = functools.cache(Planning)
 
 
 def _answer(setup: tuple[Any, ...], name: str, *values: Any) -> Any:
-    """Calls a method of :class:`Planning` by name. Runs in the planner's process."""
+    """Calls the method ``name`` of :class:`Planning`. Runs in the planner's process."""
     paths, arguments, unequal = setup
     return getattr(_planning(paths, arguments, unequal=unequal), name)(*values)

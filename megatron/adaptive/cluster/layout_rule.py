@@ -134,7 +134,7 @@ class Chooser:
         return choose_layout(arguments, offers)
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Returns whether a job should change from its current layout to another layout.
+        """Returns whether a job should change from the layout ``running`` to ``layout``.
 
         Args:
             layout: Layout to which the job could change.
@@ -142,7 +142,7 @@ class Chooser:
         """
         if layout.step_s is not None and running.step_s is not None:
             return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
-        if layout.step_s is not None:  # the current layout was chosen without the planner
+        if layout.step_s is not None:  # The current layout was chosen without the planner.
             return layout.identity != running.identity
         return layout.world_size > running.world_size
 
@@ -184,7 +184,7 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
 
 
 def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
-    """Estimates a layout's step time.
+    """Estimates the step time of ``layout``, relative to the time per layer and sample.
 
     The unit is the time of the forward and backward pass of one sample through one layer.
 
@@ -203,22 +203,23 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
         microbatches = layout.microbatches * layout.widths[0]
         return (microbatches + layout.pipeline - 1) * layout.micro_batch * max(paces)
     weights = _by_stage(slowness, layout.pipeline, layout.world_size // layout.pipeline)
-    if len(layers) != layout.pipeline:  # each rank runs several model chunks
+    if len(layers) != layout.pipeline:  # Each rank runs several model chunks.
         layers = [sum(layers) / layout.pipeline] * layout.pipeline
     pace = max(count * slow for count, slow in zip(layers, weights, strict=True))
     return (layout.microbatches + layout.pipeline - 1) * layout.micro_batch * pace
 
 
 def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float]:
-    """Returns the slowness of each pipeline rank: the maximum over the rank's processes."""
+    """Returns the slowness of each pipeline rank, which is the maximum over its processes."""
     return [max(by_rank[stage * width : (stage + 1) * width]) for stage in range(pipeline)]
 
 
 def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Splits layers into stages of at least one layer, to minimize the time of the slowest stage.
+    """Splits layers into stages so that the time of the slowest stage is shortest.
 
-    Assigns each layer to the stage that would have the shortest time including this layer. In case
-    of a tie, the layer is assigned to the stage that is farthest from both ends of the pipeline.
+    Each stage gets at least one layer. Each further layer is assigned to the stage that would have
+    the shortest time including this layer. In case of a tie, the layer is assigned to the stage
+    that is farthest from both ends of the pipeline.
     """
     count = len(weights)
     layers = [1] * count
@@ -235,7 +236,7 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
 
 
 def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
-    """Parses the trainer's arguments, assuming the smallest world size for which they are valid.
+    """Parses the trainer's arguments with the smallest world size for which they are valid.
 
     The assumed size is not used later, because the layout sets the world size and the parallel
     sizes.
@@ -262,7 +263,7 @@ def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
 
 
 def _unit(flags: Sequence[str]) -> int:
-    """Returns the number of processes per replica: the tensor- times the pipeline-parallel size."""
+    """Returns the number of processes per replica, which is the tensor times the pipeline size."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         value = last_value(flags, name) or "1"
@@ -271,9 +272,10 @@ def _unit(flags: Sequence[str]) -> int:
 
 
 def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Yields the possible pairs (number of replicas, pipeline size), best pair first.
+    """Yields the possible pairs of number of replicas and pipeline size, best pair first.
 
-    usable: Number of tensor-parallel groups that the available processes can form.
+    The argument ``usable`` is the number of tensor-parallel groups that the available processes can
+    form.
     """
     per_replica = config.batch.global_batch_size // config.batch.micro_batch_size
     meant = config.parallel.pipeline_model_parallel_size
@@ -298,7 +300,7 @@ def _layout(
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """Creates a layout from parallel sizes. Returns ``None`` if the trainer rejects its flags."""
+    """Creates a layout from parallel sizes, or returns ``None`` if the trainer rejects it."""
     tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:

@@ -104,7 +104,7 @@ class Manager:
         self._lease = Lease(spec.checkpoints)
         self._program.folder.lease = self._lease
         self._secret = new_secret()
-        self._name = secrets.token_hex(4)  # used in the names of folders and runs
+        self._name = secrets.token_hex(4)  # Names of folders and runs contain this name.
         self._clock = AwakeClock()
         self._members = Membership(
             spec.machines, own_machine, spec.address, self._secret, asdict(spec.work)
@@ -125,7 +125,8 @@ class Manager:
         self._status = "waiting for machines"
         self._iteration = 0
         self._total = 0
-        self.notice: signal.Signals | None = None  # first stop signal received
+        # This is the first stop signal that was received.
+        self.notice: signal.Signals | None = None
         self._stop: signal.Signals | None = None
         self._is_deposed = False
         self._has_worked = False
@@ -201,16 +202,16 @@ class Manager:
         reason = "start"
         while True:
             choice = await self._layout()
-            if choice is None:  # a stop signal arrived before any layout fitted
+            if choice is None:  # A stop signal arrived before any layout fitted.
                 assert self._stop is not None
                 say(f"stopped by {self._stop.name} before training began")
                 return 128 + int(self._stop)
             running = await self._start(*choice, reason)
             if running is None:
                 continue
-            self._write_state()  # programs that show the status expect the file now
+            self._write_state()  # Programs that show the status expect the file now.
             await self._watch(running)
-            if running.fault:  # recover while the remaining nodes are still connected
+            if running.fault:  # Recover while the remaining nodes are still connected.
                 await self._recover()
             status, reason = self._judge(running)
             if status is not None:
@@ -224,7 +225,7 @@ class Manager:
     async def _recover(self) -> None:
         self._fence()
         await self._copies.recover(self._spec.stop_s)
-        while not self._members.events.empty():  # apply events that have arrived in the meantime
+        while not self._members.events.empty():  # Apply events that have arrived in the meantime.
             await self._next(None)
 
     async def _first_nodes(self) -> None:
@@ -244,7 +245,7 @@ class Manager:
             await self._apply_all(until_s)
 
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
-        """Chooses a layout for the available nodes. While no layout fits, waits for more nodes."""
+        """Chooses a layout for the available nodes. Waits for more nodes if no layout fits."""
         self._status = "waiting for machines"
         until_s = self._clock.now_s() + self._spec.wait_s
         is_reported = False
@@ -285,7 +286,7 @@ class Manager:
     async def _start(
         self, layout: ParallelLayout, nodes: list[Node], reason: str
     ) -> RunningRanks | None:
-        """Starts the ranks of a layout. Returns ``None`` if a node of the layout has just left."""
+        """Starts the ranks of ``layout``. Returns ``None`` if a node of it has just left."""
         planned_ns = time.time_ns()
         places = assign([node for node in nodes if node.status == "present"], layout)
         if len(places) < layout.world_size:
@@ -356,7 +357,7 @@ class Manager:
         return incarnation
 
     async def _watch(self, running: RunningRanks) -> None:
-        """Waits until each rank has exited or its node is lost."""
+        """Waits until each rank of ``running`` has exited or its node is lost."""
         while len(running.statuses) < len(running.where):
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             kind = "" if event is None else event.kind
@@ -411,7 +412,7 @@ class Manager:
             running.record_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
-        """Kills the remaining ranks. If called again, marks nodes whose ranks still run as lost."""
+        """Kills the remaining ranks. A second call marks nodes whose ranks still run as lost."""
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
@@ -441,10 +442,10 @@ class Manager:
             newcomers = some_names(node.name for node in nodes if node.name not in former_names)
             self._ask_to_save(running, f"{newcomers} came" if newcomers else "another plan")
         elif not running.stopping:
-            self._notice_ns = None  # the notice does not cause a change of layout
+            self._notice_ns = None  # The notice does not cause a change of layout.
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
-        if self._is_deposed and not running.killed:  # another manager has taken over
+        if self._is_deposed and not running.killed:  # Another manager has taken over.
             running.fault = running.fault or "another manager has taken over the job"
             running.deadline_s = 0.0
         if running.stopping or running.fault:
@@ -456,7 +457,7 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGUSR1)
 
     def _judge(self, running: RunningRanks) -> tuple[int | None, str]:
-        """Decides what follows an incarnation.
+        """Decides whether the job ends or starts another incarnation after ``running``.
 
         Returns:
             The job's exit status, and the reason to start another incarnation. The status is
@@ -479,7 +480,7 @@ class Manager:
             reason = self._program.goes_on(before, running.statuses.values())
             if reason or (running.stopping and before.ended != COMPLETE):
                 return None, running.stopping or reason
-            return 0, ""  # the program has already printed why it ended
+            return 0, ""  # The program has already printed why it ended.
         self._notice_ns = None
         lost = running.gone
         statuses = running.statuses.values()
@@ -506,7 +507,7 @@ class Manager:
         return None, lost or running.fault
 
     async def _apply_all(self, until_s: float | None) -> None:
-        """Waits for the next event, and then applies all events in the queue.
+        """Waits for the next event, and then applies all events that are in the queue.
 
         If several nodes have joined, all of them are considered in a single choice of layout.
         """
@@ -515,7 +516,7 @@ class Manager:
             await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
-        """Waits for an event, and updates its node. Returns ``None`` after the deadline."""
+        """Waits for an event and updates its node. Returns ``None`` if the deadline passes."""
         limit_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
         try:
             event = await asyncio.wait_for(self._members.events.get(), limit_s)
@@ -559,14 +560,14 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Handles SIGHUP: stops the job if the terminal was closed, else rereads the machines."""
+        """Handles SIGHUP. Stops the job if the terminal was closed, else rereads the machines."""
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:
             self._members.reread_file()
 
     async def _tick(self) -> None:
-        """Periodically renews the lease, writes the state and reads the machines file again."""
+        """Periodically renews the lease, writes the state and rereads the machines file."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._clock.now_s()
@@ -580,7 +581,7 @@ class Manager:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
-        """Renews the lease (exclusive right to manage the job); returns whether it is held."""
+        """Renews the lease (the exclusive right to manage the job). Returns whether it is held."""
         self._is_deposed = self._is_deposed or not self._lease.is_held(say)
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)
@@ -592,7 +593,7 @@ class Manager:
         Returns:
             Whether this manager still holds the job's lease.
         """
-        with contextlib.suppress(OSError):  # if the disk is full, ranks report it when they save
+        with contextlib.suppress(OSError):  # If the disk is full, ranks report this when they save.
             if not self._lease.advance():
                 return self._holds()
         return self._holds()
@@ -683,7 +684,7 @@ class Participant:
                 return await manager.run()
             except LeaseTakenError as error:
                 owner = error.owner
-                if "run" not in owner:  # the owner is not a manager, so it cannot be joined
+                if "run" not in owner:  # The owner is not a manager, so this node cannot join it.
                     raise
             await self._over(manager.notice)
             status = None if self._notice is not None else await self._join(owner)
@@ -720,14 +721,14 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Ends the role of manager or agent: takes over signal handling and cancels all tasks."""
+        """Takes over signal handling and cancels all tasks, to end the role of manager or agent."""
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-        await asyncio.sleep(0)  # let the loop run pending signal handlers
+        await asyncio.sleep(0)  # The event loop runs pending signal handlers here.
 
     def _listen(self) -> None:
         for number in _NOTICES:

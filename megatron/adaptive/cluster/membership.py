@@ -68,7 +68,7 @@ class Machine:
 
 
 def read_machines(path: Path) -> tuple[Machine, ...]:
-    """Reads a machines file.
+    """Reads the machines file ``path``.
 
     Raises:
         ConfigError: The file is missing or empty, or a line is invalid. The message states the
@@ -148,7 +148,7 @@ _SLOTS_AT_MOST = 4096
 def over_ssh(
     host: str, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[list[str], bytes]:
-    """Returns the ssh command that runs Python in the same folder on another machine.
+    """Returns the ssh command that runs Python on the machine ``host`` in the same folder.
 
     The variables are passed on standard input, because they may be secrets and other users can see
     the command line.
@@ -224,7 +224,7 @@ class Node:
     started_s: float = field(default_factory=time.monotonic, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the node's entry in the job's state file."""
+        """Returns the entry for this node in the job's state file."""
         names = ("name", "status", "why", "host", "pid", "slots")
         return {name: getattr(self, name) for name in names}
 
@@ -277,7 +277,7 @@ class Membership:
         return "127.0.0.1" if self._is_alone else own_address(None, alone=True)
 
     async def start(self) -> None:
-        """Starts accepting connections, and starts an agent on each listed machine.
+        """Starts accepting connections and starts an agent on each listed machine.
 
         Raises:
             OSError: No port is available.
@@ -294,18 +294,18 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """Returns the first of the named nodes that will be taken away, or ``None``."""
+        """Returns the first of the nodes ``names`` that will be taken away, or ``None``."""
         nodes = (self.nodes[name] for name in names)
         return next((node for node in nodes if node.status == "leaving"), None)
 
     def signal(self, names: Iterable[str], number: signal.Signals) -> None:
-        """Sends a signal to all ranks on the named nodes, and skips nodes that never joined."""
+        """Sends the signal ``number`` to all ranks on the nodes ``names``. Skips absent nodes."""
         for name in names:
             if (link := self.nodes[name].link) is not None:
                 link.send("signal", number=int(number))
 
     async def ask(self, name: str, kind: str, limit_s: float, **values: Any) -> dict[str, Any]:
-        """Sends a message to a node's agent, and waits for its answer.
+        """Sends a message to the agent of the node ``name``, and returns the agent's answer.
 
         Args:
             name: Name of the node.
@@ -332,7 +332,7 @@ class Membership:
             node.asked.pop(number, None)
 
     def usable(self) -> list[Node]:
-        """Returns the nodes that can run ranks: listed machines first, then in order of joining."""
+        """Returns the nodes that can run ranks: first listed machines, then nodes that joined."""
         order = {machine.name: index for index, machine in enumerate(self._read)}
         present = [node for node in self.nodes.values() if node.status == "present"]
         return sorted(present, key=lambda node: order.get(node.name, len(order)))
@@ -343,13 +343,13 @@ class Membership:
         return any(node.status == "starting" for node in self.nodes.values())
 
     def address_of(self, node: Node) -> str:
-        """Returns the address at which the other nodes reach a node."""
+        """Returns the address at which the other nodes reach ``node``."""
         assert node.link is not None
         peer = node.link.peer
         return self.address if peer in ("127.0.0.1", "::1") else peer
 
     def reread_file(self) -> None:
-        """Reads the machines file again if it has changed; starts and removes nodes accordingly."""
+        """Reads the machines file again if it has changed. Starts new and removes missing nodes."""
         stamp = self._file_stamp()
         if self._path is None or stamp == self._stamp:
             return
@@ -380,7 +380,7 @@ class Membership:
                 self._start_agent(machine)
 
     def start_lost_again(self) -> bool:
-        """Restarts agents of listed machines that are lost or did not answer.
+        """Restarts the agents of listed machines that are lost or did not answer.
 
         Each agent is started at most once in :data:`RETRY_S` seconds.
 
@@ -401,7 +401,7 @@ class Membership:
         return bool(lost)
 
     def release(self, node: Node, why: str, status: int) -> None:
-        """Releases a node that no longer runs ranks.
+        """Releases ``node``, which no longer runs ranks.
 
         Args:
             node: Node to release.
@@ -414,7 +414,7 @@ class Membership:
             node.link.send("leave", status=status, why=why)
 
     async def close(self, status: int, *, hands_over: bool) -> None:
-        """Releases all nodes, and waits for the agents that this process started.
+        """Releases all nodes and waits for the agents that this process started.
 
         Args:
             status: Exit status with which the agents must exit.
@@ -460,7 +460,7 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
-        """Starts the agent of a machine, and waits until the agent exits."""
+        """Starts the agent on ``machine`` and waits until the agent exits."""
         arguments = ["-m", "megatron.adaptive", "train", "elastic", "--agent"]
         command = [sys.executable, *arguments]
         stdin_head = b""
@@ -558,7 +558,7 @@ class Membership:
 
 
 def allow_files(count: int) -> None:
-    """Raises the limit on this process's open files to ``count``, or to the system's maximum."""
+    """Raises this process's limit on open files to ``count`` or to the system's maximum."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY:
         count = min(count, hard_limit)

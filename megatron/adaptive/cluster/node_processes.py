@@ -71,7 +71,7 @@ class NodePlace:
 
 
 def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
-    """Returns the flags for ``pretrain_gpt.py`` that correspond to the configuration.
+    """Returns the flags of ``pretrain_gpt.py`` that correspond to ``conf``.
 
     Args:
         conf: Configuration of the launch.
@@ -115,7 +115,7 @@ def _data_flags(conf: LaunchConf) -> list[str]:
 
 
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
-    """Checks the configuration with the trainer's parser, before any process is started.
+    """Checks ``conf`` with the trainer's parser before any process is started.
 
     Raises:
         ConfigError: The trainer would reject a flag. The message names the variable of ``conf.sh``
@@ -140,12 +140,12 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
 
 
 def python_of(conf: LaunchConf) -> str:
-    """Returns the path of the Python interpreter for all nodes."""
+    """Returns the path of the Python interpreter that all nodes use."""
     return conf["PYTHON"] or sys.executable
 
 
 def node_command(conf: LaunchConf, node: NodePlace, run_dir: Path) -> list[str]:
-    """Returns the command that starts a node's processes."""
+    """Returns the command that starts the processes of ``node``."""
     command = [*_profiler(conf, node.node_rank, run_dir), python_of(conf)]
     command += [
         "-m",
@@ -173,7 +173,7 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
-    """Wraps a command to run in the container. With pyxis, Slurm starts the container instead."""
+    """Wraps ``command`` to run in the container, unless Slurm starts the container (pyxis)."""
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
     if conf["CONTAINER"] not in starts:
@@ -190,7 +190,7 @@ def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
 
 
 def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
-    """Returns the text of ``run.json``: start time, settings and number of processes."""
+    """Returns the text of ``run.json``, with start time, settings and number of processes."""
     record = {
         "started_unix_s": round(time.time(), 1),
         "conf": {name: masked_text(text) for name, text in conf.texts().items()},
@@ -226,7 +226,7 @@ def run_node(
     variables: Mapping[str, str],
     echo: bool,
 ) -> int:
-    """Starts a node's processes, and waits until they exit.
+    """Starts the processes of a node, waits until they exit, and returns the exit status.
 
     Forwards SIGINT, SIGTERM and SIGHUP to torchrun, and SIGUSR1 directly to the ranks.
 
@@ -299,7 +299,7 @@ def _watch_job(
     hidden: Sequence[bytes],
     echo: bool,
 ) -> tuple[int, bool]:
-    """Copies a job's output, samples its resource use and forwards signals until the job exits.
+    """Copies the output of ``job``, samples resources and forwards signals until ``job`` exits.
 
     Returns:
         Exit status of the job, and whether the run saved and exited because of SIGUSR1.
@@ -328,7 +328,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards signals to the job during the block, and then kills the job if it still runs."""
+    """Forwards signals to ``job`` during the block. Then kills ``job`` if it still runs."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
     former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _signal_ranks(job.pid, n))
     try:
@@ -342,7 +342,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _signal_ranks(pid: int, number: int) -> None:
-    """Sends a signal to the ranks among a process's descendants, but not to their children."""
+    """Sends a signal to the ranks below the process ``pid``, but not to the ranks' children."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -368,7 +368,7 @@ def _copy(
     stopped: threading.Event,
     hidden: Sequence[bytes],
 ) -> None:
-    """Copies lines to a file, and also to ``terminal`` if it is not ``None``.
+    """Copies lines from ``source`` to ``target``, and to ``terminal`` if it is not ``None``.
 
     Sets ``stopped`` when a line reports that the run exited because of SIGUSR1. Replaces secrets by
     a mask, because a library may print a secret, for example in an address that it could not open.
@@ -386,7 +386,7 @@ def _copy(
 
 
 def check_files(conf: LaunchConf) -> None:
-    """Checks that the data files and a container image on disk exist.
+    """Checks that the data files exist, and the container image if it is a file.
 
     Raises:
         ConfigError: A file is missing.
@@ -411,7 +411,7 @@ def check_files(conf: LaunchConf) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates the log folder if it is missing, and checks that it is writable.
+    """Creates the log folder ``folder`` if it is missing, and checks that it is writable.
 
     Raises:
         ConfigError: The folder cannot be created or written.
@@ -425,7 +425,7 @@ def make_folder(folder: Path) -> None:
 
 
 def check_port(port: int) -> None:
-    """Checks that a port of this machine is free.
+    """Checks that ``port`` is free on this machine.
 
     Raises:
         SetupError: Another program listens on the port, or this user is not allowed to use it.

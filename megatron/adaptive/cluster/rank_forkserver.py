@@ -53,17 +53,17 @@ _MODULES = (
 
 
 def main(descriptor: int) -> None:
-    """Executes the commands that arrive on a connected socket until the peer closes it.
+    """Executes commands that arrive on a connected socket until the peer closes it.
 
     Args:
         descriptor: File descriptor of the socket.
     """
     orders = socket.socket(fileno=descriptor)
-    end_with_parent()  # set this first, because the agent may die during the imports below
+    end_with_parent()  # Call this first, because the agent may die during the imports below.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the agent handles these signals
+        signal.signal(number, signal.SIG_IGN)  # The agent handles these signals.
     _import()
-    gc.freeze()  # otherwise garbage collection in a rank would copy shared pages
+    gc.freeze()  # Without this call, garbage collection in a rank would copy shared pages.
     _Forkserver(orders).serve()
 
 
@@ -75,7 +75,7 @@ def _import() -> None:
             return
         device = importlib.import_module("megatron.adaptive.accelerator")
         device.install()
-        with device.quiet_imports():  # hides warnings only during these imports
+        with device.quiet_imports():  # Warnings are hidden only during these imports.
             for name in _MODULES:
                 importlib.import_module(f"megatron.adaptive.{name}")
             # Ranks import these modules only in the first step or when they read data, so import
@@ -138,7 +138,7 @@ class _Forkserver:
         self._send(started=rank["key"], pid=pid)
 
     def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
-        """Runs a rank's script in the forked process, and then exits. Never returns."""
+        """Runs the script of ``rank`` in the forked process and exits. Never returns."""
         status = 1
         try:
             with contextlib.suppress(OSError):
@@ -187,7 +187,7 @@ class _Forkserver:
             if key is None:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # data workers may outlive their rank
+                os.killpg(pid, signal.SIGKILL)  # Data workers may outlive their rank.
             self._send(ended=key, status=os.waitstatus_to_exitcode(status))
 
     def _send(self, **values: Any) -> None:
@@ -207,7 +207,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _print_error(error: BaseException) -> int:
-    """Prints an uncaught exception, and returns the exit status for the process."""
+    """Prints the uncaught exception ``error``, and returns the exit status for the process."""
     errors = sys.modules.get("megatron.adaptive.errors")
     if errors is not None and isinstance(error, errors.AdaptiveError):
         from megatron.adaptive.config.input_files import say

@@ -175,7 +175,7 @@ class JobSnapshots:
         return orders
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Returns the source of an incarnation's training state, and how many steps are repeated.
+        """Returns where the training state comes from, and how many steps are repeated.
 
         Args:
             resumed: Iteration of the checkpoint from which the incarnation resumes.
@@ -195,7 +195,7 @@ class JobSnapshots:
         return source, max(0, done - resumed)
 
     async def recover(self, limit_s: float) -> None:
-        """Writes the newest complete step as a checkpoint if it is newer than the last checkpoint.
+        """Writes the newest complete step as a checkpoint, unless a newer checkpoint exists.
 
         Args:
             limit_s: Timeout in seconds for the nodes to write the checkpoint.
@@ -252,7 +252,7 @@ class JobSnapshots:
         return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Asks the nodes to write a step. Returns the first failure as text, or an empty string."""
+        """Asks the nodes to write a step. Returns the first failure as text, or ``""``."""
         by_node: dict[str, list[Mapping[str, Any]]] = {}
         for part in source.parts:
             by_node.setdefault(part["node"], []).append(part)
@@ -280,7 +280,7 @@ class JobSnapshots:
         return await self._run({common: assembly}, until_s)
 
     async def _run(self, orders: Mapping[str, Mapping[str, Any]], until_s: float) -> str:
-        """Runs the program that restores snapshots on several nodes.
+        """Runs the program that restores snapshots on the nodes in ``orders``.
 
         Returns:
             The first failure as text, or an empty string if all programs succeeded.

@@ -46,7 +46,8 @@ class Stragglers:
         self._chooser = chooser
         self._arguments = arguments
         self._slowness: dict[str, float] = {}
-        self._aside: dict[str, str] = {}  # reason, by the name of the excluded node
+        # This dictionary contains the reason for each excluded node.
+        self._aside: dict[str, str] = {}
         self._judged: set[str] = set()
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
@@ -66,11 +67,11 @@ class Stragglers:
             aside.remove(next(name for name in reversed(self._aside) if name in aside))
 
     def included(self, nodes: Sequence[Node]) -> list[Node]:
-        """Returns the nodes that are not excluded."""
+        """Returns those of ``nodes`` that are not excluded."""
         return [node for node in nodes if node.name not in self._aside]
 
     async def leave_out(self, name: str, why: str, nodes: Sequence[Node]) -> bool:
-        """Excludes a node from later layouts, unless no layout fits without it.
+        """Excludes the node ``name`` from later layouts, unless no layout fits without it.
 
         Args:
             name: Name of the node.
@@ -87,17 +88,17 @@ class Stragglers:
         return True
 
     def take_back(self, name: str) -> None:
-        """Uses a node again that was excluded by :meth:`leave_out`."""
+        """Uses the node ``name`` again, which :meth:`leave_out` excluded."""
         self._aside.pop(name, None)
 
     def joined(self, name: str) -> None:
-        """Resets the records of a node that joins, because it may have been repaired."""
+        """Resets the records of the node ``name``, which joins and may have been repaired."""
         self._slowness.pop(name, None)
         self._aside.pop(name, None)
         self._judged.discard(name)
 
     def to_dict(self, node: Node) -> dict[str, Any]:
-        """Returns a node's entry in the job's state file, with its slowness."""
+        """Returns the entry for ``node`` in the job's state file, with its slowness."""
         left_out = self._aside.get(node.name, "")
         return {
             **node.to_dict(),
@@ -136,7 +137,7 @@ class Stragglers:
         return ""
 
     def _excess(self, slow_rank: SlowRank, name: str, running: RunningRanks) -> float:
-        """Returns the factor by which a node is slower than expected.
+        """Returns the factor by which the node ``name`` is slower than expected.
 
         Divides each rank's measured time by its expected time. The result is the maximum over the
         node's ranks divided by the median over the other nodes' ranks.
@@ -205,7 +206,7 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Increases a planned layout's predicted step time because a node is slower than expected."""
+    """Increases the layout's predicted step time, because the node ``name`` is slow."""
     layout = running.layout
     nodes = running.where.values()
     if layout.step_s is None:
