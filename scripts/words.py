@@ -95,7 +95,7 @@ def _docstring_stumbles(path: Path, node: ast.Constant, *, is_attribute: bool) -
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
-    """Yields string statements, and whether each documents a variable above it."""
+    """Yields each string statement, and whether it documents the variable above it."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):

@@ -19,7 +19,7 @@ FLAGS = (
 
 @contextmanager
 def opened_browser(profile: Path) -> Iterator[Any]:
-    """Yields the driver of a browser, or skips the test if there is no browser.
+    """Yields the driver of a browser, or skips the test if no browser is installed.
 
     Args:
         profile: Folder for the browser's profile.
