@@ -250,7 +250,7 @@ class Peer:
         pair.post_send(request)
 
     def receive(self) -> tuple[tuple[int, ...], bytes, int] | None:
-        """Returns the header, content and slot of the next piece, or ``None`` after the last piece."""
+        """Returns the header, content and slot of the next piece, or ``None`` after the last."""
         while True:
             self._wait(lambda: self._arrived, "timed out waiting for a message")
             bits = self._arrived.pop(0)

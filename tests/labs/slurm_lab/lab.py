@@ -340,7 +340,7 @@ class Lab:
         raise LabError(f"{name} of the Slurm lab did not start")
 
     def _in_ctl(self, *command: str) -> None:
-        """Runs a command in the network namespace of the login host, but outside its PID namespace."""
+        """Runs a command in the login host's network namespace, but outside its PID namespace."""
         subprocess.run(
             ["nsenter", "-t", str(self._init("ctl")), "-n", "--", *command],
             check=True,
