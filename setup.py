@@ -263,7 +263,7 @@ class BuildExtension(build_ext):
         return next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
 
     def _record(self, text: str) -> str:
-        """Writes ``text`` to a file on which objects depend, if the file's content differs."""
+        """Writes ``text`` to a file on which objects depend, and returns its path."""
         path = Path(self.build_temp, "configuration.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:

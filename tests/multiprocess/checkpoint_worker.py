@@ -340,7 +340,7 @@ def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
 
 
 def scenario_failures(jobs: Jobs, folder: Path) -> None:
-    """Checks that a failing write makes the save fail on all ranks, without leaving files behind."""
+    """Checks that a failing write makes the save fail on all ranks and leaves no files behind."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     rank = dist.get_rank()
     run.step(2)

@@ -157,7 +157,7 @@ class Meshes:
         there = process_groups()
         if all(group in there for group in kept):
             destroy_groups(group for group in there if group not in kept)
-        else:  # In this case, layers have moved, and the process groups have changed.
+        else:  # Layers have moved in this case, so the process groups have changed.
             self._drop()
 
     def _drop(self) -> None:

@@ -30,7 +30,7 @@ class Limit:
 
 
 def processor_quota(part: float) -> Limit:
-    """Returns a limit on processor time; ``part`` is a number of processors and may be a fraction."""
+    """Returns a limit on processor time; ``part`` is a number or a fraction of processors."""
     quota_us = str(round(PERIOD_US * part))
     return Limit("cpu", ("cpu.cfs_quota_us", quota_us), ("cpu.max", f"{quota_us} {PERIOD_US}"))
 
@@ -53,7 +53,7 @@ def memory_size() -> Limit:
 
 @contextlib.contextmanager
 def limited_group(limit: Limit) -> Iterator[Path | None]:
-    """Yields the folder of a new control group with ``limit``, or ``None`` if it cannot be created."""
+    """Yields the folder of a new control group with ``limit``, or ``None`` if that fails."""
     name = f"megatron-adaptive-test-{os.getpid()}-{next(_NUMBERS)}"
     for root in (MOUNTED / limit.controller, MOUNTED):
         folder = root / name

@@ -52,7 +52,7 @@ def read_slowly(seconds: float) -> None:
 
 
 def read_from_disk(path: str) -> None:
-    """Makes reading a sample also read a part of the file ``path`` that is not in the page cache."""
+    """Makes each sample also read a part of the file ``path`` that is not in the page cache."""
     read = MockGPTDataset.__getitem__
     file = os.open(path, os.O_RDONLY)
     offsets = itertools.cycle(range(0, os.fstat(file).st_size, PART_BYTES))
@@ -66,7 +66,7 @@ def read_from_disk(path: str) -> None:
 
 
 def read_mapped(path: str, group: Path) -> None:
-    """Makes each forward pass read the mapped file ``path``, which exceeds the memory of ``group``."""
+    """Makes each forward pass read the mapped file ``path``, which exceeds the group's memory."""
     forward = MegatronStages.forward
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

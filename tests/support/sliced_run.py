@@ -37,7 +37,7 @@ NS_PER_S = 1e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedRun:
-    """Describes a run.
+    """Settings of a synthetic run.
 
     Attributes:
         documents: Number of tokens of each document; every step has the same documents.

@@ -53,7 +53,7 @@ _PEER = COLUMNS.index("peer")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Describes a fault of a run.
+    """Fault of a synthetic run.
 
     Attributes:
         kind: Kind of the fault. With ``slow-rank``, all work of a rank takes ``factor`` times as

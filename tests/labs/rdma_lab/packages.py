@@ -107,7 +107,7 @@ def install(packages: list[str]) -> None:
 
 
 def call(*command: str | Path, cwd: Path | None = None, stdin: str | None = None) -> bytes:
-    """Runs the program ``command``, and returns what it writes to stdout.
+    """Runs the program ``command``, and returns its standard output.
 
     Args:
         command: Program and its arguments.
