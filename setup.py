@@ -170,7 +170,7 @@ class ObjectCache:
 
 @cache
 def compiler_version(compiler: str) -> str | None:
-    """Returns the compiler's version text, or ``None`` if it does not print a version."""
+    """Returns the version text of ``compiler``, or ``None`` if it does not print a version."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     except OSError:
@@ -188,7 +188,7 @@ class BuildExtension(build_ext):
     """Builds the extension, with RDMA if possible; failures are errors only if required."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Builds the extension, or prints a line with the reason why it was not built."""
+        """Builds ``ext``, or prints the reason why the optional extension was not built."""
         try:
             from pybind11.setup_helpers import ParallelCompile
 

@@ -295,7 +295,7 @@ def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict
 
 
 def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float]:
-    """Returns the memory in bytes that ``plan`` predicts for each stage."""
+    """Returns the memory in bytes that ``plan`` predicts for each of the ``stages`` stages."""
     shape = TINY_SHAPE if tiny else SHAPE
     size, batch = (1, 4) if tiny else (4, 32)
     cluster = (

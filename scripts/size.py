@@ -102,7 +102,7 @@ def _collect(node: ast.AST, module: Module, at_run_time: bool) -> None:
 
 
 def read_modules(paths: list[str]) -> dict[str, Module]:
-    """Parses the package's files, and collects their imports of modules in the package."""
+    """Parses those files in ``paths`` that are in the package, and collects their imports."""
     modules: dict[str, Module] = {}
     for path in paths:
         if not (path.startswith(PACKAGE + "/") and path.endswith(".py")):
@@ -136,7 +136,7 @@ def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
 
 
 def find_circles(modules: dict[str, Module]) -> list[list[str]]:
-    """Returns a list with one import cycle, or an empty list if there is no cycle."""
+    """Returns a list with one cycle of imports in ``modules``, or an empty list."""
     imports = {name: module.imports_at_run_time for name, module in modules.items()}
     try:
         TopologicalSorter(imports).prepare()
@@ -146,7 +146,7 @@ def find_circles(modules: dict[str, Module]) -> list[list[str]]:
 
 
 def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, int, str]]:
-    """Returns (file, lines, importer) of small files that only one file of the package imports."""
+    """Returns (file, lines, importer) of small files in ``modules`` that only one file imports."""
     importers: dict[str, set[str]] = defaultdict(set)
     for module in modules.values():
         for name in module.imports:
@@ -170,7 +170,7 @@ def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
-    """Returns (function, lines) of the functions that are too long; docstrings are not counted."""
+    """Returns (function, lines) of long functions in ``paths``; docstrings are not counted."""
     long = []
     for path in paths:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
@@ -242,7 +242,7 @@ def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
 
 
 def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
-    """Returns a message for each budget that is exceeded or has no measured value."""
+    """Returns a message for each item of ``budgets`` that is exceeded or not in ``figures``."""
     wrong = []
     for name, budget in budgets.items():
         if name not in figures:

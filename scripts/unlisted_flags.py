@@ -35,7 +35,7 @@ def texts(node: ast.expr | None) -> list[str]:
 
 
 def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yields the name and help text of each flag that a module passes to ``add_argument``."""
+    """Yields the name and help text of each flag that ``tree`` passes to ``add_argument``."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -53,7 +53,7 @@ def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
-    """Yields each dataclass from which a module creates flags, and its excluded fields."""
+    """Yields each dataclass from which ``tree`` creates flags, and its excluded fields."""
     lists: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

@@ -150,7 +150,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a run in which too many tests passed only when they were rerun."""
+    """Makes a run fail if too many tests passed only when they were rerun."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     reruns = [] if reporter is None else reporter.stats.get("rerun", [])
     if len(reruns) > MOST_RERUNS and session.exitstatus == pytest.ExitCode.OK:

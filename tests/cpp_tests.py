@@ -54,7 +54,7 @@ class CppTests:
         self._headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers))
 
     def build(self, name: str, *more: str) -> Path:
-        """Builds a program from ``csrc/tests/<name>.cc`` and ``more`` files, and returns its path.
+        """Builds the program ``name`` from ``csrc/tests/<name>.cc`` and ``more``; returns its path.
 
         A program without a ``main`` function is linked with ``test_main.cc``.
 

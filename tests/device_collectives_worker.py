@@ -74,7 +74,7 @@ def _parameters() -> None:
 
 
 def _pipeline(batched: bool) -> None:
-    """Checks that messages between stages arrive under megatron-core's own schedule."""
+    """Checks that messages between stages arrive if megatron-core's own functions send them."""
     accelerator.install()
     from megatron.core.pipeline_parallel import p2p_communication
 

@@ -95,7 +95,7 @@ def worker() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def make(worker: Any) -> Iterator[Callable[..., Any]]:
-    """Yields a function that builds a trainer in this process; its keyword arguments are flags."""
+    """Yields a function that builds a trainer in this process from flags as keyword arguments."""
     jobs = worker.Jobs()
 
     def build(**flags: object) -> Any:

@@ -220,7 +220,7 @@ def test_cuda_clock_waits_until_the_device_has_passed_a_mark() -> None:
 def agreed(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, asked: str | None = None
 ) -> list[Accelerator | SetupError]:
-    """Runs ``agree_on_sharing`` on one rank per GPU, whose UUIDs are ``gpus``."""
+    """Runs ``agree_on_sharing`` on one rank per item of ``gpus``, the UUIDs of the ranks' GPUs."""
     current = threading.local()
     monkeypatch.setattr(
         torch.cuda,

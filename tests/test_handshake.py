@@ -74,7 +74,7 @@ def door() -> Iterator[Door]:
 
 
 def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> list[Handshake]:
-    """Runs the handshake between a visitor and a listener, and returns both."""
+    """Runs a handshake with the secrets ``first`` and ``second``, and returns both sides."""
     visitor = Handshake(first, purpose, visiting=True)
     listener = Handshake(second, "test", visiting=False)
     listener.advance(visitor.advance(listener.advance(visitor.first)))

@@ -157,7 +157,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Builds a wheel from a copy of the sources, in the same way as pip without a network."""
+    """Builds a wheel in ``folder`` from a copy of the sources, as pip does without a network."""
     sources = copy_sources(folder / "sources")
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-index", "--no-deps"]
     return subprocess.run(
@@ -182,7 +182,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """Returns a folder of wheels: packages of the container, missing packages, other versions."""
+    """Returns a folder of wheels: the container's packages, missing packages, newer versions."""
     folder = tmp_path_factory.mktemp("index")
     for name, version in {**CONTAINER, **ABSENT}.items():
         for other in {version, *INDEX.get(name, ())}:

@@ -33,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 def run(
     checkout: Path, arguments: str, *, script: str = "prerequisite.sh", **variables: str
 ) -> tuple[int, str, str]:
-    """Runs a copied script, and returns its status, standard output and standard error."""
+    """Runs ``script`` in ``checkout``, and returns its status, standard output and errors."""
     done = subprocess.run(
         ["bash", str(checkout / script), *arguments.split()],
         capture_output=True,

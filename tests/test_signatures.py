@@ -63,7 +63,7 @@ ANY_NAMES = {
 
 
 def _public_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yields the name and node of each public function in a file and in its public classes."""
+    """Yields the names and nodes of the public functions and methods in the file ``path``."""
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Any]]:
         for node in body:
@@ -120,7 +120,7 @@ def _glosses(subject: Any, section: str) -> dict[str, str]:
 
 
 def _class_glosses(kind: type) -> dict[str, str]:
-    """Returns the descriptions of a dataclass's attributes, including inherited ones."""
+    """Returns the descriptions of all attributes of the dataclass ``kind``, even inherited ones."""
     merged: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base is not object:

@@ -129,7 +129,9 @@ def shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def make(rng: random.Random, **fixed: Any) -> Any:
-    """Returns a tensor from a random factory of torch; uninitialized memory is set to zero."""
+    """Returns a tensor from a torch factory that ``rng`` selects; its memory is never
+    uninitialized.
+    """
     options = {**fixed}
     if "device" not in fixed and rng.random() < 0.4:
         options["device"] = rng.choice(DEVICES)
@@ -539,7 +541,7 @@ def availability(rng: random.Random) -> Iterator[Any]:
 
 
 def configuration(rng: random.Random) -> Any:
-    """Returns the configuration of a tiny model of a random family."""
+    """Returns the configuration of a tiny model; ``rng`` selects its family."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"intermediate_size": 24, "max_position_embeddings": 32}
     families: tuple[Callable[[], Any], ...] = (

@@ -34,7 +34,7 @@ TIMES, STEPS = 4, 2
 
 
 def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
-    """Sets up the model, channels and data, takes some steps, and closes everything.
+    """Builds the model, channels and data for ``config``, takes some steps, and closes everything.
 
     Returns:
         The number of bytes that this process held before closing, by kind of memory.
@@ -54,7 +54,7 @@ def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
 
 
 def give_back(is_cuda: bool) -> None:
-    """Returns unused cached memory to the GPU."""
+    """Frees the memory that torch caches on the GPU, if ``is_cuda``."""
     gc.collect()
     if is_cuda:
         torch.cuda.synchronize()

@@ -61,7 +61,7 @@ class GpuJob:
 
 
 class GpuJobs:
-    """Runs the jobs of a table and compares their results.
+    """Runs the jobs in a table, and compares their results.
 
     Args:
         table: Jobs by name.
@@ -104,7 +104,7 @@ class GpuJobs:
 
 
 def compared(table: dict[str, GpuJob]) -> list[str]:
-    """Returns the names of the jobs that are compared with another job."""
+    """Returns the names of the jobs in ``table`` that are compared with a reference job."""
     return [name for name, job in table.items() if job.like]
 
 

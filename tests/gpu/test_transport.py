@@ -30,7 +30,7 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["shm", "tcp"])
 def ends(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Ends]:
-    """Yields the sender and the receiver, with host memory between them."""
+    """Yields a sender and a receiver that are connected through memory of the host."""
     options = {"slot_bytes": 1 << 20, "reservable": 2}
     made = open_transports(request.param, device=device, **options)
     yield made

@@ -338,7 +338,7 @@ class Peer:
 
 
 def echo(peer: Peer) -> int:
-    """Sends all messages back until the other endpoint closes, and returns the message count."""
+    """Sends back all messages that ``peer`` receives until the end, and returns their number."""
     parts: list[bytes] = []
     count = 0
     while (arrival := peer.receive()) is not None:

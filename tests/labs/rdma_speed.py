@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def measure(repetitions: int) -> Result:
-    """Boots two nodes, and measures perftest and the RDMA transport in turn.
+    """Measures perftest and RDMA ``repetitions`` times in turn, on two nodes that it boots.
 
     Raises:
         RuntimeError: The nodes failed.

@@ -121,7 +121,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def _kernels() -> set[int]:
-    """Returns the process IDs of the node kernels, in whose processes the nodes' programs run."""
+    """Returns the process IDs of all node kernels; these processes also run the nodes' programs."""
     kernel = str(rdma_lab.prepare())
     pids = set()
     for link in Path("/proc").glob("[0-9]*/exe"):

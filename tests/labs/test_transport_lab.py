@@ -54,7 +54,7 @@ def programs() -> CppTests:
 
 
 def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
-    """Returns an object that builds C++ tests with verbs, or skips the test if it cannot."""
+    """Returns an object that builds C++ tests in ``folder``, or skips the test without verbs."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("needs a C++ compiler and libibverbs-dev")

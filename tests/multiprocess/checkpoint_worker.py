@@ -255,7 +255,7 @@ def saving(folder: Path) -> Flags:
 def reshape(
     jobs: Jobs, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
 ) -> None:
-    """Loads the checkpoint of each source into each target, and checks that steps are identical."""
+    """Loads a checkpoint of each source into each target, and checks that steps are identical."""
     for number, source in enumerate(sources):
         run = Training(jobs, common | source | saving(folder / f"{number}"))
         run.step()
@@ -381,7 +381,7 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def with_disks(folder: Path, **flags: str | None) -> Flags:
-    """Simulates nodes with separate disks, one node per rank, and returns flags that use them."""
+    """Sets a separate node name for this rank, and returns flags for disks below ``folder``."""
     os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{Environment.read().rank}"
     disks = saving(folder / "shared") | {"--save-local": str(folder / "disk")}
     return shape(1, 2, **flags) | disks | {"--load": str(folder / "shared")}

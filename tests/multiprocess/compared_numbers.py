@@ -19,7 +19,7 @@ Outcome = Callable[[Case], dict[str, Any]]
 
 
 def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
-    """Returns the losses that the ranks of the last stage report, which must all be equal."""
+    """Returns the losses under ``key`` that all ranks of the last stage report."""
     reports = [values for values in seen[key] if values]
     assert len(reports) == case.tp * case.dp * case.cp
     assert all(report == reports[0] for report in reports)
@@ -68,7 +68,7 @@ def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def differences(numbers: Numbers, expected: Numbers) -> Numbers:
-    """Returns the relative differences of all values, for the iterations that both jobs have."""
+    """Returns the relative differences between ``numbers`` and ``expected``, by name."""
     assert numbers.keys() == expected.keys()
     ratios: Numbers = {}
     for name, values in numbers.items():
@@ -117,7 +117,7 @@ def require_same_numbers(case: Case, outcome: Outcome, further: str = "") -> Non
 
 
 def require_same_steps(cases: tuple[Case, ...], outcome: Outcome, further: str = "") -> None:
-    """Checks that jobs that resume from each other take the same steps as the first job."""
+    """Checks that ``cases`` that resume from each other take the same steps as the first case."""
     whole, *parts = cases
     numbers: Numbers = {}
     for part in parts:

@@ -579,7 +579,7 @@ UNCLIPPED = "--clip-grad 0"
 
 
 def every_cut() -> Iterator[tuple[Case, Case]]:
-    """Yields pairs of jobs with dropout that differ in the number of stages; the first has one.
+    """Yields pairs of jobs with dropout: a job with one stage, and a job to compare with it.
 
     Embeddings are untied, because the gradients of a single matrix are summed in another order than
     the gradients of two copies.

@@ -24,7 +24,7 @@ from tests.multiprocess.variants import MISSING_SHARE, OTHER_SUMS, SCALED_LAYER
 
 
 def layer_norms(run: Run) -> dict[str, float]:
-    """Returns the norm of each layer's gradients, by global name of the layer.
+    """Returns the gradient norm of each layer of ``run``, by global name of the layer.
 
     All ranks must call this function.
 
@@ -51,7 +51,7 @@ def layer_norms(run: Run) -> dict[str, float]:
 
 
 def _complete_gradients(run: Run) -> None:
-    """Gathers all gradients on each replica if a distributed optimizer has sharded them."""
+    """Gathers the gradients of ``run`` on each replica if a distributed optimizer shards them."""
     for chunk in run.chunks:
         if not chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
             continue

@@ -60,7 +60,7 @@ class Loaded:
         self.predicted: torch.Tensor | None = None
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Runs the stages one after another, and returns the logits on the rank of the last stage.
+        """Runs all stages on ``tokens``, and returns the logits on the rank of the last stage.
 
         Logits of a multi-token prediction layer are stored in ``predicted``.
         """
@@ -91,7 +91,7 @@ class Loaded:
         return gather_from_tensor_model_parallel_region(hidden)
 
     def _both_logits(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Runs a model that returns only losses, and returns the logits from its output layer."""
+        """Runs ``model``, which returns only losses; returns the logits from its output layer."""
         outputs: list[torch.Tensor] = []
         layer = unwrap_model(model).output_layer
         hook = layer.register_forward_hook(
@@ -120,7 +120,7 @@ class Loaded:
 
 
 def cases(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the cases in ``cases.json``, or the cases that a test writes one after another."""
+    """Yields the cases in ``cases.json``, or the cases that a test writes to numbered files."""
     if (folder / "cases.json").exists():
         yield from json.loads((folder / "cases.json").read_text())
         return

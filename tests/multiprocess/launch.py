@@ -145,7 +145,7 @@ class Forkserver:
         return psutil.Process(self._pids[key]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
-        """Waits until all programs have exited or one has failed, and returns known statuses."""
+        """Waits until all programs have exited or one has failed; returns statuses by key."""
         end_s = time.monotonic() + limit_s
         while True:
             ended = {key: self._ended[key] for key in keys if key in self._ended}
@@ -257,7 +257,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def limited_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mounts a disk of the given size (such as ``16m``) at ``folder``, or skips the test."""
+    """Mounts a disk with ``size``, such as ``16m``, at ``folder``; skips the test if that fails."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -58,7 +58,7 @@ def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def shards_of_gradients(run: Run) -> Shards:
-    """Returns the gradient shards of this rank, by name, global shape and offset."""
+    """Returns this rank's gradient shards of ``run``, by name, global shape and offset."""
     trained = [
         weight for chunk in run.chunks for weight in chunk.parameters() if weight.requires_grad
     ]
@@ -86,7 +86,7 @@ def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) ->
 
 
 def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[str, torch.Tensor]:
-    """Assembles the gradients of all ranks, and returns them by Hugging Face name."""
+    """Assembles the gradients in ``parts``, one per rank, and returns them by Hugging Face name."""
     whole: dict[str, torch.Tensor] = {}
     for part in parts:
         for (name, shape, offset), data in part.items():

@@ -69,7 +69,7 @@ def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
-    """Trains on four ranks, and returns the losses and gradient norms in the log."""
+    """Trains on four ranks in ``folder``, and returns the losses and gradient norms in the log."""
     folder.mkdir()
     log = folder / "output.txt"
     script = folder / "pretrain_gpt.py"

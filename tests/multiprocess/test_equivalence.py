@@ -101,7 +101,10 @@ def cases_of(item: pytest.Item) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Returns a function that returns a case's results; one job runs all cases of a world size."""
+    """Returns a function that returns the results of a case's ranks.
+
+    All selected cases with the same world size run in one job.
+    """
     cases = [case for item in request.session.items for case in cases_of(item)]
 
     def of_size(size: int) -> list[dict[str, Any]]:
@@ -226,7 +229,8 @@ def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Ou
 
 @pytest.mark.parametrize("case", each(HALF), ids=str)
 def test_half_precision_is_close(case: Case, outcome: Outcome) -> None:
-    # bf16 has only 8 bits of precision, so this only shows that no part is lost or counted twice.
+    # Values in bf16 have only 8 bits of precision, so this only shows that no part is lost or
+    # counted twice.
     assert all(math.isfinite(loss) for loss in losses_of(case, outcome(case)))
     require_close_numbers(case, outcome, 0.02)
 

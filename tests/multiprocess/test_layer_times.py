@@ -29,7 +29,7 @@ LIMIT_S = 200.0
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
-    """Trains on one rank, and returns the losses and gradient norms in the log."""
+    """Trains on one rank in ``folder``, and returns the losses and gradient norms in the log."""
     folder.mkdir()
     log = folder / "output.txt"
     command = [str(ROOT / "pretrain_gpt.py"), *FLAGS, "--trace-dir", "traces", *flags]
@@ -42,7 +42,7 @@ def losses(folder: Path, *flags: str) -> list[str]:
 
 
 def fits(rank: RankTrace, iteration: int) -> None:
-    """Checks that each layer ran once per microbatch, within the time of its action."""
+    """Checks that each layer ran once per microbatch in ``iteration``, within its action."""
     rows = rank.layers(iteration)
     assert [row[0] for row in rows] == list(range(LAYERS))
     assert [row[3] for row in rows] == [MICROBATCHES] * LAYERS

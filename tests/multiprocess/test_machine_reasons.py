@@ -32,7 +32,7 @@ GROUPS = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
 def reasons(folder: Path) -> list[Reason]:
-    """Trains on two ranks, of which rank 1 is slowed down, and returns the diagnosed reasons."""
+    """Trains on two ranks in ``folder``, and returns the reasons that are diagnosed for rank 1."""
     traces = folder / "traces"
     arguments = [*FLAGS.split(), "--trace-dir", str(traces)]
     torchrun(SCRIPT, arguments, world_size=2, log=folder / "log.txt", limit_s=120.0)

@@ -78,7 +78,7 @@ CHANGING = ("", UNTIED, DROPOUT, HALF, THREE)
 
 
 def case(name: str, flags: str, steps: int = STEPS, after: str | None = None) -> dict[str, Any]:
-    """Returns a case for ``worker.py`` that saves a checkpoint."""
+    """Returns the case ``name`` for ``worker.py``, which saves a checkpoint."""
     all_flags = f"{BASE} {flags}".split()
     return {
         "name": name, "flags": all_flags, "steps": steps, "evaluate_after": STEPS,
@@ -138,7 +138,8 @@ def require_equal_numbers(
 ) -> None:
     reference = f"one {changes}".strip()
     seen, expected = runs(size, name), runs(1, reference)
-    # bf16 has only 8 bits of precision, so this only shows that no part is lost or counted twice.
+    # Values in bf16 have only 8 bits of precision, so this only shows that no part is lost or
+    # counted twice.
     rel = 0.02 if changes == HALF else REL
     for key in ("losses", "grad_norms"):
         assert told(seen, key) == pytest.approx(told(expected, key)[since:], rel=rel, abs=0)

@@ -1,4 +1,4 @@
-"""Lists the releases of megatron-core with which tests run, besides the installed release."""
+"""Lists the releases of megatron-core that tests use in addition to the installed release."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def _starts_ns(folder: Path, rank: int) -> dict[int, int]:
 def add_collectives(
     folder: Path, kind: str, groups: Sequence[tuple[int, ...]], times_ms: Times, seed: int = 5
 ) -> None:
-    """Adds all-reduces to the traces of a run whose ranks share a clock.
+    """Adds all-reduces to the traces of a run in which all ranks share a clock.
 
     Args:
         folder: Folder of the traces.
@@ -84,7 +84,7 @@ def add_collectives(
 def _add_group(
     kind: str, members: tuple[int, ...], rows: dict[int, list[list[int]]], marker: dict[str, Any]
 ) -> None:
-    """Adds the rows of a rank to the marker of their iteration, as one group."""
+    """Adds ``rows`` of a rank, as a process group, to the ``marker`` of their iteration."""
     kept = rows[marker["begin_iteration"]]
     group = {
         "kind": kind,

@@ -56,7 +56,7 @@ _NUMBERS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the traces, and prints the number of spans.
+    """Writes the traces that ``argv`` describes, and prints the number of spans.
 
     Raises:
         ConfigError: An option is invalid.

@@ -85,7 +85,7 @@ class SlicedRun:
         return self._simulated([self._cut(row) for row in rows])[0].makespan_s
 
     def write(self, folder: Path) -> float:
-        """Writes one trace file per rank, and returns the time of a step in seconds."""
+        """Writes a trace file per rank to ``folder``, and returns the time of a step in seconds."""
         result, policies = self._simulated(self.cuts)
         data_ns = np.ones(len(self.counts), dtype=np.int64)
         rows = step_rows(result, policies, data_ns=data_ns)

@@ -112,7 +112,7 @@ def searcher_of(problem: Problem) -> Searcher:
 
 
 def brute_force(problem: Problem) -> float:
-    """Returns the predicted time of the best plan on whole nodes, or infinity if no plan fits."""
+    """Returns the predicted time of the best plan for ``problem``; infinity if no plan fits."""
     best = float("inf")
     for plan in _plans(problem):
         prediction = predict(plan, problem)

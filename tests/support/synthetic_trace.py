@@ -91,7 +91,7 @@ class Fault:
             )
 
     def holds(self, iteration: int) -> bool:
-        """Returns whether the iteration with this number has the fault."""
+        """Returns whether ``iteration`` has the fault."""
         return self.first <= iteration and (self.last is None or iteration <= self.last)
 
 
@@ -309,7 +309,7 @@ class _Writer:
         return tuple(work)
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
-        """Simulates a step of one replica; the peers in the returned rows are global ranks."""
+        """Simulates a step of ``replica``; the peers in the returned rows are global ranks."""
         run, seed = self._run, int(self._rng.integers(2**31))
         work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
         work.durations_ps[F, 0, :: run.num_slices] += np.rint(data_s * PS_PER_S).astype(np.int64)
@@ -332,7 +332,7 @@ class _Writer:
     def _iteration(
         self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
     ) -> int:
-        """Writes an iteration of all ranks, and returns the start of the next iteration in ns."""
+        """Writes ``iteration`` of all ranks, and returns the start of the next iteration in ns."""
         run = self._run
         longest_s = max(result.makespan_s for result, _ in results)
         done_ns = begin_ns + round(longest_s * 1e9)

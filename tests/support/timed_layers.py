@@ -77,7 +77,7 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Makes the forward pass of each single layer take its chosen time too."""
+    """Makes each layer's forward pass take ``seconds``, multiplied by its :func:`factor_of`."""
     work = TransformerLayer.forward
 
     @functools.wraps(work)

@@ -118,7 +118,7 @@ def write_text_data(path: Path) -> None:
 
 
 def write_image_data(folder: Path, count: int = 20) -> Path:
-    """Writes conversations about the colors of up to two images, in all supported line formats."""
+    """Writes ``count`` conversations about the colors of images, in all supported line formats."""
     (folder / "images").mkdir(parents=True)
     for name, color in COLORS.items():
         Image.new("RGB", (20, 12), color).save(folder / "images" / f"{name}.png")

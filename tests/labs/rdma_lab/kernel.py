@@ -105,7 +105,7 @@ def _build(folder: Path) -> None:
 
 
 def _archive(work: Path) -> Path:
-    """Returns the source archive of the installed package, or downloads the package."""
+    """Returns the source archive of the installed package, or downloads the package to ``work``."""
     installed = Path("/usr/src", f"{SOURCE}.tar.xz")
     if installed.exists():
         return installed

@@ -203,7 +203,7 @@ def run(
 
 
 def _watch(nodes: list[_Node], deadline_s: float) -> int:
-    """Waits until all nodes have finished or time is up, and returns the first nonzero status."""
+    """Waits for all ``nodes`` until ``deadline_s``, and returns the first nonzero status or 0."""
     failure = 0
     while any(node.status is None for node in nodes) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
@@ -217,7 +217,7 @@ def _watch(nodes: list[_Node], deadline_s: float) -> int:
 
 
 def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Writes the files that the nodes read at boot, and creates the files that they write."""
+    """Writes the files that nodes read at boot, and creates the files to which they write."""
     addresses = [f"10.77.0.{rank + 1}" for rank in range(nodes)]
     variables = {
         **os.environ,
@@ -249,7 +249,7 @@ def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[s
 
 
 def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
-    """Connects node 0 to every other node, and returns the sockets of each node's links."""
+    """Connects node 0 to each of the others, and returns the sockets of each node's links."""
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
@@ -263,7 +263,7 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
 
 
 def _processors(machine: str) -> list[set[int]]:
-    """Returns the sets of processors to which nodes are assigned in rotation.
+    """Returns the sets of processors to which nodes of the kind ``machine`` are bound in rotation.
 
     User-mode Linux has one processor, but consists of two processes on the host: the kernel and its
     programs. Only one of them runs at a time. If they ran on different processors, system calls

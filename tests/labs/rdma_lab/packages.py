@@ -96,7 +96,7 @@ def can_install() -> bool:
 
 
 def install(packages: list[str]) -> None:
-    """Installs Debian packages; see :func:`can_install`.
+    """Installs the Debian packages ``packages``; see :func:`can_install`.
 
     Raises:
         LabError: The installation failed.

@@ -73,7 +73,7 @@ def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> 
 
 
 def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[float]:
-    """Returns the numbers in the client's table after the size and the number of writes."""
+    """Runs ``tool``, and returns the numbers in its table after the size and the count."""
     rank, result = int(os.environ["RANK"]), Path(os.environ["LAB_SHARE"], "perftest-result")
     if rank > 1:
         raise PerftestError(f"{tool} runs only on nodes 0 and 1, but this is node {rank}")

@@ -176,7 +176,7 @@ class Lab:
         self._hosts.pop(name).wait()
 
     def poweroff(self, name: str) -> None:
-        """Disconnects a node and kills its processes, so that other nodes are not notified."""
+        """Simulates a power loss of the node ``name``, of which other nodes are not notified."""
         self.unplug(name)
         self.crash(name)
 
@@ -327,7 +327,9 @@ class Lab:
         )
 
     def _init(self, name: str) -> int:
-        """Returns the process ID of a host's first process, the bash that ``unshare`` starts."""
+        """Returns the process ID of the first process on ``name``, the bash that ``unshare``
+        starts.
+        """
         end_s = time.monotonic() + _UP_S
         while time.monotonic() < end_s:
             with contextlib.suppress(psutil.Error):

@@ -88,7 +88,7 @@ def started(pid: int | str) -> str:
 
 
 def fork_of(path: str, pid: int) -> int | None:
-    """Returns the ID of the process that was forked for ``pid``, or ``None`` if there is none.
+    """Returns the ID of the process that was forked for ``pid``, or ``None`` if there was no fork.
 
     Args:
         path: Path of the server's socket.
