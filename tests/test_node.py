@@ -128,9 +128,7 @@ class TestMessages:
     def test_arrivals_of_a_class_of_the_caller(
         self, native: ModuleType, pair: tuple[Any, Any]
     ) -> None:
-        """Checks what take() returns, and that data attached to an arrival is freed with the
-        arrival.
-        """
+        """Checks what take() returns, and that an arrival frees the data attached to it."""
 
         class Mine(native.Arrival):  # type: ignore[misc, name-defined]
             __slots__ = ()

@@ -317,9 +317,7 @@ CANARIES: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    """Returns the results of the experiments; a canary's is ``{"value": ...}`` or ``{"error":
-    text}``.
-    """
+    """Returns the answers; each canary has ``{"value": ...}`` or ``{"error": text}``."""
     done = experiments(LIMIT_S)
     assert done.returncode == 0, failure_of(done)
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))

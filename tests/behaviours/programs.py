@@ -129,9 +129,7 @@ def shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def make(rng: random.Random, **fixed: Any) -> Any:
-    """Returns a tensor from a torch factory that ``rng`` selects; its memory is never
-    uninitialized.
-    """
+    """Returns a tensor from a random factory of torch; uninitialized memory is set to zero."""
     options = {**fixed}
     if "device" not in fixed and rng.random() < 0.4:
         options["device"] = rng.choice(DEVICES)

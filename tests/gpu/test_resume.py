@@ -23,7 +23,7 @@ ITERATIONS, SAVED = 6, 3
 
 
 def test_a_traced_run_saves_beside_its_steps_and_goes_on(tmp_path: Path) -> None:
-    """Checks that tracing, saving in the background and resuming work with reader processes."""
+    """Checks that runs with reader processes can trace, save in the background and resume."""
     whole, resumed = tmp_path / "whole.txt", tmp_path / "resumed.txt"
     common = f"--train-iters {ITERATIONS}"
     saving = f"{common} --save saved --save-interval {SAVED} --async-save --trace-dir traces"

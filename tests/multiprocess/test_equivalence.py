@@ -2,7 +2,7 @@
 
 The reference is megatron-core's own training loop in a single process. Each case trains the same
 model on the same samples. The loss, the gradient norm and the gradient norm of each layer must
-agree in every iteration, and the validation loss must agree as well.
+agree in every iteration. The validation loss must agree too.
 
 The difference that rounding causes depends on the processor, so the tests measure it: one process
 trains each model again, with the sums of all matrix multiplications in another order. A case may

@@ -92,7 +92,7 @@ def connect(environment: Environment) -> dist.Store:
 
 
 def write_data(prefix: Path) -> None:
-    """Writes documents to ``prefix``, whose tokens depend on previous tokens, so losses can fall."""
+    """Writes documents in which tokens depend on previous tokens, so that losses can fall."""
     rng = np.random.default_rng(7)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(64):
@@ -112,9 +112,7 @@ class Meshes:
         self._kept: tuple[object, list[Any], TrainingJob] | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Joins the job of ``config`` like ``initialize.start_job``, with a separate prefix in the
-        store.
-        """
+        """Joins a job like ``initialize.start_job``, but with a separate prefix in the store."""
         # Reference cycles keep the models and process groups of the previous case alive.
         gc.collect()
         mesh = mesh_of(config)

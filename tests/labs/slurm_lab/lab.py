@@ -233,9 +233,7 @@ class Lab:
         ]
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Returns the processes of the node ``name``, except its first process and Slurm's
-        processes.
-        """
+        """Returns the processes of ``name``, except its first process and those of Slurm."""
         init, processes = self._init(name), []
         space = os.readlink(f"/proc/{init}/ns/pid")
         for process in psutil.process_iter():
@@ -327,9 +325,7 @@ class Lab:
         )
 
     def _init(self, name: str) -> int:
-        """Returns the process ID of the first process on ``name``, the bash that ``unshare``
-        starts.
-        """
+        """Returns the process ID of the bash that ``unshare`` starts on the host ``name``."""
         end_s = time.monotonic() + _UP_S
         while time.monotonic() < end_s:
             with contextlib.suppress(psutil.Error):
