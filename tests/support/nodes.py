@@ -242,7 +242,7 @@ class Nodes:
         (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
 
     def close(self) -> None:
-        """Removes all nodes, and unmounts the shared folders. It is safe to call it more than once."""
+        """Removes all nodes, and unmounts the shared folders. Repeated calls have no effect."""
         self._closing.close()
 
 

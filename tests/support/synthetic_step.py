@@ -77,7 +77,7 @@ class _Step:
         self._messages = dict(sorted(self._messages.items(), key=lambda item: item[1][1]))
 
     def _onward(self, kind: int, stage: int) -> int | None:
-        """Returns the stage that receives the result of ``stage``, or ``None`` without a message."""
+        """Returns the stage on another rank that receives the result of ``stage``, or ``None``."""
         to = stage + (1 if kind == F else -1)
         is_message = 0 <= to < len(self._rank_of) and self._rank_of[to] != self._rank_of[stage]
         return to if is_message else None
