@@ -53,11 +53,11 @@ VERBS_HEADER = Path("/usr/include/infiniband/verbs.h")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 PYTHON_HEADER = re.compile(r"^\s*#\s*include\s+<(?:Python\.h|pybind11/)", re.MULTILINE)
 PATH_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "SOURCE_DATE_EPOCH")
-KEPT_S = 14 * 24 * 3600.0  # objects that were not used for this time are deleted
+KEPT_S = 14 * 24 * 3600.0  # Objects that were not used for this long are deleted.
 
 
 def switch(name: str) -> str:
-    """Returns the value of an environment variable that is 0, 1 or auto."""
+    """Returns the value of the environment variable ``name``, which is 0, 1 or auto."""
     value = os.environ.get(name, "auto") or "auto"
     if value not in SWITCHES:
         raise SystemExit(f"error: {name}={value!r} must be one of {', '.join(SWITCHES)}")
@@ -65,12 +65,12 @@ def switch(name: str) -> str:
 
 
 def say(line: str) -> None:
-    """Prints a line about the build; pip shows it with -v, or if the build fails."""
+    """Prints ``line`` to stderr; pip shows it with -v, or if the build fails."""
     print(f"megatron-adaptive: {line}", file=sys.stderr, flush=True)
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns an exception's text as one line, without the long command of a failed compiler."""
+    """Returns the text of ``error`` as one line, without the long command of a failed compiler."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, subprocess.CalledProcessError):
@@ -80,7 +80,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class ObjectCache:
-    """Compiles a file, unless the same file was already compiled in the same way.
+    """Compiles source files, and reuses objects that were compiled from the same inputs.
 
     A file that causes warnings is not cached, but compiled each time. Therefore, a cached object is
     valid with and without ``-Werror``. This class is safe for threads, and for processes that build
@@ -106,7 +106,7 @@ class ObjectCache:
         """
         kept = self._kept(command, source)
         if kept is not None and kept.exists():
-            with suppress(OSError):  # another process may remove the object now
+            with suppress(OSError):  # Another process may remove the object at this moment.
                 shutil.copyfile(kept, target)
                 kept.touch()
                 return
@@ -147,7 +147,7 @@ class ObjectCache:
         return self._folder / f"{Path(source).stem}.{digest.hexdigest()[:32]}.o"
 
     def _closure(self, source: Path) -> set[Path]:
-        """Returns a file and all files of this project that it includes."""
+        """Returns ``source`` and all files of this project that it includes, even indirectly."""
         found: set[Path] = set()
         waiting = [source]
         while waiting:
@@ -170,7 +170,7 @@ class ObjectCache:
 
 @cache
 def compiler_version(compiler: str) -> str | None:
-    """Returns the compiler's version text, or ``None`` if it does not print a version."""
+    """Returns the version text of ``compiler``, or ``None`` if it does not print a version."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     except OSError:
@@ -179,7 +179,7 @@ def compiler_version(compiler: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of the cached objects."""
+    """Returns the folder that contains the cached objects."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return root / "megatron-adaptive" / "extension"
 
@@ -188,7 +188,7 @@ class BuildExtension(build_ext):
     """Builds the extension, with RDMA if possible; failures are errors only if required."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Builds the extension, or prints a line with the reason why it was not built."""
+        """Builds ``ext``, or prints the reason why the optional extension was not built."""
         try:
             from pybind11.setup_helpers import ParallelCompile
 
@@ -196,14 +196,15 @@ class BuildExtension(build_ext):
             self._keep_objects()
             with ParallelCompile(default=len(os.sched_getaffinity(0))):
                 super().build_extension(ext)
-        except Exception as error:  # compilers fail in many ways; an install must continue
+        # Compilers fail in many ways, and the installation must continue.
+        except Exception as error:
             reason = reason_of(error)
             if not ext.optional:
                 raise SystemExit(f"error: the C++ extension was not built: {reason}") from error
             say(f"warning: the C++ extension was not built and is left out: {reason}")
 
     def _configure(self, ext: Extension) -> None:
-        """Adds settings that depend on this machine."""
+        """Adds the settings of ``ext`` that depend on this machine."""
         import pybind11
 
         ext.include_dirs.append(pybind11.get_include())
@@ -262,7 +263,7 @@ class BuildExtension(build_ext):
         return next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
 
     def _record(self, text: str) -> str:
-        """Writes a file that changes only with the configuration; objects depend on this file."""
+        """Writes ``text`` to a file on which objects depend, and returns its path."""
         path = Path(self.build_temp, "configuration.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:
@@ -280,10 +281,11 @@ def extensions() -> list[Extension]:
             sources=list(SOURCES),
             include_dirs=["csrc"],
             depends=[str(path) for path in sorted(Path("csrc").rglob("*.h"))],
-            libraries=["dl"],  # opens the CUDA driver and libibverbs at run time if they exist
+            # The library dl opens the CUDA driver and libibverbs at run time if they exist.
+            libraries=["dl"],
             extra_compile_args=list(COMPILE_ARGS),
             language="c++",
-            # An editable install continues if the file was not built.
+            # If the extension is optional, an editable install continues even if the build failed.
             optional=switch("MEGATRON_ADAPTIVE_EXTENSION") != "1",
         )
     ]

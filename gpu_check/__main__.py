@@ -1,4 +1,4 @@
-"""Provides the command line of the GPU check; see ``scripts/gpu_check.sh``."""
+"""Runs the GPU check from the command line; see ``scripts/gpu_check.sh``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_check.parts import ALWAYS, chosen_parts, parts, set_up_part
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks this machine's GPU, and returns the exit status."""
+    """Parses ``arguments``, checks this machine's GPU, and returns the exit status."""
     names = [part.name for part in parts(rehearse=False)]
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check.sh",

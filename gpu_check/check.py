@@ -1,8 +1,8 @@
-"""Runs all parts of the check within a time budget, and updates a page and a JSON file.
+"""Runs all parts of the check within a time budget, and writes their results to two files.
 
-Each part is a process with a time limit. A part that exceeds its limit is stopped, a part that
-fails is recorded, and the other parts still run. The page and the JSON file are written after each
-part, so they exist even if the whole check is stopped::
+Each part is a process with a time limit. A part that exceeds its limit is stopped. If a part fails,
+the failure is recorded and the other parts still run. The report ``gpu_check.md`` and the file
+``gpu_check.json`` are rewritten after each part, so they exist even if the check is stopped::
 
     time   |<------------------------- minutes ------------------------->|
     parts  | set-up | device | ipc | equivalence |  ... planned for later parts |
@@ -50,7 +50,8 @@ class Outcome:
 
     Attributes:
         name: Name of the part.
-        state: ``ok``, ``failed``, ``missed`` (a goal), ``cut`` or ``left out``.
+        state: ``ok``, ``failed``, ``missed`` (a goal was missed), ``cut`` (the part was stopped at
+            its time limit) or ``left out`` (the part was skipped).
         reason: Reason for the state in one line; empty if the state is ``ok``.
         took_s: Duration of the part in seconds.
         limit_s: Time limit of the part, in seconds.
@@ -70,16 +71,16 @@ class Outcome:
 
 
 class Check:
-    """Runs parts within a time budget, and keeps the page up to date.
+    """Runs parts within a time budget, and updates the report after each part.
 
     Args:
-        output: Folder for the page and the JSON file; created if it does not exist.
+        output: Folder for the report and the JSON file; created if it does not exist.
         minutes: Time budget for all parts together, in minutes.
         rehearse: Whether to run without a GPU.
         pack: Folder created by ``scripts/gpu_pack.sh``, or ``None`` if there is no pack.
 
     Attributes:
-        facts: Facts about the machine and the sources, by name.
+        facts: Information about the machine and the source code, by name.
         outcomes: Results of the parts that have run.
     """
 
@@ -127,7 +128,7 @@ class Check:
         return set(done.stdout.split())
 
     def _note_device(self, outcome: Outcome, available: set[str]) -> None:
-        """Stores the facts that the ``device`` part measured."""
+        """Stores what the ``device`` part found, and adds the GPUs to ``available``."""
         gpus = outcome.facts.get("gpus", 0)
         available |= {"gpus"} if gpus else set()
         available |= {"two GPUs"} if gpus > 1 else set()
@@ -174,7 +175,7 @@ class Check:
         return outcome
 
     def _limit_s(self, part: Part, later: Sequence[Part]) -> float:
-        """Returns a part's time limit, which leaves later parts their planned times."""
+        """Returns the time limit of ``part`` in seconds, which leaves time for ``later`` parts."""
         spare_s = self._end_s - time.monotonic()
         for other in later:
             if spare_s - other.planned_s >= part.planned_s:
@@ -182,7 +183,7 @@ class Check:
         return max(1.0, min(self._most * part.planned_s, spare_s))
 
     def _take_python(self, text: str, outcome: Outcome) -> None:
-        """Stores the Python path in the set-up's last line, and the missing packages."""
+        """Stores the path of Python, and the missing packages, which ``text`` contains."""
         lines = text.splitlines()
         last = lines[-1].strip() if lines else ""
         if outcome.state == "ok" and Path(last).exists():
@@ -219,7 +220,7 @@ class Check:
         return int(bool(bad))
 
     def write(self) -> None:
-        """Writes the page and the JSON file."""
+        """Writes the report and the JSON file."""
         result = {
             "begin": self._begin,
             **self.facts,
@@ -256,7 +257,7 @@ class Check:
 
 
 def _judge(outcome: Outcome, status: int | None, text: str) -> None:
-    """Sets the state of an outcome after the part has run.
+    """Sets the state of ``outcome`` after the part has run.
 
     Args:
         outcome: Result of the part so far.
@@ -281,7 +282,7 @@ def _judge(outcome: Outcome, status: int | None, text: str) -> None:
 
 
 def read_tests(text: str, outcome: Outcome) -> None:
-    """Adds pytest's results to an outcome, even if pytest was stopped.
+    """Adds pytest's results to ``outcome``, even if pytest was stopped.
 
     Args:
         text: Output of pytest.

@@ -93,7 +93,7 @@ def _descendants() -> set[int]:
         try:
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         except OSError:
-            continue  # the process has exited
+            continue  # This process has exited since the folder was listed.
         parents[int(stat.parent.name)] = int(fields.split()[1])
     below: set[int] = set()
     level = {os.getpid()}

@@ -1,4 +1,4 @@
-"""Provides facts about the machine and the sources: GPU, driver, commit and results folder."""
+"""Finds the GPU, the driver, the commit of the sources and the default folder for results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def card_and_driver(csv: str) -> dict[str, str]:
 
 
 def commit(pack: Path | None) -> str:
-    """Returns the sources' commit, marked if they are modified, or the reason why it is unknown.
+    """Returns the commit of this checkout (marked if modified), or why the commit is unknown.
 
     Args:
         pack: Folder created by ``scripts/gpu_pack.sh``. It contains the commit, for copies of the

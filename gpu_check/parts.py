@@ -20,14 +20,15 @@ _MEMORY_TEST = "gpu/test_memory.py::test_too_large_a_batch_says_what_to_lower"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Part of the check, which runs as a program.
+    """Part of the check, run as a separate program.
 
     Attributes:
         name: Name of the part and of its files.
         command: Command line; ``{python}``, ``{json}`` and ``{limit}`` stand for the Python of the
             new environment, the path of the part's result, and its time limit in seconds.
         planned_s: Time in seconds that is reserved for the part while earlier parts run.
-        needs: Requirements, each with the reason to skip the part if it is not met.
+        needs: Names of requirements, each with the reason to report if the part is skipped because
+            the requirement is not met.
         tests: Whether the command runs pytest.
     """
 
@@ -76,7 +77,7 @@ def parts(*, rehearse: bool) -> list[Part]:
 
 
 def _steps(name: str, planned_s: float, needs: Sequence[tuple[str, str]], *, tiny: bool) -> Part:
-    """Returns a part that runs ``steps.py``."""
+    """Returns the part ``name``, which runs ``steps.py``."""
     command = ("{python}", str(STEPS), "--part", name, "--json", "{json}", "--limit", "{limit}")
     return Part(
         name=name,
@@ -89,7 +90,7 @@ def _steps(name: str, planned_s: float, needs: Sequence[tuple[str, str]], *, tin
 def _tests(
     name: str, planned_s: float, files: Sequence[str], needs: Sequence[tuple[str, str]]
 ) -> Part:
-    """Returns a part that runs tests in these files; ``files`` may contain pytest options."""
+    """Returns a part that runs the tests in ``files``, which may also contain pytest options."""
     # Ignore the options in pyproject.toml, because they need plugins that the machine may lack.
     command = "{python} -m pytest -v -rfEs -o addopts=--import-mode=importlib".split()
     paths = (file if file.startswith("-") else f"tests/{file}" for file in files)
@@ -115,7 +116,7 @@ def set_up_part(pack: Path | None = None) -> Part:
 
 
 def chosen_parts(names: Sequence[str] | None, *, rehearse: bool) -> list[Part]:
-    """Returns the named parts and the parts that always run, in their usual order."""
+    """Returns all parts, or those in ``names`` plus those that always run, in their usual order."""
     every = parts(rehearse=rehearse)
     if names is None:
         return every

@@ -2,11 +2,11 @@
 
     python gpu_check/steps.py --part PART --json FILE --limit SECONDS [--tiny]
 
-The GPT has 345 million parameters and is trained in bf16. Competitors alternate on the same chunks
-within one job. NCCL does not support two ranks on one GPU, and gloo does not send GPU tensors.
-Therefore, megatron-core's own loop copies its messages to the host and sends them over gloo, like
-``1f1b, gloo``. Ranks that share a GPU run alternately, so their times show the cost of a pipeline,
-not its speedup.
+The GPT has 345 million parameters and is trained in bf16. The competitors train the same model
+chunks in turn, within one job. NCCL does not support two ranks on one GPU, and gloo does not send
+GPU tensors. Therefore, megatron-core's own loop copies its messages to the host and sends them over
+gloo, like ``1f1b, gloo``. Ranks that share a GPU run alternately, so their times show the cost of a
+pipeline, not its speedup.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ LIMITS = {"loss": 1e-3, "gradient": 1e-2}
 MOST = 1.02
 """Largest ratio of a step's time to the time of megatron-core's step."""
 UNDERESTIMATE = 1.1
-"""Largest ratio of a rank's memory to the plan; a plan leaves a tenth of the memory free."""
+"""Largest ratio of a rank's memory to the planned memory; plans leave a tenth of the memory free.
+"""
 SYNCHRONIZED = "called a synchronizing CUDA operation"
 """Text with which torch's sync debug mode reports a synchronizing operation."""
 UNREPORTED = (
@@ -97,7 +98,7 @@ class GpuRank(CompetingRank):
         super().__init__(JOBS[job], GPT)
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Measures the competitors alternately.
+        """Measures all competitors in turn, for ``rounds`` rounds.
 
         Returns:
             The measurements. In addition to ``times`` and ``differences``, they contain
@@ -149,7 +150,8 @@ class GpuRank(CompetingRank):
             try:
                 self._functions[name](microbatches)
                 after_step = len(caught)
-                torch.ones(1, device=self._accelerator.device).item()  # waits for the GPU
+                # The method ``item`` waits for the GPU, so torch must report it.
+                torch.ones(1, device=self._accelerator.device).item()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         if not synchronizing_lines(caught[after_step:]):
@@ -217,7 +219,11 @@ def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str
 
 
 def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
-    """Returns the rows for a result of :meth:`GpuRank.measure`; small models have few goals."""
+    """Returns the table rows for ``result``.
+
+    ``result`` was returned by :meth:`GpuRank.measure`. If ``tiny`` is set, the rows have fewer
+    goals.
+    """
     title = TITLES[part]
     times: dict[str, list[float]] = result["times"]
     rows = [
@@ -251,7 +257,7 @@ def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> li
 
 
 def _link_note(links: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns a description of transfers over the first of a rank's links."""
+    """Returns how the first of a rank's ``links`` transfers tensors, and why if it is known."""
     for link in links.values():
         way = link.get("gpu_path", link["kind"])
         reason = link.get("gpu_reason")
@@ -289,7 +295,7 @@ def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict
 
 
 def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float]:
-    """Returns the memory in bytes that ``plan`` predicts for each stage."""
+    """Returns the memory in bytes that ``plan`` predicts for each of the ``stages`` stages."""
     shape = TINY_SHAPE if tiny else SHAPE
     size, batch = (1, 4) if tiny else (4, 32)
     cluster = (
@@ -313,7 +319,7 @@ def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float
 
 
 def device() -> tuple[list[Row], dict[str, Any]]:
-    """Returns two speeds of the GPU that affect step times, and facts about GPU and packages."""
+    """Returns table rows with two speeds of the GPU, and a dict that describes GPU and packages."""
     import torch
 
     from megatron.adaptive import extension

@@ -27,7 +27,7 @@ ASSUMED_MISSING = ("megatron-core", "plotly", "openpyxl", "et-xmlfile")
 
 
 def installed_names(path: Path) -> set[str]:
-    """Returns the names of the packages in the output of ``pip freeze``.
+    """Returns the names of the packages in ``path``, a file with the output of ``pip freeze``.
 
     Raises:
         SystemExit: A line does not name a package.
@@ -48,7 +48,7 @@ def installed_names(path: Path) -> set[str]:
 
 
 def needs(wheel: Path) -> list[Requirement]:
-    """Returns a wheel's requirements for this Python, without extras."""
+    """Returns the requirements of ``wheel`` for this Python, without those of extras."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode("utf-8"))
@@ -57,7 +57,7 @@ def needs(wheel: Path) -> list[Requirement]:
 
 
 def download(requirement: str, folder: Path) -> Path:
-    """Downloads one wheel.
+    """Downloads one wheel for ``requirement`` into ``folder``, and returns its path.
 
     Raises:
         SystemExit: pip failed and printed the reason.
@@ -74,7 +74,7 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
     """Downloads every missing requirement and its dependencies.
 
     Args:
-        folder: Folder of the wheels.
+        folder: Folder for the wheels.
         is_missing: Names of the missing packages; ``None`` for all packages that are not in
             ``present``.
         present: Names of the packages that are installed on the machine.

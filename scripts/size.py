@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Prints the size of the project, and fails if it exceeds the budgets in pyproject.toml.
 
-Counts the lines of files that git tracks (of all files without git), per folder of the package.
-Also lists small files that only one other file imports, import cycles, public classes with the same
-name, and files that are too long. Imports inside functions are included. Imports only for type
-checking do not form a cycle. The budgets are in ``[tool.size]``.
+Counts the lines of the files that git tracks, per folder of the package. If git is not available,
+all files are counted. The script also lists small files that only one other file imports, import
+cycles, public classes with the same name, and files that are too long. Imports inside functions are
+included. Imports that are only for type checking do not count as part of a cycle. The budgets are
+in ``[tool.size]``.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ def tracked_files() -> list[str]:
 
 
 def count_lines(path: str) -> int:
-    """Returns the number of newlines in a file, like wc, or 0 for binary files."""
+    """Returns the number of newlines in the file ``path``, like wc, or 0 for a binary file."""
     content = (ROOT / path).read_bytes()
     return 0 if b"\0" in content else content.count(b"\n")
 
 
 def module_name(path: str) -> str:
-    """Returns the dotted name of a Python file."""
+    """Returns the dotted module name of the Python file ``path``."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -101,7 +102,7 @@ def _collect(node: ast.AST, module: Module, at_run_time: bool) -> None:
 
 
 def read_modules(paths: list[str]) -> dict[str, Module]:
-    """Parses the package's files, and collects their imports of modules in the package."""
+    """Parses those files in ``paths`` that are in the package, and collects their imports."""
     modules: dict[str, Module] = {}
     for path in paths:
         if not (path.startswith(PACKAGE + "/") and path.endswith(".py")):
@@ -135,7 +136,7 @@ def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
 
 
 def find_circles(modules: dict[str, Module]) -> list[list[str]]:
-    """Returns a cycle of modules that import each other, or an empty list."""
+    """Returns a list with one cycle of imports in ``modules``, or an empty list."""
     imports = {name: module.imports_at_run_time for name, module in modules.items()}
     try:
         TopologicalSorter(imports).prepare()
@@ -145,7 +146,7 @@ def find_circles(modules: dict[str, Module]) -> list[list[str]]:
 
 
 def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, int, str]]:
-    """Returns (file, lines, importer) of small files that only one file of the package imports."""
+    """Returns (file, lines, importer) of small files in ``modules`` that only one file imports."""
     importers: dict[str, set[str]] = defaultdict(set)
     for module in modules.values():
         for name in module.imports:
@@ -160,7 +161,7 @@ def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, in
 
 
 def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
-    """Returns public class names that are defined in more than one file."""
+    """Returns the names of public classes that several files define, each with these files."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in modules.values():
         for name in module.classes:
@@ -169,7 +170,7 @@ def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
-    """Returns functions that are too long, and their numbers of lines without docstrings."""
+    """Returns (function, lines) of long functions in ``paths``; docstrings are not counted."""
     long = []
     for path in paths:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
@@ -184,7 +185,7 @@ def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
 
 
 def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[str, int]]:
-    """Returns files with too many import statements.
+    """Returns (path, count) of the files with too many import statements.
 
     Args:
         paths: Paths of Python files.
@@ -200,7 +201,7 @@ def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[s
 
 
 def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
-    """Measures the checkout, and returns all figures.
+    """Counts lines, files, imports and classes of the checkout, and returns the results by name.
 
     Args:
         many_imports_allowed: Paths of files that may have many imports, with the reasons.
@@ -241,7 +242,7 @@ def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
 
 
 def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
-    """Returns a line for each budget that is exceeded or has no measured value."""
+    """Returns a message for each item of ``budgets`` that is exceeded or not in ``figures``."""
     wrong = []
     for name, budget in budgets.items():
         if name not in figures:
@@ -257,7 +258,7 @@ def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
 
 
 def main() -> int:
-    """Prints the figures, and returns 1 if a budget is exceeded."""
+    """Prints the results, and returns 1 if a budget is exceeded, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--all", action="store_true", help="also list the files behind each figure")

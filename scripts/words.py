@@ -95,7 +95,7 @@ def _docstring_stumbles(path: Path, node: ast.Constant, *, is_attribute: bool) -
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
-    """Yields string statements, and whether each documents a variable above it."""
+    """Yields each string statement of ``tree``, and whether it documents the variable above it."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -138,7 +138,7 @@ def _name_stumbles(path: Path, tree: ast.Module) -> Iterator[Stumble]:
 
 
 def stumbles(path: Path) -> list[Stumble]:
-    """Returns the places in a Python file that break a rule, by line number."""
+    """Returns the places in the Python file ``path`` that break a rule, by line number."""
     text = path.read_text()
     tree = ast.parse(text)
     listed = list(_name_stumbles(path, tree))

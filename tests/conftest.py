@@ -1,4 +1,4 @@
-"""Configures all tests."""
+"""Configures pytest for all tests, and defines fixtures that all tests use."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from pathlib import Path
 
 import pytest
 
-# A shell's background job ignores SIGINT, and programs started by the tests would inherit this.
+# A shell starts background jobs with SIGINT ignored. Programs that the tests start would inherit
+# this setting.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Tests in these files start processes, although their folders do not indicate it.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
-# Number of tests that may be rerun after a failure in one run of all tests.
+# If more tests than this are rerun after a failure, the run of all tests fails.
 MOST_RERUNS = 3
-# Markers of suites that need packages or privileges that a machine may lack.
+# These suites need packages or privileges that a machine may lack.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
-# Files that take minutes run first. If such a file started last, the other workers would be idle.
+# Files that take minutes run first. If such a file started last, the other workers would wait for
+# it.
 LONGEST_FIRST = (
     *("labs", "multiprocess", "cluster", "modules", "plugin", "examples", "soak"),
     *("test_gpu_rehearsal.py", "test_gpt_steps.py"),
@@ -57,10 +59,12 @@ def _machine_code() -> Iterator[None]:
             content = path.read_bytes()
             digest.update(content)
             time_s = int(hashlib.sha256(content).hexdigest()[:7], 16)
-            with contextlib.suppress(OSError):  # the checkout belongs to another user
+            # os.utime fails if the checkout belongs to another user.
+            with contextlib.suppress(OSError):
                 os.utime(path, (time_s, time_s))
         kept.append((folder / "__pycache__", cache / "numba" / digest.hexdigest()[:24]))
-        with contextlib.suppress(OSError):  # without write permission, the code is compiled again
+        # If the folder is not writable, the code is compiled again.
+        with contextlib.suppress(OSError):
             _copy_machine_code(*reversed(kept[-1]))
     yield
     for made, folder in kept:
@@ -70,25 +74,26 @@ def _machine_code() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Gives programs started by tests a temporary folder, which is removed after the run.
+    """Sets a temporary folder for programs that tests start, and removes it after the run.
 
-    Killed programs leave temporary files behind. A run of all tests would leave thousands of files.
+    Killed programs leave temporary files behind, which would add up to thousands of files.
     """
-    # creates pytest's folder elsewhere, because it keeps folders of failed tests
+    # Call this first, so that pytest's folder is elsewhere: pytest keeps the folders of failed
+    # tests.
     tmp_path_factory.getbasetemp()
     folder = tempfile.mkdtemp(prefix="tests-")
     # Remove the folder after multiprocessing has removed its own subfolder.
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     multiprocessing.util.Finalize(None, remove, exitpriority=-200)
     with pytest.MonkeyPatch.context() as patch:
-        Path(folder).chmod(0o1777)  # some tests run programs as another user
+        Path(folder).chmod(0o1777)  # Some tests run programs as another user.
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
 
 
 def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None:
-    """Keeps the name of a test's folder in use after pytest has removed the folder.
+    """Recreates the folder of a test after pytest has removed it, so that its name stays in use.
 
     Otherwise, a process of the earlier test could write to the folder of a later test.
     """
@@ -99,8 +104,9 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None
 
 
 def _copy_machine_code(source: Path, target: Path) -> None:
-    """Copies files that are missing or smaller in the target; safe to run concurrently."""
-    paths = sorted(source.glob("*.nbc")) + sorted(source.glob("*.nbi"))  # an index comes last
+    """Copies files that are missing or smaller in ``target``; safe to run concurrently."""
+    # An index is copied after the files that it lists.
+    paths = sorted(source.glob("*.nbc")) + sorted(source.glob("*.nbi"))
     for path in paths:
         there = target / path.name
         if not there.exists() or there.stat().st_size < path.stat().st_size:
@@ -111,18 +117,18 @@ def _copy_machine_code(source: Path, target: Path) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs long files first, and marks tests that are rerun after a failure.
+    """Sorts ``items`` so that long files run first, and marks tests that may be rerun.
 
-    A test that failed is run once more and listed as ``RERUN`` at the end: thousands of tests with
-    real processes share a few processors, so some test occasionally gets no processor time. A test
-    that passes only on the second run is flaky and must be fixed, but does not reject a change.
-    Tests of losses and gradients, and tests without processes, do not depend on load and are never
-    rerun. With ``--reruns 0`` no test is rerun.
+    A test that failed is run once more and listed as ``RERUN`` at the end. The reason is that
+    thousands of tests with real processes share a few processors, so a test may occasionally get no
+    processor time. A test that passes only on the second run is flaky and must be fixed, but the
+    run still succeeds. Tests of losses and gradients, and tests without processes, do not depend on
+    load and are never rerun. With ``--reruns 0``, no test is rerun.
     """
     may_rerun = config.getoption("reruns", None) != 0
     rank = {folder: number for number, folder in enumerate(LONGEST_FIRST)}
-    # Tests that fork this process run first. Later, the process has many threads, and a child may
-    # inherit a lock that a thread holds.
+    # Tests that fork this process run first, because the process has many threads later, and a
+    # child could inherit a lock that a thread holds.
     rank["test_loader.py"] = -1
     items.sort(
         key=lambda item: rank.get(item.path.name, rank.get(item.path.parent.name, len(rank)))
@@ -144,7 +150,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a run in which too many tests passed only when they were rerun."""
+    """Makes a run fail if too many tests passed only when they were rerun."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     reruns = [] if reporter is None else reporter.stats.get("rerun", [])
     if len(reruns) > MOST_RERUNS and session.exitstatus == pytest.ExitCode.OK:
@@ -152,7 +158,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints a line with the reason for each skipped suite."""
+    """Prints the number of reruns, and one line with the reason for each skipped suite."""
     left_out: dict[str, list[str]] = {}
     for report in terminalreporter.getreports("skipped"):
         reason = report.longrepr[2].removeprefix("Skipped: ")

@@ -1,8 +1,8 @@
 """Builds the C++ tests in ``csrc/tests``, by default with address and UB sanitizers.
 
 Objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/cpp-tests`` (below ``~/.cache`` if the
-variable is not set) under a digest of their inputs. All checkouts of a user share the cache, so
-only changed sources are recompiled.
+variable is not set). Their names contain a digest of their inputs. All checkouts of a user share
+the cache, so only changed sources are recompiled.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 BASICS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread")
 THREADS = ("-O1", "-fsanitize=thread")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# Real verbs need the library and its headers. Only code that uses verbs is recompiled.
+# Real verbs need libibverbs and its headers. Only code that uses verbs is recompiled.
 VERBS_DEFINED = "-DMEGATRON_ADAPTIVE_RDMA"
 VERBS = ("-O1", VERBS_DEFINED)
 # All test programs are linked with the C++ sources in these folders, which do not need Python.
 FOLDERS = ("common", "cuda", "shm", "tcp", "rdma")
 COMPILE_LIMIT_S = 280
-KEPT_S = 14 * 24 * 3600.0  # objects that were not used for this time are removed
+KEPT_S = 14 * 24 * 3600.0  # Objects that were not used for this long are removed.
 
 
 class CppTests:
@@ -54,7 +54,7 @@ class CppTests:
         self._headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers))
 
     def build(self, name: str, *more: str) -> Path:
-        """Builds a program from ``csrc/tests/<name>.cc`` and ``more`` files, and returns its path.
+        """Builds the program ``name`` from ``csrc/tests/<name>.cc`` and ``more``; returns its path.
 
         A program without a ``main`` function is linked with ``test_main.cc``.
 
@@ -118,14 +118,14 @@ def compiler_or_skip() -> str:
     """Returns the C++ compiler, or skips the test if there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
     if compiler is None:
-        import pytest  # benchmarks use this file without pytest
+        import pytest  # Import pytest here, because benchmarks use this file without pytest.
 
         pytest.skip("there is no C++ compiler")
     return compiler
 
 
 def cache_folder() -> Path:
-    """Returns the folder of cached objects, after removing objects unused for two weeks."""
+    """Removes the objects that were not used for two weeks, and returns the cache's folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "megatron-adaptive" / "cpp-tests"
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,6 +133,6 @@ def cache_folder() -> Path:
         try:
             if time.time() - path.stat().st_mtime > KEPT_S:
                 path.unlink()
-        except FileNotFoundError:  # a test of another checkout removed the file
+        except FileNotFoundError:  # A test that runs in another checkout has removed the file.
             pass
     return folder

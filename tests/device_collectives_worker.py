@@ -19,7 +19,7 @@ WORLD_SIZE = 2
 
 
 def _bucket_group(*, distributed: bool, overlaps: bool):  # type: ignore[no-untyped-def]
-    """Returns megatron-core's gradient bucket group of two layers, moved to the device."""
+    """Returns megatron-core's group of gradient buckets for two layers, moved to the device."""
     accelerator.install()
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -46,7 +46,7 @@ def _bucket_group(*, distributed: bool, overlaps: bool):  # type: ignore[no-unty
 
 
 def _gradients(*, distributed: bool, overlaps: bool) -> None:
-    """Checks that gradients of all replicas are averaged, even with sharded optimizer states."""
+    """Checks that the replicas' gradients are averaged, even if optimizer states are sharded."""
     group = _bucket_group(distributed=distributed, overlaps=overlaps)
     rank = dist.get_rank()
     for bucket in group.buckets:
@@ -74,7 +74,7 @@ def _parameters() -> None:
 
 
 def _pipeline(batched: bool) -> None:
-    """Checks that messages between stages arrive under megatron-core's own schedule."""
+    """Checks that messages between stages arrive if megatron-core's own functions send them."""
     accelerator.install()
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -97,11 +97,12 @@ def _pipeline(batched: bool) -> None:
 
 
 def _unequal_parts() -> None:
-    """Checks all-gather and reduce-scatter with parts of different sizes."""
+    """Checks that all-gather and reduce-scatter support parts of different sizes."""
     rank, sizes = dist.get_rank(), [1, 2]
     sent = on_device(torch.full((sizes[rank], 2), rank + 1.0))
     parts = [on_device(torch.zeros(size, 2)) for size in sizes]
-    group = dist.group.WORLD  # functions in torch.distributed may have been replaced
+    # Use the group's methods, because functions of torch.distributed may have been replaced.
+    group = dist.group.WORLD
     group.allgather([parts], [sent]).wait()
     assert [values(part) for part in parts] == [[[1.0, 1.0]], [[2.0, 2.0]] * 2]
     group.reduce_scatter([sent], [parts]).wait()
@@ -147,9 +148,9 @@ CASES: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    """Runs all cases."""
+    """Calls the function of each case, with a barrier after each call."""
     device_collectives.install()
-    device_collectives.install()  # a second call must change nothing
+    device_collectives.install()  # The second call must have no effect.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
     for case in CASES:
         case()

@@ -1,9 +1,9 @@
-"""Provides a tensor that appears to be on a GPU, for tests of gloo without a GPU.
+"""Defines a tensor that appears to be on a GPU, for tests of gloo without a GPU.
 
 The tensor uses the host's memory, so all operators work, but gloo treats it like a real GPU tensor.
-gloo's own code runs, and rejects the device where it would reject a GPU. Calls that copy through
-the host run on the host's memory, because torch without CUDA has no code for them. Calls that pass
-a device address to a socket are rejected here.
+The code of gloo itself runs, and rejects the tensor where it would reject a GPU tensor. Calls that
+would copy data through the host use the host's memory directly, because torch without CUDA has no
+code for them. Calls that would pass a device address to a socket are rejected here.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class DeviceTensor(torch.Tensor):
         self.host.copy_(_host(source))
         return self
 
-    def __getitem__(self, index: Any) -> DeviceTensor:  # torch requires CUDA for its own method
+    def __getitem__(self, index: Any) -> DeviceTensor:  # torch's own method requires CUDA.
         return DeviceTensor(self.host[index])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs operators on the host's memory, and collectives in the same way as gloo on a GPU."""
+        """Runs operators on the host's memory, and treats collectives as gloo does on a GPU."""
         kwargs = kwargs or {}
         name = func._overloadpacket.__name__
         if func.namespace == "c10d" and name not in _COPIED:
@@ -91,10 +91,10 @@ def _host(value: Any) -> Any:
 
 
 def on_device(host: torch.Tensor) -> torch.Tensor:
-    """Returns a GPU tensor with these values, which is simulated if there is no GPU."""
+    """Returns ``host`` as a GPU tensor, or as a simulated GPU tensor if there is no GPU."""
     return host.cuda() if torch.cuda.is_available() else DeviceTensor(host)
 
 
 def values(tensor: torch.Tensor) -> list[Any]:
-    """Returns the values of a tensor from :func:`on_device`."""
+    """Returns the values of ``tensor``, which :func:`on_device` returned."""
     return tensor.to("cpu").tolist()  # type: ignore[no-any-return]

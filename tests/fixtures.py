@@ -16,14 +16,14 @@ from megatron.adaptive import accelerator
 from megatron.adaptive.data.corpus import Corpus, CorpusSpec, make_corpus
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
 
-# Call install() first, because the tested code imports megatron-core in this process.
+# Call install() before the imports below, which load megatron-core in this process.
 accelerator.install()
 
 from megatron.core.datasets import gpt_dataset  # noqa: E402, F401
 
 from .multiprocess.forked_rank import shorten_mock_data  # noqa: E402
 
-shorten_mock_data()  # the ranks that these tests start do the same
+shorten_mock_data()  # The ranks that these tests start call this function too.
 
 WORKER = Path(__file__).parent / "multiprocess" / "checkpoint_worker.py"
 VOCAB_SIZE = 400
@@ -31,7 +31,7 @@ NUM_SOURCES = 60
 
 
 def write_sources(folder: Path, count: int = NUM_SOURCES) -> None:
-    """Writes Python files of a few hundred bytes each, with deterministic content."""
+    """Writes ``count`` Python files of a few hundred bytes each to ``folder``; always the same."""
     rng = random.Random(5)
     names = [f"{a}_{b}" for a in ("load", "save", "merge", "split") for b in ("key", "row", "col")]
     for number in range(count):
@@ -63,7 +63,7 @@ def tokenizer(corpus: Corpus) -> GPT2BPETokenizer:
 
 @pytest.fixture
 def write_tokens(tmp_path: Path) -> Callable[..., str]:
-    """Returns a function that writes documents in the binary format and returns their prefix."""
+    """Returns a function that writes documents in the binary format, and returns their prefix."""
 
     def write(
         documents: list[list[int]], name: str = "data", dtype: type[np.integer] = np.uint16
@@ -82,7 +82,7 @@ def write_tokens(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Any]:
-    """Yields the worker's module, for building its model in this process on a single rank."""
+    """Yields the module ``checkpoint_worker``, which builds its model in this process."""
     spec = spec_from_file_location("checkpoint_worker", WORKER)
     assert spec is not None
     assert spec.loader is not None
@@ -95,7 +95,7 @@ def worker() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def make(worker: Any) -> Iterator[Callable[..., Any]]:
-    """Yields a function that builds a trainer in this process from flags in keyword arguments."""
+    """Yields a function that builds a trainer in this process from flags as keyword arguments."""
     jobs = worker.Jobs()
 
     def build(**flags: object) -> Any:

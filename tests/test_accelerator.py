@@ -1,4 +1,4 @@
-"""Tests the device of a process: its selection, memory and clocks."""
+"""Tests the selection of a process's device, and the memory and clocks of devices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_detect_without_cuda(backend: str | None) -> None:
 
 @without_gpu
 def test_nccl_without_cuda_is_refused() -> None:
-    # If torch is built with CUDA, the driver is missing. Otherwise, another build of torch is
+    # If torch is built with CUDA, the driver is missing; otherwise, another build of torch is
     # needed.
     remedy = "nvidia-smi" if torch.backends.cuda.is_built() else "use gloo"
     with pytest.raises(SetupError, match=f"--distributed-backend nccl: .*{remedy}"):
@@ -49,7 +49,7 @@ def test_nccl_without_cuda_is_refused() -> None:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Simulates a machine with two GPUs, and returns the list of devices that are made current."""
+    """Simulates a machine with two GPUs, and returns a list of the devices that become current."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -80,7 +80,7 @@ def test_ranks_share_gpus_in_turn(
 
 @without_gpu
 def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> None:
-    """Checks that threads change the current device, which is always GPU 0 in a new thread."""
+    """Checks that threads set the current device; in a new thread, it is always GPU 0."""
     gpu = torch.device("cuda", 1)
     threads = [
         threading.Thread(target=call, args=arguments)
@@ -104,15 +104,15 @@ def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     block.write(bytes(1) * len(block))
     after = cpu.memory_in_use_bytes()
     assert after - before > 32 << 20
-    # Allow a margin, because the two figures are measured differently, and other threads may free
-    # memory in between.
+    # Allow a margin, because the two values are measured in different ways, and other threads may
+    # free memory in between.
     assert cpu.peak_memory_bytes() - before > 32 << 20
     block.close()
 
 
 @without_gpu
 def test_the_peak_of_a_process_is_not_that_of_the_program_that_started_it() -> None:
-    """Checks the peak of a child process; ``ru_maxrss`` would include its parent's memory."""
+    """Checks the peak memory of a child; ``ru_maxrss`` would include its parent's memory."""
     program = (
         "from megatron.adaptive.accelerator import detect; print(detect(0).peak_memory_bytes())"
     )
@@ -137,7 +137,7 @@ def test_cpu_clock_is_the_monotonic_one() -> None:
 
 
 class MadeUpDevice:
-    """Simulates a device with a drifting clock, which passes marks later than they are set."""
+    """Simulates a device with a drifting clock that reaches marks later than they are set."""
 
     def __init__(self, drift: float) -> None:
         self.host_ns = 10**12
@@ -220,7 +220,7 @@ def test_cuda_clock_waits_until_the_device_has_passed_a_mark() -> None:
 def agreed(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, asked: str | None = None
 ) -> list[Accelerator | SetupError]:
-    """Runs ``agree_on_sharing`` on ranks that see one GPU each; ``gpus`` has the GPUs' UUIDs."""
+    """Runs ``agree_on_sharing`` on one rank per item of ``gpus``, the UUIDs of the ranks' GPUs."""
     current = threading.local()
     monkeypatch.setattr(
         torch.cuda,

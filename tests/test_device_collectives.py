@@ -1,4 +1,4 @@
-"""Tests collectives over gloo with GPU tensors, for ranks that share a GPU."""
+"""Tests collectives over gloo with GPU tensors, which ranks that share a GPU use."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_ranks_that_share_a_gpu_get_them(
 
 
 def _answer(monkeypatch: pytest.MonkeyPatch, why: str, **variables: str) -> None:
-    """Simulates torch with CUDA 13.0 on a machine without a usable GPU."""
+    """Simulates torch with CUDA 13.0 that finds no usable GPU because of ``why``."""
 
     def fail() -> None:
         raise RuntimeError(why)

@@ -1,4 +1,4 @@
-"""Tests the C++ extension: its lookup, the decision log between processes, and the C++ tests."""
+"""Tests how the C++ extension is found, its decision log between processes, and its C++ tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.adaptive.errors import DeadlineError, TransportError
 from .cpp_tests import SANITIZED, THREADS, CppTests, compiler_or_skip
 
 ROOT = Path(__file__).resolve().parents[1]
-# The timeout is longer than any successful wait, so a hang ends with DeadlineError.
+# The timeout is longer than any successful wait, so a test that hangs fails with DeadlineError.
 PATIENT_S = 60.0
 SOON_S = 0.01
 
@@ -38,8 +38,9 @@ def native() -> ModuleType:
 
 
 def in_child(body: Callable[[], None]) -> int:
-    """Forks a child that runs ``body``, and returns its process ID; the child exits with 1 on
-    error.
+    """Forks a child that runs ``body``, and returns its process ID.
+
+    The child exits with status 1 if ``body`` raises an exception.
     """
     pid = os.fork()
     if pid:
@@ -111,7 +112,7 @@ except errors.SetupError as error:
             shutil.copy(package / name, copied)
         (copied / "_C.cpython-399-x86_64-linux-gnu.so").touch()
         code = "from megatron.adaptive import extension; print(extension.why_missing())"
-        # The option -S excludes the environment's packages, including this checkout with its own
+        # The option -S excludes the environment's packages, which include this checkout and its
         # build.
         command = [sys.executable, "-S", "-c", code]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -161,7 +162,7 @@ class TestDecisionLog:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        # This thread runs during the other thread's wait only if waiting releases the GIL.
+        # This thread runs while the other thread waits only if waiting releases the GIL.
         time.sleep(0.02)
         other.abort(17)
         thread.join(PATIENT_S)
@@ -177,8 +178,8 @@ class TestDecisionLog:
 
         def follow() -> None:
             def interrupt(*_: object) -> None:
-                # Only the first signal ends the wait; more signals may arrive before the other side
-                # notices.
+                # Only the first signal ends the wait; more signals may arrive before the other
+                # process notices.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 raise KeyboardInterrupt
 
@@ -246,7 +247,8 @@ class TestRdma:
             check=False,
             timeout=60,
         )
-        assert done.stdout == "True\n", done.stderr  # the extension itself loads
+        # The extension is imported even though the library is hidden.
+        assert done.stdout == "True\n", done.stderr
         assert "cannot be opened" in done.stderr
         assert "install libibverbs1 and ibverbs-providers" in done.stderr
 
@@ -262,7 +264,7 @@ def check_program(command: list[str | Path], expected: str, **env: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sanitizer
-@pytest.mark.timeout(600)  # the first test compiles the shared objects
+@pytest.mark.timeout(600)  # The first test compiles the objects that all programs share.
 @pytest.mark.parametrize(
     "name",
     [
@@ -300,14 +302,14 @@ def test_bytes_of_other_processes_are_survived(name: str) -> None:
     ids=["address", "thread"],
 )
 def test_channels_between_gpus(flags: tuple[str, ...], folder: str) -> None:
-    """Tests the channels with a simulated CUDA driver; tests/gpu uses the real driver."""
+    """Checks channels with a simulated CUDA driver; the tests in tests/gpu use the real driver."""
     programs = CppTests(compiler_or_skip(), flags=flags, folder=ROOT / "build" / folder)
     library = str(programs.library("standin_cuda"))
     check_program([programs.build("cuda_ipc_test")], "0 failed\n", STANDIN_CUDA_LIBRARY=library)
 
 
 class TestBuild:
-    """Tests the builds and error messages of setup.py."""
+    """Tests that setup.py builds the extension, or prints an error message."""
 
     @staticmethod
     def build(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Tests the GPU check and its time limits; ``tests/test_gpu_rehearsal.py`` runs all parts."""
+"""Tests the GPU check and its time limits; ``test_gpu_rehearsal.py`` runs all parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ sys.exit(check.run(None, some_parts(sys.argv[1])))
 
 
 def some_parts(folder: str) -> list[Part]:
-    """Returns parts that cover all outcomes; ``folder`` in a command line identifies a process."""
+    """Returns parts with all kinds of outcomes.
+
+    The argument ``folder`` is part of a command line, so that the test finds its process.
+    """
     return [
         part("device", WRITES, "{json}", "0.5"),
         part("hangs", HANGS, folder, planned_s=2.0),
@@ -147,7 +150,7 @@ def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run()
         ]
         assert sum(part.planned_s for part in on_one_gpu) <= 560
     assert on_one_gpu[0].planned_s == 30
-    # The most valuable parts come first; parts that may break the GPU come last.
+    # The most valuable parts come first, and parts that may break the GPU come last.
     assert [part.name for part in listed] == (
         "device ipc equivalence pp1 pp2 memory resume v transports training others nccl te oom"
     ).split()
@@ -173,7 +176,7 @@ def test_every_test_of_a_gpu_is_in_one_part() -> None:
     files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert set(named) == files
     # The last part is the test in test_memory.py that uses all memory. The other part with this
-    # file deselects the test.
+    # file deselects that test.
     assert sorted(named) == sorted([*files, "tests/gpu/test_memory.py"])
 
 

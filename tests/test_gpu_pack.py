@@ -1,4 +1,4 @@
-"""Tests the pack, a folder that brings the GPU check to a machine without a network."""
+"""Tests the pack, a folder for running the GPU check on a machine without a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINS = dict(
 
 
 def write_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
-    """Writes a wheel that contains only metadata."""
+    """Writes a wheel of the package ``name`` that contains only metadata."""
     stem = f"{name.replace('-', '_')}-{version}"
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     lines += [f"Requires-Dist: {need}" for need in needs]
@@ -32,7 +32,7 @@ def write_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """Returns a folder of wheels that replaces the package index."""
+    """Returns a folder with wheels that replaces the package index."""
     folder = tmp_path / "index"
     folder.mkdir()
     write_wheel(

@@ -1,4 +1,4 @@
-"""Tests the parts of the GPU check that need torch, without a GPU."""
+"""Tests those parts of the GPU check that need torch, but no GPU."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ WATCHDOG_S = 20.0
 
 
 class Door:
-    """Runs a gate, and stores the connections that it accepted and the messages that it logged."""
+    """Runs a gate, and records the connections that it accepts and the messages that it logs."""
 
     def __init__(self, secret: str = SECRET) -> None:
         self.came: queue.Queue[SealedSocket] = queue.Queue()
@@ -48,13 +48,13 @@ class Door:
         self.came.put(sealed)
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes the gate and all connections that it accepted."""
         self.gate.close()
         for sealed in self._in:
             sealed.socket.close()
 
     def refuses(self, *parts: bytes) -> bool:
-        """Sends these parts, and returns whether the gate rejects and closes the connection."""
+        """Sends ``parts``, and returns whether the gate rejects and closes the connection."""
         stranger = socket.create_connection(self.place, WATCHDOG_S)
         with stranger, contextlib.suppress(ConnectionError):
             for part in parts:
@@ -74,7 +74,7 @@ def door() -> Iterator[Door]:
 
 
 def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> list[Handshake]:
-    """Runs the handshake of both sides as far as possible."""
+    """Runs a handshake with the secrets ``first`` and ``second``, and returns both sides."""
     visitor = Handshake(first, purpose, visiting=True)
     listener = Handshake(second, "test", visiting=False)
     listener.advance(visitor.advance(listener.advance(visitor.first)))
@@ -149,7 +149,8 @@ def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
     assert door.refuses(hello, bytes(32))
     recorded = Recorder(door)
     assert door.came.get(timeout=WATCHDOG_S)
-    assert door.refuses(*recorded.sent)  # a replay of the same bytes
+    # These are the same bytes again, a replay of the recorded handshake.
+    assert door.refuses(*recorded.sent)
     assert door.refuses(b"".join(recorded.sent))
     (said,) = door.said
     assert "a connection from 127.0.0.1 to port" in said
@@ -159,7 +160,7 @@ def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
 
 
 class Recorder:
-    """Completes a handshake with the correct secret, and records the bytes that it sent."""
+    """Completes a handshake with the correct secret, and records the bytes that it sends."""
 
     def __init__(self, door: Door) -> None:
         shake = Handshake(SECRET, "test", visiting=True)
@@ -254,7 +255,7 @@ def test_a_secret_comes_from_a_variable_or_a_file(
     monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET", SECRET)
     assert job_secret() == SECRET
     monkeypatch.delenv("MEGATRON_ADAPTIVE_SECRET_FILE")
-    assert job_secret() is None  # later processes do not inherit the secret
+    assert job_secret() is None  # Later processes do not inherit the secret.
 
 
 def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
@@ -268,8 +269,8 @@ def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
         is_held.set()
         go.wait(WATCHDOG_S)
 
-    # While the loop is blocked, a client connects and the gate is closed, so the loop sees both
-    # events at once.
+    # While the loop is blocked, a client connects and the gate is closed, so the loop later
+    # processes both events at once.
     door.gate._loop.call_soon_threadsafe(hold)
     assert is_held.wait(WATCHDOG_S)
     with socket.create_connection(door.place, WATCHDOG_S):

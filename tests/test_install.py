@@ -1,7 +1,7 @@
 """Tests that pip adds this package to an environment without changing other packages.
 
-The wheels of other packages are created here, and real pip resolves their names, versions and
-requirements. To run the package, an environment refers to the modules of the Python that runs the
+The tests create the wheels of other packages, and the real pip resolves their names, versions and
+requirements. To run this package, an environment refers to the modules of the Python that runs the
 tests.
 """
 
@@ -46,18 +46,18 @@ CONTAINER = {
     "pyyaml": "6.0.2",
     "tomli": "2.2.1",
 }
-"""Packages and versions of a typical training container in 2026."""
+"""Packages that a typical training container in 2026 contains, with their versions."""
 ABSENT = {"openpyxl": "3.1.5", "plotly": "6.3.0", "xxhash": "3.5.0"}
-"""Packages that are missing in the container."""
+"""Packages that the container does not contain."""
 NEEDS = {"megatron-core": ["torch>=2.6.0", "numpy"], "numba": ["numpy>=1.24"]}
 INDEX = {"torch": ["2.6.0", "2.13.0"], "megatron-core": ["0.16.1", "0.18.2", "0.19.2", "0.20.0"]}
-"""Additional versions that pip can choose from."""
+"""Additional versions of packages from which pip can choose."""
 
 
 def write_wheel(
     folder: Path, name: str, version: str, files: Mapping[str, str] | None = None
 ) -> Path:
-    """Writes a wheel that contains only the given files and its metadata."""
+    """Writes a wheel that contains only ``files`` and its metadata."""
     stem = f"{name.replace('-', '_')}-{version}"
     info = f"{stem}.dist-info"
     needs = "".join(f"Requires-Dist: {need}\n" for need in NEEDS.get(name, ()))
@@ -79,14 +79,14 @@ def write_wheel(
 
 
 class Environment:
-    """Manages a virtual environment that an outside pip changes offline."""
+    """Manages a virtual environment; the pip of the tests' Python installs packages offline."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
         self.python = folder / "bin" / "python"
 
     def pip(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Runs pip without this machine's settings, and without the checkout on its path.
+        """Runs pip without the settings of this machine, and without the checkout in its path.
 
         A built checkout contains ``megatron_adaptive.egg-info``, which pip would mistake for an
         installed package.
@@ -107,7 +107,7 @@ class Environment:
         )
 
     def try_install(self, *arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Installs packages with a folder as the only index."""
+        """Installs packages from ``folder``, the only index, and returns the finished process."""
         return self.pip("install", "--no-index", "--find-links", folder, *arguments)
 
     def install(self, *arguments: str | Path, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Environment:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a program of the environment, outside of the checkout."""
+        """Runs a program of the environment outside of the checkout."""
         variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         return subprocess.run(
             [self.python.parent / command[0], *command[1:]],
@@ -128,7 +128,7 @@ class Environment:
         )
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of the environment's own packages, by name."""
+        """Returns the versions of the packages that are installed in this environment, by name."""
         code = (
             "import json, sysconfig, importlib.metadata as m; "
             "present = m.distributions(path=[sysconfig.get_path('purelib')]); "
@@ -145,7 +145,7 @@ def empty(tmp_path: Path) -> Environment:
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copies the sources that the package is built from, without existing builds."""
+    """Copies the files from which the package is built, without existing builds, to ``folder``."""
     for name in ("megatron", "csrc", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -157,7 +157,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Builds a wheel from a copy of the sources, as pip does without a network."""
+    """Builds a wheel in ``folder`` from a copy of the sources, as pip does without a network."""
     sources = copy_sources(folder / "sources")
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-index", "--no-deps"]
     return subprocess.run(
@@ -172,7 +172,7 @@ def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds this package's wheel without the extension, which does not affect the requirements."""
+    """Returns a wheel of this package without the extension, which does not affect requirements."""
     folder = tmp_path_factory.mktemp("wheel")
     done = build_wheel(folder, MEGATRON_ADAPTIVE_EXTENSION="0")
     assert done.returncode == 0, done.stderr
@@ -182,7 +182,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """Creates a folder with the container's wheels, the missing packages, and other versions."""
+    """Returns a folder of wheels: the container's packages, missing packages, newer versions."""
     folder = tmp_path_factory.mktemp("index")
     for name, version in {**CONTAINER, **ABSENT}.items():
         for other in {version, *INDEX.get(name, ())}:
@@ -300,7 +300,7 @@ TRAINING = """
 def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
     empty: Environment, wheel: Path, tmp_path: Path
 ) -> None:
-    """Checks that pip accepts a pre-release if no other version exists."""
+    """Checks that pip installs a pre-release if there is no other version, and that it trains."""
     core = UNPACKED / "megatron-core==0.19.2"
     triton = next(UNPACKED.glob("triton==*"), None)
     if not core.exists() or triton is None:
@@ -324,7 +324,7 @@ def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
 
 
 def run_with(path: Sequence[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs this package's program with folders at the start of Python's import path."""
+    """Runs this package's program with ``path`` at the start of Python's import path."""
     return subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", *arguments],
         env={**os.environ, "PYTHONPATH": ":".join(map(str, [*path, ROOT]))},
@@ -336,7 +336,7 @@ def run_with(path: Sequence[Path], *arguments: str) -> subprocess.CompletedProce
 
 
 def write_core(folder: Path, minor: int) -> Path:
-    """Writes the files of a megatron-core that define its version."""
+    """Writes those files of megatron-core that define its version, which is 0.``minor``.7rc1."""
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text(

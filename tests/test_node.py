@@ -1,4 +1,4 @@
-"""Tests the C++ class Node from Python; tests/transport tests the transports' guarantees."""
+"""Tests the C++ class Node from Python; tests/transport tests what transports guarantee."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.adaptive.transport.interface import CODE_OF
 from megatron.adaptive.transport.native import make_tensors_with
 
 TOKEN = b"0123456789abcdef"
-# The timeout is longer than any successful wait.
+# This timeout is longer than any wait that succeeds.
 PATIENT_S = 60.0
 SOON_S = 0.02
 
@@ -42,14 +42,14 @@ def make_node(native: ModuleType, rank: int = 0, **options: Any) -> Any:
 
 @pytest.fixture
 def alone(native: ModuleType) -> Iterator[Any]:
-    """Yields a node without channels."""
+    """Yields a node that has no channels."""
     node = make_node(native)
     yield node
     node.close(PATIENT_S)
 
 
 def open_pair(native: ModuleType, **options: Any) -> tuple[Any, Any]:
-    """Returns two nodes in this process with a channel through shared memory."""
+    """Returns two nodes in this process that share a channel through shared memory."""
     low, high = make_node(native, 0), make_node(native, 1)
     address = high.listen("unix")
     with ThreadPoolExecutor(1) as pool:
@@ -61,7 +61,7 @@ def open_pair(native: ModuleType, **options: Any) -> tuple[Any, Any]:
 
 @pytest.fixture
 def pair(native: ModuleType) -> Iterator[tuple[Any, Any]]:
-    """Yields two nodes with a channel of three slots of 64 KiB."""
+    """Yields two nodes that share a channel with three slots of 64 KiB."""
     low, high = open_pair(native, slots=3, slot_bytes=1 << 16)
     yield low, high
     low.close(PATIENT_S)
@@ -128,7 +128,7 @@ class TestMessages:
     def test_arrivals_of_a_class_of_the_caller(
         self, native: ModuleType, pair: tuple[Any, Any]
     ) -> None:
-        """Checks the result of take(), and that data attached to an arrival is freed with it."""
+        """Checks what take() returns, and that an arrival frees the data attached to it."""
 
         class Mine(native.Arrival):  # type: ignore[misc, name-defined]
             __slots__ = ()
@@ -149,7 +149,7 @@ class TestMessages:
         first._label, third._settled = kept, kept
         assert (first._label is kept, second._label, first._settled) == (True, None, None)
         assert third.take() is kept
-        # All three slots are in use, so the payload is copied and its slot is freed.
+        # All three slots are in use, so the payload is copied, and its slot becomes free.
         assert second.take().tolist() == [1.0] * 4
         assert wait(high, 0.0) is None
         assert first.free_slots == 1

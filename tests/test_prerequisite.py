@@ -1,7 +1,7 @@
-"""Tests errors of ``prerequisite.sh --python VERSION``, and its progress without a network.
+"""Tests the errors and the progress of ``prerequisite.sh --python VERSION`` without a network.
 
-The script runs in a copy of the files that it reads, with a separate cache folder and separate
-interpreters.
+The script runs in a copy of the files that it reads, with separate interpreters and a separate
+cache folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILES = ("prerequisite.sh", "pyproject.toml", "setup.py", *ROOT.glob("requiremen
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Returns a folder with the files that the script reads."""
+    """Returns a folder that contains the files which the script reads."""
     folder = tmp_path / "checkout"
     shutil.copytree(ROOT / "scripts", folder / "scripts")
     for name in FILES:
@@ -33,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 def run(
     checkout: Path, arguments: str, *, script: str = "prerequisite.sh", **variables: str
 ) -> tuple[int, str, str]:
-    """Runs a copied script, and returns its status, standard output and standard error."""
+    """Runs ``script`` in ``checkout``, and returns its status, standard output and errors."""
     done = subprocess.run(
         ["bash", str(checkout / script), *arguments.split()],
         capture_output=True,
@@ -45,7 +45,7 @@ def run(
             "HOME": str(checkout.parent),
             "PYENV_ROOT": str(checkout.parent / "none"),
             "XDG_CACHE_HOME": str(checkout.parent / "cache"),
-            # pip ignores the machine's settings, and does not use the network.
+            # These variables make pip ignore the machine's settings and not use the network.
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
             **variables,
@@ -98,7 +98,7 @@ def test_the_environment_to_be_used_is_named_without_making_it(checkout: Path) -
 
 
 def test_a_python_of_pyenv_is_used_where_its_command_fails(checkout: Path) -> None:
-    """Checks that the environment is created, and that a later call retries the missing torch."""
+    """Checks that the environment is created, and that a second call retries the missing torch."""
     commands, versions = checkout.parent / "bin", checkout.parent / "pyenv/versions"
     commands.mkdir()
     shim = commands / f"python{VERSION}"

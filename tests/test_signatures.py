@@ -1,7 +1,7 @@
-"""Tests that public functions declare their parameters for readers and type checkers.
+"""Tests that public functions declare their parameters explicitly.
 
 An entry point such as ``Pipeline`` lists its parameters, and passes them to a dataclass of settings
-or to another function. The defaults and descriptions exist in both places, and must be equal.
+or to another function. Defaults and descriptions exist in both, and must be equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # must run before megatron-core is imported
+accelerator.install()  # This call must precede the import of megatron-core.
 
 from megatron.adaptive.config.schema_files import forms  # noqa: E402
 from megatron.adaptive.modules.assembly import PipelineOptions, PipelineSettings  # noqa: E402
@@ -59,11 +59,11 @@ ANY_NAMES = {
     "trace/read.py RankTrace.of_tables": "fields of TraceHeader, from files of other programs",
     "trace/views/page.py encode": "values of a block of the page",
 }
-"""Public functions that accept arbitrary keyword arguments, and the meaning of the keywords."""
+"""Public functions that accept any keyword arguments, with the meaning of the keywords."""
 
 
 def _public_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yields the public functions of a file and of its public classes, with their names."""
+    """Yields the names and nodes of the public functions and methods in the file ``path``."""
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Any]]:
         for node in body:
@@ -109,7 +109,7 @@ def test_an_ignored_type_error_has_a_code_and_a_reason() -> None:
 
 
 def _glosses(subject: Any, section: str) -> dict[str, str]:
-    """Returns the descriptions below ``Args:`` or ``Attributes:`` of a docstring, by name."""
+    """Returns the entries below ``Args:`` or ``Attributes:`` in a docstring, by name."""
     text = inspect.getdoc(subject) or ""
     begin = re.search(rf"^{section}:\n", text, re.MULTILINE)
     if begin is None:
@@ -120,7 +120,7 @@ def _glosses(subject: Any, section: str) -> dict[str, str]:
 
 
 def _class_glosses(kind: type) -> dict[str, str]:
-    """Returns the descriptions of a dataclass's attributes, including inherited attributes."""
+    """Returns the descriptions of all attributes of the dataclass ``kind``, even inherited ones."""
     merged: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base is not object:

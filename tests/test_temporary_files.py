@@ -1,4 +1,4 @@
-"""Tests that tests remove their temporary files, and do not share temporary folders."""
+"""Tests that test runs remove their temporary files, and that tests do not share folders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_that_fails(tmp_path):
 
 
 def test_files_are_removed_if_tests_pass_and_names_used_once(tmp_path: Path) -> None:
-    """Checks that a test run leaves no files in its folders or beside them."""
+    """Checks that a test run leaves no files behind, except those of a failed test."""
     (tmp_path / "test_folders.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "test_folders.py"]
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]

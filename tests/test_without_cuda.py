@@ -1,8 +1,8 @@
-"""Tests each substitution for CUDA with a canary, and that other code is unaffected.
+"""Tests each substitution for CUDA with a canary, and that other code is not affected.
 
-A canary runs the part of megatron-core that needs a substitution. It must work with all
-substitutions, and fail if only this substitution is missing. A canary therefore detects changes in
-new releases of torch or megatron-core.
+A canary is a function that runs the part of megatron-core that needs a substitution. It must work
+with all substitutions, and fail if only this substitution is missing. Therefore, a canary detects
+changes in new releases of torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no substitute")
 
-# The script runs experiments in separate processes, forked from a process that has imported only
-# torch. megatron-core must be imported before or after the substitutions, and only once, because
-# importing it takes seconds.
+# This script runs experiments in separate processes, which are forked from a process that has
+# imported only torch. An experiment must import megatron-core before or after the substitutions,
+# and importing it takes seconds.
 EXPERIMENTS = """
 import datetime, faulthandler, importlib, json, os, sys, tempfile, traceback, warnings
 warnings.simplefilter("ignore")
@@ -292,13 +292,14 @@ sys.exit(failed)
 """
 LIMIT_S = 200
 """Timeout of an experiment in seconds, after which it prints its stacks and exits."""
-# A torch built for CUDA, and a torch without CUDA, raise different errors.
+# A torch that was built for CUDA and a torch without CUDA raise different errors.
 NO_CUDA = (
     "Found no NVIDIA driver"
     if torch.backends.cuda.is_built()
     else "Torch not compiled with CUDA enabled"
 )
-# Each canary has its expected answer, and a part of the error without its substitution.
+# The values are the expected answer of a canary, and a part of the error that it raises without its
+# substitution.
 CANARIES: dict[str, tuple[Any, str]] = {
     "current_device": ("cpu", NO_CUDA),
     "synchronize": (True, NO_CUDA),
@@ -316,14 +317,14 @@ CANARIES: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    """Returns the answers; a canary's answer is ``{"value": ...}`` or ``{"error": text}``."""
+    """Returns the answers; each canary has ``{"value": ...}`` or ``{"error": text}``."""
     done = experiments(LIMIT_S)
     assert done.returncode == 0, failure_of(done)
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
 def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs the experiments, which print their stacks and exit after the timeout."""
+    """Runs the experiments; they print their stacks and exit after ``limit_s``."""
     return subprocess.run(
         [sys.executable, "-c", f"LIMIT_S = {limit_s}\n{EXPERIMENTS}"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -335,7 +336,7 @@ def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
 
 
 def failure_of(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the description of a failed run: its status, last answer and errors."""
+    """Returns a description of the failed run ``done``: its status, last answer and errors."""
     answer = (done.stdout.splitlines() or ["none"])[-1][:500]
     return f"status {done.returncode}; last answer: {answer}; errors:\n{done.stderr}"
 
@@ -372,12 +373,12 @@ def test_install_after_megatron_core_is_refused(answers: dict[str, Any]) -> None
 def test_substitutions_are_made_once(answers: dict[str, Any]) -> None:
     assert answers["names"] == sorted(f"_substitute_{name}" for name in CANARIES)
     assert answers["twice"] == [True, True]
-    assert answers["compiler"] == [False, False]  # the compiler is not loaded with megatron-core
+    assert answers["compiler"] == [False, False]  # megatron-core must not load the compiler.
 
 
 @without_gpu
 def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str, Any]) -> None:
-    """Checks that ``with torch.device(...)`` works, which needs unwrapped factory functions."""
+    """Checks that only a program of Megatron-LM sees substitutes, and that device contexts work."""
     assert answers["given"] == ["cpu", "cpu", "meta", "cpu", 1, "cpu", "cpu", "meta"]
     for answer in answers["others"][:3]:
         assert NO_CUDA in answer["error"]
@@ -387,7 +388,8 @@ def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str,
 
 @without_gpu
 def test_torch_stays_what_it_is(answers: dict[str, Any]) -> None:
-    assert answers["changed"] == ["Module.cuda", "Tensor.cuda"]  # both inspect their caller
+    # These two methods inspect their caller.
+    assert answers["changed"] == ["Module.cuda", "Tensor.cuda"]
     assert answers["added modules"] == []
     assert answers["environment"]
 
@@ -396,7 +398,7 @@ def test_torch_stays_what_it_is(answers: dict[str, Any]) -> None:
 def test_no_substitute_is_an_object_that_torch_has_already(answers: dict[str, Any]) -> None:
     """Checks that each substitute is a new object.
 
-    torch 2.11's compiler identifies functions by identity, and rejects a known object as a
+    The compiler of torch 2.11 identifies functions by identity, and rejects a known object as a
     substitute ("Duplicate torch object").
     """
     assert answers["shared"] == []
@@ -409,8 +411,8 @@ def test_with_cuda_nothing_is_substituted() -> None:
     assert torch.zeros(1, device="cuda").is_cuda
 
 
-# TRAINER is a Megatron-LM with only its start code. Up to version 0.16, this code runs the CUDA
-# compiler.
+# TRAINER contains only the code with which Megatron-LM starts. Up to version 0.16, this code runs
+# the CUDA compiler.
 TRAINER = {
     "core/__init__.py": "",
     "training/__init__.py": "",
@@ -448,10 +450,10 @@ print(*counts, initialize_megatron.__name__, torch.cuda.device_count())
 
 @without_gpu
 def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
-    """Checks that ``pretrain_gpt.py`` starts without CUDA.
+    """Checks that ``pretrain_gpt.py`` of Megatron-LM starts without CUDA.
 
-    It must not exit with "Megatron requires CUDA.". Megatron-LM 0.16 must not fail because the
-    path of CUDA's folder is None.
+    It must not exit with "Megatron requires CUDA.". Megatron-LM 0.16 must not fail because the path
+    of the CUDA folder is None.
     """
     for name, text in TRAINER.items():
         path = tmp_path / "megatron" / name
@@ -465,6 +467,6 @@ def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
         check=False,
         timeout=120,
     )
-    # Megatron-LM sees one device, and other code sees none. Programs may pass allow_no_cuda by
+    # Megatron-LM sees one device, and other code sees no device. Programs may pass allow_no_cuda by
     # position.
     assert done.stdout == "1 1 1 initialize_megatron 0\n", done.stderr

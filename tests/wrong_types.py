@@ -1,7 +1,7 @@
 """Calls entry points with arguments of wrong types, which mypy must report.
 
-This file is never run. ``scripts/check.sh`` checks it with mypy. If an ignored error does not
-occur, a parameter has lost its type, and mypy fails.
+This file is never executed; ``scripts/check.sh`` only checks it with mypy. If an error that is
+ignored here does not occur, a parameter has lost its type, and mypy fails.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from megatron.adaptive.schedule.workload import StageTimes
 
 
 def install_with_wrong_types() -> None:
-    install("1f1b", weight_pieces="4")  # type: ignore[arg-type]  # a string
-    install("1f1b", on_hang="stop")  # type: ignore[arg-type]  # neither "report" nor "end"
-    install("1f1b", placemen="v")  # type: ignore[call-arg]  # misspelled
+    install("1f1b", weight_pieces="4")  # type: ignore[arg-type]  # The value is a string.
+    install("1f1b", on_hang="stop")  # type: ignore[arg-type]  # It must be "report" or "end".
+    install("1f1b", placemen="v")  # type: ignore[call-arg]  # The name is misspelled.
 
 
 def pipeline_with_wrong_types(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
-    Pipeline(model, batch, micro_batch_size="2")  # type: ignore[arg-type]  # a string
-    Pipeline(model, batch, slicing="trace")  # type: ignore[arg-type]  # no method of recording
-    pipeline = Pipeline(model, batch, micro_batchsize=2)  # type: ignore[call-arg]  # misspelled
-    pipeline.loop(10, save_interval=0.5)  # type: ignore[arg-type]  # a fraction
-    pipeline.loop(10, save_every=5)  # type: ignore[call-arg]  # no parameter
+    Pipeline(model, batch, micro_batch_size="2")  # type: ignore[arg-type]  # The value is a string.
+    Pipeline(model, batch, slicing="trace")  # type: ignore[arg-type]  # There is no such method.
+    # The name of the parameter is misspelled.
+    pipeline = Pipeline(model, batch, micro_batchsize=2)  # type: ignore[call-arg]
+    pipeline.loop(10, save_interval=0.5)  # type: ignore[arg-type]  # The value is a fraction.
+    pipeline.loop(10, save_every=5)  # type: ignore[call-arg]  # There is no such parameter.
 
 
 def simulate_with_wrong_types(placement: Placement, policy: Policy, times: StageTimes) -> None:
-    make_policies("adaptive", placement, 4, cap="8")  # type: ignore[arg-type]  # a string
+    # The cap is a string.
+    make_policies("adaptive", placement, 4, cap="8")  # type: ignore[arg-type]
     simulate(placement, 4, [policy], times, weight_pieces=0.5)  # type: ignore[arg-type]
-    simulate(placement, 4, [policy], times, pieces=4)  # type: ignore[call-arg]  # no parameter
+    # There is no such parameter.
+    simulate(placement, 4, [policy], times, pieces=4)  # type: ignore[call-arg]

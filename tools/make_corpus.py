@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs ``python -m megatron.adaptive data corpus`` from a clone, installed or not."""
+"""Runs ``megatron.adaptive data corpus`` from a clone, even if the package is not installed."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs ``tests.support.make_trace`` from a clone, installed or not."""
+"""Runs ``tests.support.make_trace`` from a clone, even if the package is not installed."""
 
 import sys
 from pathlib import Path

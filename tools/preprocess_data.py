@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs ``megatron.adaptive.cli.preprocess_data`` from a clone, installed or not."""
+"""Runs ``megatron.adaptive data preprocess`` from a clone, even if it is not installed."""
 
 import sys
 from pathlib import Path

@@ -1,14 +1,14 @@
 """Runs small random programs that use torch, transformers, peft and accelerate.
 
-Usage: ``programs.py PREPARATION RESULTS SEED...``. Runs the program of each seed, and writes a JSON
-list with its observations (values, devices, dtypes and errors) to ``RESULTS``. With ``early`` or
-``late`` as ``PREPARATION``, ``megatron.adaptive`` is imported and installed before or after the
-other libraries; with ``plain``, it is not imported. The observations of a seed must not depend on
-the preparation.
+Usage: ``programs.py PREPARATION RESULTS SEED...``. Runs one program per seed, and writes a JSON
+list with its observations (values, devices, dtypes and errors) to ``RESULTS``. If ``PREPARATION``
+is ``early`` or ``late``, ``megatron.adaptive`` is imported and installed before or after the other
+libraries. If it is ``plain``, the package is not imported. The observations of a seed must not
+depend on the preparation.
 
-A program consists of up to five statements, which are functions that take a :class:`random.Random`
-and yield observations. Small seeds run one statement each, in order; larger seeds draw random
-statements.
+A program consists of up to five statements. A statement is a function that takes a
+:class:`random.Random` and yields observations. The smallest seeds run one statement each, in order;
+larger seeds select random statements.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ LIKE = ("empty_like", "ones_like", "zeros_like", "rand_like", "randn_like")
 
 
 def seen(value: Any) -> Any:
-    """Returns a value in a comparable form, as JSON."""
+    """Converts ``value`` to JSON-compatible data that can be compared between processes."""
     if isinstance(value, torch.Tensor):
         facts = [str(value.device), str(value.dtype), list(value.shape), value.requires_grad]
         if value.device.type == "meta":
@@ -116,7 +116,7 @@ def seen(value: Any) -> Any:
 
 
 def tried(call: Callable[[], Any]) -> Any:
-    """Returns the result of a call, or its error."""
+    """Returns what ``call`` returns, or the name and text of the exception that it raises."""
     try:
         return seen(call())
     except Exception as error:
@@ -129,7 +129,7 @@ def shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def make(rng: random.Random, **fixed: Any) -> Any:
-    """Returns a tensor from one of torch's factories; uninitialized memory is zeroed."""
+    """Returns a tensor from a random factory of torch; uninitialized memory is set to zero."""
     options = {**fixed}
     if "device" not in fixed and rng.random() < 0.4:
         options["device"] = rng.choice(DEVICES)
@@ -485,7 +485,7 @@ def identities(rng: random.Random) -> Iterator[Any]:
 
 
 def process(rng: random.Random) -> Iterator[Any]:
-    """Observes the state of the whole process."""
+    """Yields the state of the whole process, such as its environment and signal handlers."""
     yield dict(os.environ)
     for name in ("", "torch", "transformers", "accelerate", "peft", "torch.distributed"):
         logger = logging.getLogger(name)
@@ -511,7 +511,7 @@ def process(rng: random.Random) -> Iterator[Any]:
 
 
 def complaints(rng: random.Random) -> Iterator[Any]:
-    """Observes which warnings users see under the active filters."""
+    """Yields the warnings that users see under the active filters."""
     shown: list[str] = []
     former = warnings.showwarning
     warnings.showwarning = lambda message, kind, *rest: shown.append(f"{kind.__name__}: {message}")
@@ -527,7 +527,7 @@ def complaints(rng: random.Random) -> Iterator[Any]:
 
 
 def availability(rng: random.Random) -> Iterator[Any]:
-    """Asks transformers, accelerate and peft which packages are installed."""
+    """Yields which packages are installed according to transformers, accelerate and peft."""
     for library in (
         "transformers.utils.import_utils",
         "accelerate.utils.imports",
@@ -539,7 +539,7 @@ def availability(rng: random.Random) -> Iterator[Any]:
 
 
 def configuration(rng: random.Random) -> Any:
-    """Returns the configuration of a tiny model of a random family."""
+    """Returns the configuration of a tiny model; ``rng`` selects its family."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"intermediate_size": 24, "max_position_embeddings": 32}
     families: tuple[Callable[[], Any], ...] = (
@@ -718,7 +718,7 @@ def trained_by_transformers(rng: random.Random) -> Iterator[Any]:
     yield seen(model)
 
 
-# Rare statements are slow, so programs contain them less often.
+# Rare statements are slow, so they are selected less often.
 COMMON: tuple[Statement, ...] = (
     *(factories, device_contexts, default_device, default_dtype, seeds, seeds_of_cuda),
     *(answers_of_cuda, moves, types, transforms, modes, training, storing, collectives),
@@ -735,7 +735,7 @@ STATEMENTS = COMMON + RARE
 
 
 def program(seed: int) -> list[Statement]:
-    """Returns the statements of the program with this seed."""
+    """Returns the statements of the program with the number ``seed``."""
     if seed < len(STATEMENTS):
         return [STATEMENTS[seed]]
     rng = random.Random(f"program {seed}")
@@ -744,7 +744,7 @@ def program(seed: int) -> list[Statement]:
 
 
 def observe(seed: int) -> list[Any]:
-    """Runs the program of a seed, and returns its observations."""
+    """Runs the program with the number ``seed``, and returns its observations."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Tests that other libraries behave the same in a process that uses this project."""
+"""Tests that other libraries behave the same whether or not this project is installed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .programs import STATEMENTS
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs.py")
 PREPARATIONS = ("plain", "early", "late")
-# Number of seeds of the long test; use a few hundred before a release.
+# This is the number of seeds in the long test; use a few hundred before a release.
 PROGRAMS_OF_A_RUN = int(os.environ.get("BEHAVIOURS", "30"))
 FIRST_SEED = int(os.environ.get("BEHAVIOURS_SEED", "1000"))
 
 
 def observed(folder: Path, seeds: range, limit_s: float) -> dict[str, list[Any]]:
-    """Returns the observations of each seed's program, by preparation of the process."""
+    """Runs the programs of ``seeds``, and returns their observations by name of the preparation."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
         "PYTHONPATH": str(ROOT),
@@ -53,7 +53,8 @@ def observed(folder: Path, seeds: range, limit_s: float) -> dict[str, list[Any]]
 
 def check_equal(results: dict[str, list[Any]], seeds: range) -> None:
     plain = results.pop("plain")
-    assert len(plain) == len(seeds) + 1  # the first observation is about the process
+    # The first observation describes the process, not a program.
+    assert len(plain) == len(seeds) + 1
     for name, others in results.items():
         unlike = [
             (name, seed, expected_steps[:1], expected, actual)
@@ -68,7 +69,7 @@ def check_equal(results: dict[str, list[Any]], seeds: range) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_kind_of_behaviour_is_the_same_with_us(tmp_path: Path) -> None:
-    """Checks every kind of statement, for example rotary frequencies after ``from_pretrained``."""
+    """Checks that each kind of statement has the same results with and without this project."""
     seeds = range(len(STATEMENTS) + 2)
     check_equal(observed(tmp_path, seeds, limit_s=560.0), seeds)
 

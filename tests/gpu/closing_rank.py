@@ -1,9 +1,9 @@
 """Runs one of several ranks that repeatedly set up a job, train, and close everything.
 
 Usage: ``closing_rank.py RESULT FLAG ...``. In each repetition, the memory of all ranks is measured
-before and after closing. Rank 0 writes a JSON list of pairs of objects with ``allocated_bytes``,
-``device_bytes`` and ``shared_bytes``. These are tensors on the GPU, total GPU memory in use, and
-mapped shared memory of the host. The first two are 0 without a GPU.
+before and after closing. Rank 0 writes a JSON list with a pair of objects per repetition. Their
+keys are ``allocated_bytes`` (tensors on the GPU), ``device_bytes`` (total GPU memory in use) and
+``shared_bytes`` (mapped shared memory of the host). The first two are 0 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIMES, STEPS = 4, 2
 
 
 def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
-    """Sets up the model, channels and data, takes some steps, and closes everything.
+    """Builds the model, channels and data for ``config``, takes some steps, and closes everything.
 
     Returns:
         The number of bytes that this process held before closing, by kind of memory.
@@ -54,7 +54,7 @@ def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
 
 
 def give_back(is_cuda: bool) -> None:
-    """Returns unused cached memory to the GPU."""
+    """Frees the memory that torch caches on the GPU, if ``is_cuda``."""
     gc.collect()
     if is_cuda:
         torch.cuda.synchronize()
@@ -62,7 +62,7 @@ def give_back(is_cuda: bool) -> None:
 
 
 def held(is_cuda: bool) -> dict[str, int]:
-    """Returns the bytes that this process holds, and the bytes in use on the whole GPU."""
+    """Returns the bytes of memory that this process uses and that are in use on the whole GPU."""
     give_back(is_cuda)
     maps_text = Path("/proc/self/smaps").read_text(encoding="utf-8")
     sizes = {"allocated_bytes": 0, "device_bytes": 0, "shared_bytes": 0}
@@ -78,7 +78,7 @@ def held(is_cuda: bool) -> dict[str, int]:
 
 
 def meet(store: dist.Store, key: str, times: int, ranks: int) -> None:
-    """Waits until all ranks have called this function with this key ``times`` times."""
+    """Waits until ``ranks`` ranks have called this function with ``key`` ``times`` times each."""
     store.add(key, 1)
     end_s = time.monotonic() + 60
     while store.add(key, 0) < times * ranks:
@@ -101,8 +101,8 @@ def main() -> None:
     for _ in range(TIMES):
         before = train_once(meshes, config)
         give_back(is_cuda)
-        # Wait for all ranks, because a rank that is ahead or behind would hold memory of the shared
-        # GPU.
+        # Wait for all ranks. Otherwise, a rank that is ahead or behind would use memory of the
+        # shared GPU during the measurement.
         meet(store, "left", len(seen) + 1, environment.world_size)
         seen.append((before, held(is_cuda)))
         meet(store, "measured", len(seen), environment.world_size)

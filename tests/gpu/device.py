@@ -1,8 +1,8 @@
-"""Selects where tests run: on a GPU, or in a rehearsal on a CPU if they can run there.
+"""Selects where tests run: on a GPU, or on a CPU in a rehearsal.
 
-The ordinary suite trains similar jobs on the CPU and skips these tests. With
-``GPU_CHECK_REHEARSAL``, which ``scripts/gpu_check.sh --rehearse`` sets, these tests also run on the
-CPU, so that errors in their code are detected before a GPU is available.
+The ordinary suite trains similar jobs on the CPU and skips these tests. If ``GPU_CHECK_REHEARSAL``
+is set (by ``scripts/gpu_check.sh --rehearse``), these tests also run on the CPU, so that errors in
+their code are detected before a GPU is available.
 """
 
 from __future__ import annotations

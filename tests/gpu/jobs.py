@@ -1,6 +1,6 @@
-"""Defines jobs that run on a GPU: comparisons with a single process, and runs of the trainer.
+"""Defines jobs that run on a GPU: training jobs that are compared, and runs of the trainer.
 
-All jobs of ``tests/multiprocess/worker.py`` with the same world size share processes, because
+All jobs of ``tests/multiprocess/worker.py`` with the same world size share their processes, because
 starting a process on a GPU takes ten seconds.
 """
 
@@ -21,7 +21,7 @@ from .device import HAS_GPU
 STEPS = 3
 BASE = (
     f"{SMALL_GPT} --num-layers 8 --train-iters {STEPS} --attention-dropout 0 --hidden-dropout 0"
-    # Otherwise each stage would draw its weights from a separate generator on the device.
+    # Without this flag, each stage would draw its weights from its own generator on the device.
     " --use-cpu-initialization"
 )
 TRAINER = (
@@ -37,14 +37,14 @@ HALF = 2e-2
 
 @dataclass(frozen=True, kw_only=True)
 class GpuJob:
-    """Describes a job, and the losses that it must have.
+    """Job whose losses are compared with those of another job.
 
     Attributes:
         flags: Trainer flags in addition to ``BASE``.
         ranks: Number of processes.
         like: Name of the job with the same losses; empty if this job is a reference.
         rel: Largest relative difference of a loss or gradient norm from the job ``like``.
-        moves: Layers of each stage after a given iteration, by iteration.
+        moves: Number of layers per stage after an iteration, by iteration.
     """
 
     flags: str
@@ -54,14 +54,14 @@ class GpuJob:
     moves: dict[str, list[int]] | None = None
 
     def case(self, name: str) -> dict[str, Any]:
-        """Returns the job in the format of ``worker.py``."""
+        """Returns this job under ``name``, in the format of ``worker.py``."""
         flags = f"{BASE} --pipeline-model-parallel-size {self.ranks} {self.flags}".split()
         case = {"name": name, "flags": flags, "steps": STEPS, "evaluate_after": STEPS}
         return {**case, "after": None, "moves": self.moves or {}}
 
 
 class GpuJobs:
-    """Runs the jobs of a table and compares their results.
+    """Runs the jobs in a table, and compares their results.
 
     Args:
         table: Jobs by name.
@@ -78,14 +78,14 @@ class GpuJobs:
         return [job.case(name) for name, job in self._table.items() if job.ranks == ranks]
 
     def losses(self, name: str) -> list[float]:
-        """Returns the losses of a job; the first call runs all jobs with the same world size."""
+        """Returns the losses of the job ``name``; the first call runs all jobs of its size."""
         seen = self._runs(self._table[name].ranks, name)
         losses_of_rank: list[list[float]] = [losses for losses in seen["losses"] if losses]
         assert all(losses == losses_of_rank[0] for losses in losses_of_rank), losses_of_rank
         return losses_of_rank[0]
 
     def check(self, name: str) -> None:
-        """Compares a job with its reference job.
+        """Compares the job ``name`` with its reference job.
 
         Raises:
             AssertionError: Losses, gradient norms, the norm of the parameters or the validation
@@ -104,16 +104,16 @@ class GpuJobs:
 
 
 def compared(table: dict[str, GpuJob]) -> list[str]:
-    """Returns the names of the jobs that are compared with another job."""
+    """Returns the names of the jobs in ``table`` that are compared with a reference job."""
     return [name for name, job in table.items() if job.like]
 
 
 def trainer_flags(more: str) -> list[str]:
-    """Returns the flags for running ``pretrain_gpt.py`` on two ranks."""
+    """Returns the flags ``more`` and those for running ``pretrain_gpt.py`` on two ranks."""
     return [*TRAINER.split(), *more.split()]
 
 
 def losses_in(log: Path) -> dict[int, float]:
-    """Returns the losses in the trainer's log, by iteration."""
+    """Returns the losses in the trainer's ``log``, by iteration."""
     pairs = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
     return {int(iteration): float(loss) for iteration, loss in pairs}

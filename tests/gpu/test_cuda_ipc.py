@@ -1,4 +1,4 @@
-"""Tests CUDA IPC between processes on one GPU: contents, order, and absence of waits."""
+"""Tests CUDA IPC between processes on one GPU: contents, order, and that nothing waits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_rank(rank: int, addresses: Any, body: Callable[..., None], options: Any)
 
 
 def both(body: Callable[..., None], **options: Any) -> None:
-    """Runs ``body`` in two processes on GPU 0."""
+    """Runs ``body`` in two processes on GPU 0; ``options`` are passed to the channel."""
     context = torch.multiprocessing.get_context("spawn")
     arguments = (context.Queue(), body, options)
     torch.multiprocessing.start_processes(run_rank, arguments, nprocs=2, start_method="spawn")
@@ -64,11 +64,12 @@ def check_contents(rank: int, transport: NativeTransport, device: torch.device) 
     held = []
     for number in range(200):
         torch.cuda._sleep(rng.randrange(300_000))
-        size = (1, 1000, 1 << 18, 3 << 18)[number % 4]  # the last size is larger than a slot
+        size = (1, 1000, 1 << 18, 3 << 18)[number % 4]  # The last size is larger than a slot.
         tensor = torch.full((size,), float(number), device=device)
         transport.send(1 - rank, label(number), tensor)
         tensor.data = torch.empty(1, device=device)
-        torch.full((size,), -1.0, device=device)  # reuses the memory once it is free
+        # This tensor reuses the memory as soon as it is free.
+        torch.full((size,), -1.0, device=device)
         if number >= 4:
             held.append((number - 4, take(transport)))
         if len(held) == 3:

@@ -1,4 +1,4 @@
-"""Tests that layers of Transformer Engine defer their weight gradients to W actions."""
+"""Tests that layers of Transformer Engine postpone their weight gradients until W actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares losses of two ranks that share a GPU with losses of a single process."""
+"""Compares the losses of two ranks that share a GPU with the losses of a single process."""
 
 from __future__ import annotations
 

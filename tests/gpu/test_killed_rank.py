@@ -19,7 +19,7 @@ LIMIT_S = 100.0
 
 
 def test_a_killed_rank_ends_the_other_which_names_it(tmp_path: Path) -> None:
-    """Checks that a reader process of the killed rank does not keep its connections open."""
+    """Checks that the other rank exits, even though the killed rank had a reader process."""
     log = tmp_path / "output.txt"
     command = [
         str(ROOT / "pretrain_gpt.py"),

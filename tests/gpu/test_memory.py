@@ -1,4 +1,4 @@
-"""Tests that a job returns its GPU memory, and that an out-of-memory error names remedies."""
+"""Tests that a job frees its GPU memory, and that an out-of-memory error suggests flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .device import HAS_GPU, gpu_or_rehearsal, needs_extension, needs_gpu
 
 LIMIT_S = 100.0
 CLOSING = Path(__file__).with_name("closing_rank.py")
-# Allocations are counted exactly, but the GPU's driver allocates memory in large blocks.
+# Allocations are counted exactly, but the GPU driver allocates memory in large blocks.
 SLACK_BYTES = {"allocated_bytes": 1 << 20, "device_bytes": 32 << 20, "shared_bytes": 1 << 20}
 FLAGS = (
     f"{SMALL_GPT} --num-layers 4 --train-iters 100 --pipeline-model-parallel-size 2 --mock-data"

@@ -1,10 +1,10 @@
-"""Tests in-memory copies of the training state of a GPU."""
+"""Tests in-memory copies of the training state on a GPU."""
 
 from __future__ import annotations
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # before the following imports load megatron-core
+accelerator.install()  # This call must precede the imports below, which load megatron-core.
 
 from tests.checkpoint.keepers import keepers  # noqa: E402
 from tests.checkpoint.test_snapshots import (  # noqa: E402

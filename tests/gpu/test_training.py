@@ -1,4 +1,4 @@
-"""Compares losses of up to four ranks that share a GPU with losses of a single process."""
+"""Compares the losses of up to four ranks that share a GPU with those of a single process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ BF16 = "--bf16"
 FP16 = "--fp16 --initial-loss-scale 1024"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LENGTHS = "--variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
-# Two tensor-parallel ranks share each stage. The later flag for the number of stages takes effect.
+# Two tensor-parallel ranks share each stage. If the number of stages is set twice, the later flag
+# takes effect.
 TENSOR = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
 REPLICAS = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 JOBS = {

@@ -1,4 +1,4 @@
-"""Tests sending GPU tensors through channels of the extension: contents, order, and no waits."""
+"""Tests sending GPU tensors through channels: contents, order, and that nothing waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["shm", "tcp"])
 def ends(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Ends]:
-    """Yields the sender and the receiver, with host memory between them."""
+    """Yields a sender and a receiver that are connected through memory of the host."""
     options = {"slot_bytes": 1 << 20, "reservable": 2}
     made = open_transports(request.param, device=device, **options)
     yield made
@@ -48,7 +48,7 @@ def test_every_type_arrives(ends: Ends, device: torch.device, dtype: torch.dtype
 
 
 def test_copies_follow_the_computation(ends: Ends, device: torch.device) -> None:
-    """Checks messages between kernels of random duration; freed memory is reused at once."""
+    """Checks that messages are correct between kernels of random duration if memory is reused."""
     sender, receiver = ends
     rng = random.Random(3)
     for number in range(60):
@@ -57,7 +57,8 @@ def test_copies_follow_the_computation(ends: Ends, device: torch.device) -> None
         tensor = torch.full((size,), float(number), device=device)
         sender.send(1, label(number), tensor)
         tensor.data = torch.empty(1, device=device)
-        torch.full((size,), -1.0, device=device)  # reuses the memory once it is free
+        # This tensor reuses the memory as soon as it is free.
+        torch.full((size,), -1.0, device=device)
         if number >= 4:
             check(receiver, number - 4)
     for number in range(56, 60):

@@ -1,10 +1,10 @@
 """Runs programs one after another, each forked from a process that has imported the package.
 
 Importing torch on a small machine takes longer than the programs themselves. The argument is a JSON
-list of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``. Each object has a line
-to print first, environment variables, and a command. A command is a script, ``-m`` and a module, or
-``-c`` and code, each followed by its arguments. Exits with the status of the first program that
-fails.
+list of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``, which contain a line to
+print first, environment variables, and a command. A command is a script, ``-m`` and a module, or
+``-c`` and code, each followed by its arguments. The process exits with the status of the first
+program that fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def import_all() -> None:
 
 
 def main() -> int:
-    """Runs all programs, and returns the exit status."""
+    """Runs all programs, and returns the status of the first program that fails, or 0."""
     import_all()
     for program in json.loads(sys.argv[1]):
         print(program["title"], flush=True)
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def run(program: dict[str, Any]) -> int:
-    """Runs a program in this process, and returns its exit status."""
+    """Runs ``program`` in this process, and returns its exit status."""
     os.environ.update(program["variables"])
     arguments = program["words"]
     try:

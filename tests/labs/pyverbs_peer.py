@@ -1,13 +1,13 @@
 """Reimplements the RDMA channel's protocol, using only docs/reference/transport.md.
 
-Runs as rank 1 of the RDMA lab, with Debian's Python and ``python3-pyverbs``. Rank 0 may be any
-program of this project. Sends back every message that it receives::
+The program runs as rank 1 of the RDMA lab, with Debian's Python and ``python3-pyverbs``. Rank 0 may
+be any program of this project. This program sends back every message that it receives::
 
     python -m tests.labs.rdma_lab -- sh -c 'if [ $RANK = 1 ]; then
         /usr/bin/python3 tests/labs/pyverbs_peer.py --port 21001; else ...; fi'
 
-Imports nothing from this package, only pyverbs and the standard library. Uses one lane (one queue
-pair for each direction), and returns slots in random order on purpose.
+It imports only pyverbs and the standard library, and nothing from this package. It uses one lane
+(one queue pair for each direction), and returns slots in random order on purpose.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ProtocolError(Exception):
 
 
 class Wire:
-    """Exchanges a hello, then framed records, over a TCP connection."""
+    """Exchanges a hello and then framed records over a TCP connection."""
 
     def __init__(self, host: str, port: int, token: bytes, rank: int, target: int) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -71,11 +71,11 @@ class Wire:
             )
 
     def send(self, record: bytes) -> None:
-        """Sends one record."""
+        """Sends ``record`` with a header that contains its size."""
         self.socket.sendall(RECORD.pack(RECORD_MAGIC, len(record), 0) + record)
 
     def receive(self) -> bytes:
-        """Returns the next record."""
+        """Receives the next record, and returns its content without the header."""
         magic, size, num_fds = RECORD.unpack(self._read(RECORD.size))
         if magic != RECORD_MAGIC or num_fds != 0:
             raise ProtocolError("received data that is not a record")
@@ -124,7 +124,8 @@ class Peer:
         self._credit.write(bytes(8), 8)
         # pyverbs does not support work requests without a memory segment, so this segment is empty.
         self._nothing = [SGE(self._source.buf, 0, self._source.lkey)]
-        # One completion queue serves both directions. Completions contain the queue pair's number.
+        # One completion queue serves both directions. Each completion contains the number of its
+        # queue pair.
         self._queue = CQ(self._context, 16 * slots + 64)
         cap = QPCap(max_send_wr=4 * slots, max_recv_wr=4 * slots + 8)
         init = QPInitAttr(
@@ -249,7 +250,7 @@ class Peer:
         pair.post_send(request)
 
     def receive(self) -> tuple[tuple[int, ...], bytes, int] | None:
-        """Returns header fields, bytes and slot of the next piece, or ``None`` after the last."""
+        """Returns the header, content and slot of the next piece, or ``None`` after the last."""
         while True:
             self._wait(lambda: self._arrived, "timed out waiting for a message")
             bits = self._arrived.pop(0)
@@ -279,12 +280,12 @@ class Peer:
         return header, payload, slot
 
     def give_back(self) -> None:
-        """Returns the held slots to the sender in a single write."""
+        """Returns the slots in ``held`` to the sender with a single write."""
         for slot in self.held:
             self._returned ^= 1 << slot
         self.held.clear()
-        # Each write uses another word of the buffer, because the previous write may still read its
-        # word.
+        # Each write uses another word of the buffer, because the previous write may still read the
+        # word that it uses.
         offset = self._num_credit_writes % 512 * 8
         self._source.write(self._returned.to_bytes(8, "little"), 8, offset)
         self._num_credit_writes += 1
@@ -292,7 +293,7 @@ class Peer:
         self._post(self._in, [part], self._peer_credit, self._credit_key, self._num_credit_writes)
 
     def send(self, header: tuple[int, ...], payload: bytes) -> None:
-        """Sends a payload as a message with the labels, type and shape of ``header``."""
+        """Sends ``payload`` as a message with the labels, type and shape of ``header``."""
         offset = 0
         while True:
             piece = payload[offset : offset + self._slot_bytes]
@@ -309,7 +310,7 @@ class Peer:
         slot = random.choice(free)
         self._in_flight |= 1 << slot
         fields = list(header)
-        fields[6:8] = [0, 0]  # 0 means that there is no checksum
+        fields[6:8] = [0, 0]  # The value 0 means that there is no checksum.
         fields[9] = self._sequence
         fields[13:16] = [nbytes, offset, len(piece)]
         data = MESSAGE.pack(*fields) + piece
@@ -337,7 +338,7 @@ class Peer:
 
 
 def echo(peer: Peer) -> int:
-    """Sends all messages back until the other endpoint closes, and returns their number."""
+    """Sends back all messages that ``peer`` receives until the end, and returns their number."""
     parts: list[bytes] = []
     count = 0
     while (arrival := peer.receive()) is not None:
@@ -356,7 +357,7 @@ def echo(peer: Peer) -> int:
 
 
 def main() -> int:
-    """Runs the echo program."""
+    """Connects to the other endpoint, and sends its messages back until it closes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", default="10.77.0.1")
     parser.add_argument("--port", type=int, default=21001)

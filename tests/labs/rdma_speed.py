@@ -30,7 +30,7 @@ LIMIT_S = 900.0
 
 
 def why_not() -> str | None:
-    """Returns the reason why the lab or the RDMA transport cannot run, or ``None`` if they can."""
+    """Returns why the lab or the RDMA transport cannot run, or ``None`` if they can run."""
     module = extension.load()
     if module is None or not getattr(module, "has_rdma", lambda: True)():
         return "the extension was built without RDMA: run bash prerequisite.sh --rdma"
@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def measure(repetitions: int) -> Result:
-    """Boots two nodes, and measures perftest and the RDMA transport alternately.
+    """Measures perftest and RDMA ``repetitions`` times in turn, on two nodes that it boots.
 
     Raises:
         RuntimeError: The nodes failed.
@@ -68,7 +68,7 @@ def measure(repetitions: int) -> Result:
 
 
 def build_channel() -> Path | None:
-    """Builds the program that measures the C++ channel, or returns ``None`` if it cannot."""
+    """Builds the program that measures the C++ channel; returns ``None`` if this is impossible."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         return None
@@ -77,7 +77,7 @@ def build_channel() -> Path | None:
 
 
 def rows_of(samples: dict[str, list[float]]) -> list[Row]:
-    """Returns the rows of one boot: the bandwidth for each size, and half the round-trip time.
+    """Returns rows with the bandwidth for each message size, and with half the round-trip time.
 
     Args:
         samples: Seconds per message, by name of the series.
@@ -107,12 +107,13 @@ def rows_of(samples: dict[str, list[float]]) -> list[Row]:
 
 
 def kills(count: int) -> Result:
-    """Kills ranks that are connected by RDMA on one node; see ``tests.soak.killed_ranks``."""
+    """Kills ranks that are connected by RDMA ``count`` times; see ``tests.soak.killed_ranks``."""
     title = f"{count} kills at random moments, rdma"
     reason = why_not()
     if reason is not None:
         return Result(rows=[missing(title, reason, goal=0)])
-    # The trials need a private temporary folder, because other programs change the host's folder.
+    # The trials need a private temporary folder, because other programs change files in the host's
+    # folder.
     script = """
         mkdir /run/private
         TMPDIR=/run/private exec "$PYTHON" -m tests.soak.killed_ranks --raw rdma \\
@@ -141,7 +142,7 @@ def kills(count: int) -> Result:
 
 
 def main() -> int:
-    """Measures, prints the results, and returns 1 if a limit is missed."""
+    """Runs the chosen parts, prints their results, and returns 1 if a limit is exceeded, else 0."""
     options = parser_of(
         __doc__, ("speed", "kills"), ("three repetitions and three kills")
     ).parse_args()

@@ -36,14 +36,14 @@ _PORT = 23000
 
 
 def options_for(nbytes: int, rank: int) -> dict[str, Any]:
-    """Returns the options of a channel in which a message fits into one slot."""
+    """Returns channel options for which a message of ``nbytes`` bytes fits into one slot."""
     address = os.environ["LAB_ADDRS"].split(",")[rank]
     slots = max(4, min(32, _CHANNEL_BYTES // nbytes))
     return {"address": address, "slot_bytes": max(4096, nbytes), "slots": slots}
 
 
 class Link(TransportLink):
-    """Connects the two nodes with a channel of the RDMA transport.
+    """Connects the two nodes with one channel of the RDMA transport.
 
     Args:
         rank: Index of this node.
@@ -55,7 +55,7 @@ class Link(TransportLink):
 
 
 def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
-    """Runs ``rdma_measure.cc``, and returns the channel's median and mean time in seconds."""
+    """Runs ``program``, and returns the channel's median and mean time in seconds."""
     options = options_for(SIZES[0], rank)
     addresses = os.environ["LAB_ADDRS"].split(",")
     done = subprocess.run(
@@ -63,7 +63,7 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
             *(str(program), str(LATENCY_BYTES), str(_ROUNDS)),
             *(str(options["slots"]), str(options["slot_bytes"])),
         ],
-        # Rank 0 of rdma_measure prints the result, so swap the ranks.
+        # Rank 0 of rdma_measure prints the result, so the ranks are swapped.
         env={
             **os.environ,
             "RANK": str(1 - rank),
@@ -81,7 +81,7 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measures perftest and the RDMA transport alternately; samples are in seconds per message."""
+    """Measures perftest and the RDMA transport in turn, in seconds per message."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, required=True)
     arguments = parser.parse_args()

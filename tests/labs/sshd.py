@@ -1,4 +1,4 @@
-"""Prepares the keys and settings of an sshd, and an ssh command that reaches it."""
+"""Prepares keys and settings for sshd, and an ssh command that connects to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PidFile {0}/sshd.pid
 
 
 def why_not() -> str | None:
-    """Returns the reason why sshd cannot run here, or ``None`` if it can."""
+    """Returns the reason why sshd cannot run here, or ``None`` if it can run."""
     is_here = Path(SSHD).exists() and shutil.which("ssh")
     return None if is_here else "ssh or sshd is missing: run bash prerequisite.sh --slurm"
 

@@ -1,4 +1,4 @@
-"""Tests RDMA between nodes of the lab, and the exit statuses of commands."""
+"""Tests RDMA between nodes of the lab, and the exit statuses that the lab returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rdma_lab import Result, run
 pytestmark = [
     pytest.mark.rdma_lab,
     pytest.mark.slow,
-    pytest.mark.timeout(1800),  # the first test may have to compile the kernel
+    pytest.mark.timeout(1800),  # The first test may have to compile the kernel.
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,10 +29,10 @@ def rdma_lab_or_skip(pytestconfig: pytest.Config) -> None:
         pytest.skip(reason)
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     try:
-        # the user should see that compiling takes minutes
+        # Show the output, because the user should see that compiling takes minutes.
         with capture.global_and_fixture_disabled():
             rdma_lab.prepare()
-    except rdma_lab.LabError as error:  # there is most likely no network
+    except rdma_lab.LabError as error:  # The most likely reason is that there is no network.
         pytest.skip(str(error))
 
 
@@ -40,12 +40,12 @@ lab = pytest.fixture(scope="module", autouse=True)(rdma_lab_or_skip)
 
 
 def shell(script: str, *, nodes: int = 2, timeout_s: float = 60.0) -> Result:
-    """Runs a shell script on all nodes."""
+    """Runs the shell script ``script`` on all nodes."""
     return run(["sh", "-c", script], nodes=nodes, timeout_s=timeout_s)
 
 
 def test_nodes_have_devices_and_reach_each_other(tmp_path: Path) -> None:
-    """Checks the devices and links of three nodes; two of them communicate through the third."""
+    """Checks the devices and links of three nodes, two of which communicate through the third."""
     script = """
         ibv_devinfo -v -d $LAB_RDMA_DEV
         echo mine $(cat /sys/class/infiniband/rxe0/ports/1/gids/$LAB_RDMA_GID)
@@ -81,7 +81,7 @@ def test_perftest_measures_between_nodes() -> None:
     )
     result = run([DEBIAN_PYTHON, "-c", program], timeout_s=120.0, env={"PYTHONPATH": str(ROOT)})
     assert result.status == 0, result.text
-    assert result.output[0] == result.output[1]  # both nodes get the same numbers
+    assert result.output[0] == result.output[1]  # Both nodes must return the same numbers.
     rate, latency_us = map(float, result.output[0].removeprefix("measured ").split())
     assert rate > 0
     assert latency_us > 0
@@ -106,7 +106,7 @@ def test_node_that_loses_power() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Checks that no process of a node survives, not even a background program."""
+    """Checks that no process of a node survives, even if it was started in the background."""
     groups: set[int] = set()
 
     def up(_rank: int, _line: str) -> None:
@@ -115,25 +115,26 @@ def test_nothing_is_left_behind() -> None:
 
     script = ["sh", "-c", "sleep 600 & echo up"]
     assert run(script, nodes=1, timeout_s=60.0, on_line=up).status == 0
-    assert groups  # other labs may start and stop nodes at the same time
+    # Other labs may start and stop nodes at the same time, so only these groups are checked.
+    assert groups
     assert [pid for pid in _kernels() if _group(pid) in groups] == []
 
 
 def _kernels() -> set[int]:
-    """Returns the process IDs of all node kernels, which also run the nodes' programs."""
+    """Returns the process IDs of all node kernels; these processes also run the nodes' programs."""
     kernel = str(rdma_lab.prepare())
     pids = set()
     for link in Path("/proc").glob("[0-9]*/exe"):
         try:
             if str(link.readlink()).startswith(kernel):
                 pids.add(int(link.parent.name))
-        except OSError:  # the process exited, or belongs to another user
+        except OSError:  # The process has exited, or belongs to another user.
             continue
     return pids
 
 
 def _group(pid: int) -> int:
-    """Returns the process group of a process, or -1 if the process has exited."""
+    """Returns the process group of the process ``pid``, or -1 if the process has exited."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Tests submission, cancellation, requeueing, preemption and failures of jobs on a real Slurm."""
+"""Tests jobs on a real Slurm: submission, cancellation, requeueing, preemption and failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXAMPLE = {
 }
 LONG = ["--set", "TRAIN_ITERS=100000", "--set", "CHECKPOINT_DIR=saved"]
 LITTLE = 4_000_000 << 10
-"""Limit of the address space of a job's processes, in bytes; Slurm applies the submitter's limit.
+"""Limit of the address space of a job's processes, in bytes. Slurm applies the submitter's limit.
 """
 NAMED_S = 30.0
 ITERATION = re.compile(r"iteration +(\d+)/")
@@ -61,7 +61,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """Starts two fast nodes with two nominal GPUs each, and two slow nodes with one GPU each."""
+    """Starts two fast nodes with two configured GPUs each, and two slow nodes with one GPU each."""
     if reason := slurm_lab.why_not(accounting=True):
         pytest.skip(reason)
     kinds = [Kind("a10", 2, 2), Kind("v100", 2, 1)]
@@ -74,7 +74,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def queue(lab: Lab) -> Iterator[None]:
-    """Cancels all jobs that the test left in the queue."""
+    """Cancels all jobs that a test left in the queue."""
     yield
     if jobs := lab.output("squeue", "-h", "-o", "%A").split():
         lab.output("scancel", *set(jobs))
@@ -90,7 +90,7 @@ def conf(tmp_path: Path) -> Path:
 
 
 def adaptive(lab: Lab, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a ``megatron.adaptive`` subcommand on the login host."""
+    """Runs a subcommand of ``megatron.adaptive`` with ``arguments`` on the login host."""
     variables = (f"{name}={value}" for name, value in forkserver().nodes()[1].items())
     return lab.run(["env", *variables, sys.executable, "-m", "megatron.adaptive", *arguments])
 
@@ -111,20 +111,20 @@ def wait_for(
 
 
 def said(conf: Path, job: int) -> str:
-    """Returns all output of a job."""
+    """Returns the batch log and all node logs of ``job``."""
     logs = conf.parent / "logs"
     files = [logs / f"{job}.batch", *sorted((logs / str(job)).glob("*.[oe][ur][tr]"))]
     return "".join(f"--- {path.name}\n{path.read_text()}" for path in files if path.exists())
 
 
 def finish(lab: Lab, conf: Path, job: int) -> str:
-    """Waits until a job has left the queue, and returns all its output."""
+    """Waits until ``job`` has left the queue, and returns all its output."""
     wait_for(lambda: not lab.output("squeue", "-h", "-j", str(job)), lambda: said(conf, job))
     return said(conf, job)
 
 
 def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
-    """Waits until an iteration has completed after the given start of the job, counted from 1."""
+    """Waits until an iteration has completed after start number ``start``, counted from 1."""
 
     def trains() -> bool:
         parts = [part.split(" starts\n")[1:] for part in said(conf, job).split("--- ")]
@@ -134,7 +134,7 @@ def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
 
 
 def iterations(text: str) -> list[list[int]]:
-    """Returns the logged iterations of each start of the job."""
+    """Returns the numbers of the logged iterations in ``text`` for each start of the job."""
     starts = [ITERATION.findall(part) for part in text.split(" starts\n")]
     return [[int(number) for number in numbers] for numbers in starts if numbers]
 
@@ -148,7 +148,7 @@ def status_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
 
 
 def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
-    """Waits until the job's status reports a lost node."""
+    """Waits until the job's status reports that ``node`` was lost."""
     begin_s = time.monotonic()
 
     def is_named() -> bool:
@@ -156,7 +156,7 @@ def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
         errors = [line for listed in status["nodes"] for line in listed["errors"]]
         return node in status["lost"] or any(f"node {node}" in line for line in errors)
 
-    # Query rarely, because each query runs on the processors that the job trains on.
+    # Query the status rarely, because each query uses the processors on which the job trains.
     wait_for(is_named, lambda: said(conf, job), every_s=2.0)
     assert time.monotonic() - begin_s < NAMED_S
 
@@ -169,7 +169,7 @@ def wait_until_no_process(lab: Lab) -> None:
 
 
 def page_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
-    """Returns the data of a job's report page."""
+    """Returns the data in the report page of ``job``."""
     done = adaptive(lab, "job", "report", str(job), "--log-dir", str(conf.parent / "logs"))
     assert done.returncode == 0, done.stderr
     text = Path(done.stdout.strip()).read_text()
@@ -219,12 +219,13 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
     )
     job = submit(lab, conf, *LONG)
     wait_until_it_trains(conf, job)
-    # Ranks follow the order of NODES, so the last rank, which logs iterations, is on a fast node.
+    # Ranks follow the order of NODES, so the last rank, which logs iterations, runs on a fast node.
     folder = conf.parent / "logs" / str(job)
     assert json.loads((folder / "run.json").read_text())["processes"] == [1, 1, 2]
     (fast,) = (path for path in folder.glob("n[12].out"))
     assert "iteration " in fast.read_text()
-    lab.output("scancel", "--signal=USR1", str(job))  # Slurm sends it 90 s before a time limit
+    # Slurm sends this signal 90 s before a time limit.
+    lab.output("scancel", "--signal=USR1", str(job))
     wait_for(lambda: "start 2" in said(conf, job), lambda: said(conf, job))
     wait_until_it_trains(conf, job, start=2)
     text = said(conf, job)
@@ -238,7 +239,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
 
 
 def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
-    """Submits an example as its header describes, waits until it ends, and returns its output."""
+    """Submits ``example`` as its header describes, waits until it ends, and returns its output."""
     variables = [
         f"{name}={value}" for name, value in {**EXAMPLE, **forkserver().nodes()[1]}.items()
     ]
@@ -382,7 +383,7 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
         return f"{queue}\n" + "".join(texts)
 
     def wait_for_nodes(count: int) -> dict[str, Any]:
-        """Waits until training steps have completed on this number of nodes."""
+        """Waits until training steps have completed on ``count`` nodes."""
 
         def trains() -> bool:
             state = folder.state()
@@ -395,12 +396,12 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
         return dict(folder.state()["epochs"][-1])
 
     wait_for_nodes(2)
-    # Slurm sends this signal before a time limit. The node leaves without lost steps and comes
-    # back.
+    # Slurm sends this signal before a time limit. The node leaves without losing steps, and returns
+    # later.
     lab.output("scancel", "--batch", "--signal=USR1", f"{job}_1")
     assert wait_for_nodes(1)["lost_steps"] == 0
     wait_for_nodes(2)
-    # The manager's node fails without notice. Slurm restarts its agent once the node is up.
+    # The manager's node fails without notice. Slurm restarts the agent as soon as the node is up.
     lab.poweroff("n3")
     try:
         wait_for_nodes(1)
@@ -427,7 +428,8 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     assert re.match(rf"error: job {job} \(\w+\) belongs to nobody, not \w+, and ", done.stderr)
     assert len(done.stderr.splitlines()) == 1
     lab.output("scancel", job)
-    # A folder for the next job ID exists already, for example from an earlier cluster.
+    # A folder for the next job ID already exists, for example because an earlier cluster used this
+    # ID.
     folder = conf.parent / "logs" / str(int(job) + 1)
     folder.mkdir(parents=True)
     assert submit(lab, conf) == int(job) + 1
@@ -449,7 +451,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
         assert "error: MASTER_ADDR=n3 is 127.0.1.1 on n4, which other nodes cannot reach" in text
     finally:
         lab.run(["umount", "/etc/hosts"], on="n4")
-    # Drop the packets from the first node's rendezvous port.
+    # Drop the packets that come from the first node's rendezvous port.
     rule = "rule {} ipproto tcp sport 25999 blackhole"
     assert lab.run(["ip", *rule.format("add").split()], on="n3").returncode == 0
     try:

@@ -1,4 +1,4 @@
-"""Tests a job whose manager reaches another machine over ssh, with a real sshd in the Slurm lab."""
+"""Tests a job whose manager connects to another machine over ssh, in the Slurm lab."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def reached(lab: Lab, tmp_path: Path) -> Iterator[Path]:
-    """Returns a folder with an ssh program that reaches n2, where an sshd runs during the test."""
+    """Yields a folder with an ssh program that connects to n2, where sshd runs during the test."""
     client_settings = f"StrictHostKeyChecking yes\nUserKnownHostsFile {tmp_path}/known_hosts\n"
     programs, server = sshd.prepare(tmp_path, "", client_settings)
     (tmp_path / "known_hosts").write_text(f"n2 {(tmp_path / 'host_key.pub').read_text()}")
-    Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for this path
+    # sshd requires this folder and has no option for its path.
+    Path("/run/sshd").mkdir(exist_ok=True)
     done = lab.run(server, on="n2")
     assert done.returncode == 0, done.stderr
     yield programs
@@ -63,7 +64,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
     ]
 
     def nodes() -> list[str]:
-        """Returns the nodes of the layout that is training; empty before its first step."""
+        """Returns the nodes that are training; the list is empty before their first step."""
         state = job.state()
         last = (state.get("epochs") or [{"nodes": [], "resumed_iteration": 0}])[-1]
         is_training = state.get("iteration", 0) > last["resumed_iteration"] + 1
@@ -75,7 +76,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
         wait_for(lambda: nodes() == ["n1", "n2"], log.read_text)
         assert "machine n9 is left out: ssh: Could not resolve hostname n9" in log.read_text()
         here = [process for process in lab.processes("n2") if "python" in process.name()]
-        # Skip the hang detector, which does not inherit the environment.
+        # Skip the hang detector, because it does not inherit the environment.
         far = [
             process.environ() for process in here if "hang_watch.py" not in str(process.cmdline())
         ]

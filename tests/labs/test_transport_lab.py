@@ -1,4 +1,4 @@
-"""Tests the transports between small machines with software RDMA, using real verbs."""
+"""Tests the transports between nodes of the RDMA lab, which have real verbs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .test_rdma_lab import rdma_lab_or_skip
 pytestmark = [
     pytest.mark.rdma_lab,
     pytest.mark.slow,
-    pytest.mark.timeout(1800),  # the first test may have to compile the kernel
+    pytest.mark.timeout(1800),  # The first test may have to compile the kernel.
 ]
 
 ROOT = Path(__file__).absolute().parents[2]
@@ -49,12 +49,12 @@ lab = pytest.fixture(scope="module", autouse=True)(rdma_lab_or_skip)
 
 @pytest.fixture(scope="module")
 def programs() -> CppTests:
-    """Returns the C++ tests, built with real verbs."""
+    """Returns an object that builds the C++ tests with real verbs."""
     return build_with_verbs("cpp-tests-verbs")
 
 
 def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
-    """Returns the C++ tests, built with real verbs; skips the test if they cannot be built."""
+    """Returns an object that builds C++ tests in ``folder``, or skips the test without verbs."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("needs a C++ compiler and libibverbs-dev")
@@ -63,7 +63,7 @@ def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
 
 
 def on_nodes(script: str, *, nodes: int, timeout_s: float, **more: str) -> Result:
-    """Runs a shell script on all nodes; ``$PYTHON`` is this interpreter."""
+    """Runs the shell script ``script`` on all nodes; ``$PYTHON`` is this interpreter."""
     return run(
         ["sh", "-ec", script],
         nodes=nodes,
@@ -95,20 +95,22 @@ SANITIZED_TESTS = (
     ("channel_test", "returns (rdma)", "1"),
     ("channel_test", "reserve (rdma)", "1"),
 )
-"""Program, its argument, and the nodes that run it; few tests, because the nodes are slow."""
+"""Each test consists of a program, its argument, and the nodes that run it. There are few tests,
+because the nodes are slow.
+"""
 
 
 @pytest.mark.sanitizer
 def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
-    """Checks that C++ programs over real verbs pass the address, UB and thread sanitizers."""
+    """Checks that C++ programs with real verbs pass the address, UB and thread sanitizers."""
     if reason := rdma_lab.qemu.why_not():
         pytest.skip(reason)
     lines, expected, port = [], {"0": 0, "1": 0}, 21000
     for name, flags in SANITIZERS.items():
         programs = build_with_verbs(f"cpp-tests-verbs-{name}", flags)
         for program, only, nodes in SANITIZED_TESTS:
-            # Each program uses different ports, because the previous program's ports are not free
-            # immediately.
+            # Each program uses different ports, because the ports of the previous program are not
+            # free immediately.
             port += 100
             command = shlex.join([str(programs.build(program)), only])
             lines.append(f"case {nodes} in *$RANK*) LAB_FIRST_PORT={port} {command};; esac")
@@ -129,7 +131,7 @@ def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
 
 @pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_fault_test"])
 def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
-    """Checks transfers, lost peers, lost packets, a cut link, and violations of the protocol."""
+    """Checks transfers, lost peers and packets, a cut link, and violations of the protocol."""
     result = run([str(programs.build(name))], timeout_s=600.0)
     assert result.status == 0, result.text
     for said in result.output:
@@ -148,7 +150,7 @@ def test_killed_ranks_leave_nothing_and_are_missed() -> None:
 
 
 def test_a_peer_written_from_the_description_alone(programs: CppTests) -> None:
-    """Checks that the peer sends all data back with the same types and shapes."""
+    """Checks that a peer written from the documentation alone sends back the same tensors."""
     script = f"""
         if [ $RANK = 0 ]; then
             {programs.build("rdma_echo_test")} 21001 8 8192

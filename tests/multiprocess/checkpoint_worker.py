@@ -1,12 +1,13 @@
-"""Saves and loads checkpoints in many shapes, as the ranks of a job that tests start.
+"""Saves and loads checkpoints in jobs of many shapes; tests start this program as ranks.
 
 Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that detects an error raises an exception,
-and the test prints the rank's output. The same processes run all shapes, because starting processes
-takes seconds.
+and the test prints the rank's output. A shape consists of the parallel sizes and the partition. The
+same processes run all shapes, because starting processes takes seconds.
 
 The initial value of a weight depends only on its position in the model, and its synthetic gradient
-only on its value. Therefore, steps are bitwise identical in every shape. A state that was loaded
-from another shape's checkpoint can be compared with the state of a run that always had this shape.
+depends only on its value. Therefore, steps are bitwise identical in every shape. A state that was
+loaded from a checkpoint of another shape can be compared with the state of a run that always had
+this shape.
 """
 
 from __future__ import annotations
@@ -72,19 +73,19 @@ BASE = {
 
 
 def settings(flags: Flags) -> TrainerConfig:
-    """Parses the flags of the small model, overridden by ``flags``."""
+    """Parses the flags of the small model; ``flags`` overrides them."""
     argv = [word for flag in (BASE | flags).items() for word in flag if word is not None]
     return parse(argv, world_size=Environment.read().world_size)
 
 
 class Jobs:
-    """Holds this process's job, and rejoins the job whenever the mesh changes."""
+    """Holds this process's job, and rejoins it whenever the process groups must change."""
 
     def __init__(self) -> None:
         self._job: TrainingJob | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Returns the job, with the mesh of ``config``."""
+        """Returns the job with ``config``, after leaving the previous job if its groups differ."""
         if self._job is not None and _mesh(self._job.config) != _mesh(config):
             self.leave()
         if self._job is None:
@@ -96,8 +97,9 @@ class Jobs:
         return self._job
 
     def leave(self) -> None:
-        """Leaves the job and agrees on a new port, because the launcher's store knows the old
-        groups.
+        """Leaves the job, destroys its process groups, and agrees on a new port.
+
+        The launcher's store knows the old groups, so the next job needs another port.
 
         Process groups that are not destroyed keep dozens of threads.
         """
@@ -116,12 +118,12 @@ class Jobs:
 
 
 def _mesh(config: TrainerConfig) -> tuple[object, ...]:
-    """Returns the settings that determine the process groups."""
+    """Returns the settings in ``config`` that determine the process groups."""
     return config.parallel, config.placement_kind
 
 
 class Training:
-    """Holds a model, an optimizer and a scheduler in one shape, and their checkpoints."""
+    """Holds a model, optimizer and scheduler in one shape, with their checkpoints."""
 
     def __init__(self, jobs: Jobs, flags: Flags) -> None:
         self.config = settings(flags)
@@ -142,11 +144,11 @@ class Training:
         self.checkpoints = Checkpoints(run, self.local, self.config)
 
     def resume(self) -> Progress | None:
-        """Loads a checkpoint in the same way as the trainer."""
+        """Loads a checkpoint in the same way as the trainer, and returns its progress."""
         return self.checkpoints.load()
 
     def step(self, count: int = 1) -> None:
-        """Takes optimizer steps with gradients that depend only on the weights."""
+        """Takes ``count`` optimizer steps with gradients that depend only on the weights."""
         for _ in range(count):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -156,8 +158,7 @@ class Training:
             self.scheduler.step(self.config.batch.global_batch_size)
 
     def learn(self, first: int, last: int) -> list[float]:
-        """Trains on synthetic tokens from iteration ``first`` until before ``last``, in one
-        process.
+        """Trains on synthetic tokens from iteration ``first`` to ``last - 1`` in one process.
 
         Returns:
             Loss of each iteration. Dropout uses the current state of the random number generators.
@@ -180,7 +181,7 @@ class Training:
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns the part of the training state that this rank holds."""
+        """Returns the tensors of the training state that this rank holds, by name."""
         tensors_by_name = {}
         leaf = self.optimizer.chained_optimizers[0]
         inner = leaf.optimizer
@@ -196,7 +197,7 @@ class Training:
         for number, group in enumerate(inner.param_groups):
             for name in ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult"):
                 tensors_by_name[f"group {number} {name}"] = torch.tensor(float(group[name]))
-            if leaf.config.use_distributed_optimizer:  # states of parameter shards
+            if leaf.config.use_distributed_optimizer:  # These are the states of parameter shards.
                 for position, held in enumerate(group["params"]):
                     for name, value in inner.state[held].items():
                         tensors_by_name[f"group {number} {position} {name}"] = (
@@ -208,7 +209,7 @@ class Training:
 
 
 def _real(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns a copy without the rows that pad the vocabulary."""
+    """Returns a copy of ``value`` without the rows that pad the vocabulary."""
     value = value.detach().clone()
     if value.dim() == 2 and ("word_embeddings" in name or "output_layer" in name):
         first = parallel_state.get_tensor_model_parallel_rank() * len(value)
@@ -226,7 +227,7 @@ def progress(iteration: int) -> Progress:
 
 
 def require_equal(actual: dict[str, Any], expected: dict[str, Any], subject: str) -> None:
-    """Checks that two states are bitwise equal."""
+    """Checks that the states ``actual`` and ``expected`` are bitwise equal."""
     if actual.keys() != expected.keys():
         raise SystemExit(
             f"{subject}: only one state has {sorted(actual.keys() ^ expected.keys())[:6]}"
@@ -254,11 +255,11 @@ def saving(folder: Path) -> Flags:
 def reshape(
     jobs: Jobs, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
 ) -> None:
-    """Loads each source's checkpoint into each target, and checks that steps remain identical."""
+    """Loads a checkpoint of each source into each target, and checks that steps are identical."""
     for number, source in enumerate(sources):
         run = Training(jobs, common | source | saving(folder / f"{number}"))
         run.step()
-        run.checkpoints.save(progress(1))  # the next checkpoint is written the same way
+        run.checkpoints.save(progress(1))  # The next checkpoint is written in the same way.
         run.step()
         run.checkpoints.save(progress(2), behind=True)
         run.checkpoints.saver.finish()
@@ -279,12 +280,13 @@ def reshape(
 
 
 def scenario_reshape(jobs: Jobs, folder: Path) -> None:
-    """Checks models and optimizers with many meshes, chunks, and uneven or empty partitions."""
+    """Checks models and optimizers in many shapes, including uneven and empty partitions."""
     empty = shape(1, 4, partition="0-3-1-0")
-    hollow = shape(1, 4, partition="0-4-0-0")  # one rank has no parameters
+    hollow = shape(1, 4, partition="0-4-0-0")  # One rank has no parameters.
     chunked = shape(1, 2, 2, partition="1-0-2-1", pipeline_placement="loop")
     spread = shape(2, 1, ckpt_fully_parallel_load=None)
-    # One rank has the first and the last stage, and therefore both copies of a tied embedding.
+    # One rank has the first and the last stage, and therefore holds both copies of a tied
+    # embedding.
     turned = shape(1, 2, 2, partition="1-2-1-0", pipeline_placement="v")
     copies = shape(1, 1)
     both = shape(2, 2)
@@ -301,8 +303,8 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
     fp16: Flags = {"--fp16": None, "--initial-loss-scale": "65536"}
     split: Flags = {
         "--use-distributed-optimizer": None,
-        # Every mesh must have the same number of rows, because the rows in a shard of the optimizer
-        # state have no names.
+        # Every shape must have the same number of rows, because the rows in a shard of the
+        # optimizer state have no names.
         "--make-vocab-size-divisible-by": "64",
     }
     together: Flags = {"--ckpt-fully-parallel-load": None}
@@ -319,7 +321,7 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
 
 
 def refused(save: Callable[[], object]) -> str:
-    """Returns the text of the error that ``save`` must raise."""
+    """Returns the text of the CheckpointError that ``save`` must raise."""
     try:
         save()
     except CheckpointError as error:
@@ -329,7 +331,7 @@ def refused(save: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
-    """Limits the size of files that this rank can write if ``here``, to simulate a full disk."""
+    """Limits the size of files that this rank can write, to simulate a full disk, if ``here``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
@@ -338,7 +340,7 @@ def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
 
 
 def scenario_failures(jobs: Jobs, folder: Path) -> None:
-    """Checks that a write failure on one rank fails on all ranks and leaves no files behind."""
+    """Checks that a failing write makes the save fail on all ranks and leaves no files behind."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     rank = dist.get_rank()
     run.step(2)
@@ -355,14 +357,15 @@ def scenario_failures(jobs: Jobs, folder: Path) -> None:
             raise SystemExit(f"the folder contains {left} after a failed save")
         dist.barrier()
     if rank == 0:
-        (folder / ".iter_0000007.partial").mkdir()  # left by a crashed run
+        # This folder simulates a checkpoint that a crashed run has left behind.
+        (folder / ".iter_0000007.partial").mkdir()
     run.checkpoints.save(progress(2))
     if (folder / ".iter_0000007.partial").exists():
         raise SystemExit("the partial checkpoint of a crashed run was not removed")
 
 
 def scenario_killed(jobs: Jobs, folder: Path) -> None:
-    """Kills a rank while it writes a checkpoint."""
+    """Kills rank 1 while it writes a checkpoint."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     run.step(2)
     run.checkpoints.save(progress(1))
@@ -378,16 +381,15 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def with_disks(folder: Path, **flags: str | None) -> Flags:
-    """Simulates nodes with separate disks, one node per rank."""
+    """Sets a separate node name for this rank, and returns flags for disks below ``folder``."""
     os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{Environment.read().rank}"
     disks = saving(folder / "shared") | {"--save-local": str(folder / "disk")}
     return shape(1, 2, **flags) | disks | {"--load": str(folder / "shared")}
 
 
 def scenario_local(jobs: Jobs, folder: Path) -> None:
-    """Checks that checkpoints on node-local disks reach shared storage, and load from both."""
-    # Embeddings are untied, because otherwise the last stage would need the first stage's
-    # embedding.
+    """Checks that checkpoints on nodes' disks are copied, and loaded from disks and copies."""
+    # Embeddings are untied. Otherwise, the last stage would need the first stage's embedding.
     flags = with_disks(folder, keep_checkpoints="2", untie_embeddings_and_output_weights=None)
     run = Training(jobs, flags)
     for iteration in range(1, 5):
@@ -423,7 +425,7 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
 
 
 def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
-    """Kills a rank while a checkpoint is copied to shared storage."""
+    """Kills rank 1 while a checkpoint is copied to shared storage."""
     run = Training(jobs, with_disks(folder))
     run.step()
     run.checkpoints.save(progress(1))
@@ -441,7 +443,7 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def scenario_copy_resumed(jobs: Jobs, folder: Path) -> None:
-    """Resumes from the copies that ``scenario_copy_killed`` left behind."""
+    """Checks that a run resumes from the copies that ``scenario_copy_killed`` left behind."""
     flags = with_disks(folder)
     whole = len(list((folder / "disk").glob("*/*"))) == 2
     expected = 2 if whole else 1

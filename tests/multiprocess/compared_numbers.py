@@ -1,4 +1,4 @@
-"""Checks that figures reported by jobs equal those of a single process, up to rounding."""
+"""Checks that values reported by jobs equal those of a single process, up to rounding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from .equivalence_cases import Case, with_other_sums
 
-# Allowed difference of a case, divided by the difference caused by another order of summation.
+# A case may differ by this multiple of the difference that another order of summation causes.
 SPREADS = 8.0
-# Smallest allowed relative difference, which is a few float32 roundings.
+# A relative difference up to this value, a few float32 roundings, is always allowed.
 ROUNDING = 1e-6
 
 Outcome = Callable[[Case], dict[str, Any]]
@@ -19,7 +19,7 @@ Outcome = Callable[[Case], dict[str, Any]]
 
 
 def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
-    """Returns the losses that all ranks of the last stage report; they must be equal."""
+    """Returns the losses under ``key`` that all ranks of the last stage report."""
     reports = [values for values in seen[key] if values]
     assert len(reports) == case.tp * case.dp * case.cp
     assert all(report == reports[0] for report in reports)
@@ -28,7 +28,7 @@ def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[flo
 
 
 def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
-    """Returns norms of gradients or parameters, which must be equal on all ranks."""
+    """Returns the norms that the ranks report under ``key``, which must be equal on all ranks."""
     first: list[float] = seen[key][0]
     assert all(norms == pytest.approx(first, rel=1e-6, abs=0) for norms in seen[key])
     return first
@@ -39,13 +39,13 @@ Numbers = dict[str, list[float]]
 
 
 def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """Returns figures of each training step, which must equal those of a single process.
+    """Returns the values of each training step that must equal those of a single process.
 
     Args:
         case: Job to compare.
         outcome: Function that returns the results of a job.
-        further: Name of an additional loss, for example of multi-token prediction layers. Empty to
-            compare no additional loss.
+        further: Name of an additional loss, for example of multi-token prediction layers, or an
+            empty string to compare no additional loss.
     """
     seen = outcome(case)
     numbers = {"loss": losses_of(case, seen), "gradient norm": norms_of(seen)}
@@ -58,7 +58,7 @@ def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """Returns all figures that must equal those of a single process; see :func:`steps_of`."""
+    """Returns all values that must equal those of a single process; see :func:`steps_of`."""
     seen = outcome(case)
     return {
         **steps_of(case, outcome, further),
@@ -68,7 +68,7 @@ def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def differences(numbers: Numbers, expected: Numbers) -> Numbers:
-    """Returns the relative differences of all figures, for iterations that both jobs have."""
+    """Returns the relative differences between ``numbers`` and ``expected``, by name."""
     assert numbers.keys() == expected.keys()
     ratios: Numbers = {}
     for name, values in numbers.items():
@@ -78,7 +78,7 @@ def differences(numbers: Numbers, expected: Numbers) -> Numbers:
 
 
 def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """Returns the largest difference from the reference that rounding may cause, by figure."""
+    """Returns how much each value may differ from the value of ``reference`` due to rounding."""
     expected = numbers_of(reference, outcome, further)
     spreads = [
         differences(numbers_of(other, outcome, further), expected)
@@ -89,14 +89,14 @@ def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
         for name in spreads[0]
     }
     return {
-        # A later iteration starts from figures that already differ by rounding.
+        # A later iteration starts from values that already differ by rounding.
         name: [max(ROUNDING, SPREADS * max(values[: index + 1])) for index in range(len(values))]
         for name, values in largest.items()
     }
 
 
 def too_far(numbers: Numbers, expected: Numbers, limits: Numbers) -> list[str]:
-    """Returns a line for each figure whose difference from the expected value exceeds its limit."""
+    """Returns a line for each value that differs from ``expected`` by more than its limit."""
     lines = []
     for name, values in differences(numbers, expected).items():
         for step, (value, limit) in enumerate(zip(values, limits[name], strict=False), 1):
@@ -117,7 +117,7 @@ def require_same_numbers(case: Case, outcome: Outcome, further: str = "") -> Non
 
 
 def require_same_steps(cases: tuple[Case, ...], outcome: Outcome, further: str = "") -> None:
-    """Checks that jobs which resume from each other take the same steps as the first job."""
+    """Checks that ``cases`` that resume from each other take the same steps as the first case."""
     whole, *parts = cases
     numbers: Numbers = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""Defines the jobs of ``test_equivalence.py``: models, shapes, schedules and options."""
+"""Defines the jobs of ``test_equivalence.py``: models, parallel sizes, schedules and options."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .launch import SMALL_GPT, UNLIKE_LAYERS
 from .variants import OTHER_SUMS
 
 STEPS = 3
-SHORT_STEPS = 2  # for cases that test other options; validation follows
+SHORT_STEPS = 2  # Cases that test other options take this many steps, and validate afterwards.
 
 BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 3"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-# MODERN has the features in which modern models differ from GPT-2.
+# MODERN has features that modern models have, but GPT-2 does not.
 MODERN = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear"
 )
-# Documents have 20 to 80 tokens; longer documents than the sequence length are truncated.
+# Documents have 20 to 80 tokens, and are truncated if they exceed the sequence length.
 LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
 # TIED_MTP has one multi-token prediction layer with a tied embedding.
 TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
 MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
-# Since megatron-core 0.17, packing changes the losses of multi-token prediction: those of a
-# microbatch are weighted by its number of documents per token.
+# Since megatron-core 0.17, packing changes the losses of multi-token prediction, because the losses
+# of a microbatch are weighted by its number of documents per token.
 MAY_PACK_PREDICTIONS = (package_info.MAJOR, package_info.MINOR) < (0, 17)
 # Since megatron-core 0.17, grouped experts require Transformer Engine.
 GROUPED = "--moe-grouped-gemm" if (package_info.MAJOR, package_info.MINOR) < (0, 17) else ""
@@ -56,7 +56,7 @@ GEMMA = (
     "--window-attn-skip-freq ([1]*3+[0])*2 --window-rotary-base 100"
 )
 GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
-# Sequences are long enough to be sliced.
+# These sequences are long enough to be split into slices.
 LONG = f"{NO_DROPOUT} --seq-length 64 --max-position-embeddings 64"
 MODERN_LONG = f"{MODERN} {LONG}"
 # Three of four layers use sliding windows that are longer than a slice.
@@ -65,9 +65,10 @@ LATENT_LONG = DEEPSEEK_EXPERTS.replace("--mtp-num-layers 2 ", LONG.replace(NO_DR
 GEMMA_LONG = f"{GEMMA} {LONG} --calculate-per-token-loss --eod-mask-loss"
 # Three of four layers use sliding windows.
 WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
-# Each of four kinds of layers is used twice: other widths, no attention, linear attention, no MLP.
+# Four kinds of layers are used twice each: other widths, no attention, linear attention, no MLP.
 UNLIKE = f"{MODERN} {UNLIKE_LAYERS}"
-# Three of four layers have experts, with biases as in GPT-2. MODERN_EXPERTS has modern layers.
+# Three of four layers have experts, with biases as in GPT-2. MODERN_EXPERTS has experts in modern
+# layers.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
     "--moe-z-loss-coeff 0.001 --moe-ffn-hidden-size 48"
@@ -90,7 +91,8 @@ DEEP_EXPERTS = (
     f"{NO_DROPOUT} --disable-bias-linear --position-embedding-type rope --multi-latent-attention "
     "--mtp-num-layers 1 --num-experts 4 --moe-layer-freq [0]+[1]*7 --moe-aux-loss-coeff 0.01"
 )
-# Tokens above the capacity are dropped. Their number does not depend on the parallelism.
+# Tokens beyond an expert's capacity are dropped. Their number does not depend on the parallel
+# sizes.
 FULL_EXPERTS = (
     f"{EXPERTS} --moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity "
     "--calculate-per-token-loss"
@@ -131,17 +133,17 @@ RECOMPUTE = f"{RECOMPUTED} uniform --recompute-num-layers 1"
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a job to train.
+    """Job to train.
 
     Attributes:
         schedule: Name of the schedule.
         tp, pp, chunks, dp, cp: Parallel sizes, and number of chunks per rank.
         extra: Additional flags.
-        model: Flags that change the figures; the reference job has the same flags.
+        model: Flags that change the results; the reference job has the same flags.
         run: Number that distinguishes several runs of a job.
         after: Job from whose checkpoint this job continues.
         until: Last iteration; 0 to derive it from the other attributes.
-        variant: Order of summation, or an error that is planted into one process; see
+        variant: Order of summation, or an error that is added to a single process; see
             ``variants.py``.
     """
 
@@ -170,7 +172,8 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        # The documents form one microbatch, because the loss never includes padding.
+        # The documents form one microbatch in the reference, because the loss never includes
+        # padding.
         at_once = "--micro-batch-size 8" if "--variable-seq-lengths" in self.model else ""
         until = self.until if self.until > SHORT_STEPS else 0
         return Case("megatron", model=self.model, extra=at_once, until=until)
@@ -205,12 +208,12 @@ class Case:
 
 
 def same(first: Case, *others: dict[str, Any]) -> tuple[Case, ...]:
-    """Returns a case and variants of this case."""
+    """Returns ``first`` and copies of it in which the attributes in ``others`` are replaced."""
     return (first, *(dataclasses.replace(first, **other) for other in others))
 
 
 def every_shape() -> Iterator[Case]:
-    """Yields all shapes with up to four processes, under every schedule that supports the shape."""
+    """Yields all combinations of sizes with up to four processes, with each supported schedule."""
     for tp in (1, 2):
         for pp in (1, 2, 4):
             for dp in (1, 2):
@@ -225,7 +228,7 @@ def every_shape() -> Iterator[Case]:
 PLAIN = Case("megatron")
 SHAPES = tuple(every_shape())
 OPTIONS = (
-    # Some stages have no layers. They contain only the embedding, only the loss, or nothing.
+    # Some stages have no layers. They contain only the embedding, only the loss, or nothing at all.
     Case("adaptive", pp=2, extra="--partition 0-8"),
     Case("adaptive", pp=4, extra="--partition 0-5-3-0"),
     Case("1f1b", pp=4, extra="--partition 3-0-4-1"),
@@ -241,7 +244,7 @@ OPTIONS = (
     Case("1f1b", pp=2, dp=2, extra="--micro-batch-size 4"),
     Case("adaptive", pp=2, chunks=2, extra=RECOMPUTE),
     Case("adaptive", tp=2, pp=2, extra=RECOMPUTE),
-    # Gradients must be reduced across replicas at the right time.
+    # Gradients of replicas must be reduced at the right time.
     Case("adaptive", dp=2, extra="--overlap-grad-reduce"),
     Case("adaptive", dp=2, extra="--use-distributed-optimizer"),
     Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
@@ -261,7 +264,7 @@ OPTIONS = (
     Case("adaptive", tp=2, pp=2, model=MODERN),
     Case("adaptive", pp=4, model=MODERN, extra="--partition 0-5-3-0"),
 )
-# ORDERS covers every other schedule, with whole and with split backward passes.
+# ORDERS covers all other schedules, with whole and with split backward passes.
 WHOLE = "--split-backward False"
 ORDERS = (
     Case("gpipe", pp=2),
@@ -295,8 +298,8 @@ FREE = tuple(
     )
     for file in ORIGINS
 )
-# SHAPES use shared memory, the default transport. With few small slots, receivers copy messages,
-# and messages are split.
+# The cases in SHAPES use shared memory, the default transport. If there are few small slots,
+# receivers copy messages, and long messages are split.
 FEW = "--micro-batch-size 2 --transport-slot-bytes 4096 --transport-slots 2"
 TRANSPORTED = tuple(
     dataclasses.replace(case, extra=f"--transport {kind} {case.extra}".strip())
@@ -311,8 +314,8 @@ TRANSPORTED = tuple(
     )
     if kind != "shm" or case.extra
 )
-# The first rank has the first and the last stage. With three chunks, the last rank has the last
-# stage.
+# The first rank has the first and the last stage. With three chunks, the last stage is on the last
+# rank.
 PLACED = (
     Case("adaptive", pp=2, chunks=2, extra=V),
     Case("adaptive", pp=2, chunks=2, extra=V, model=MODERN),
@@ -401,7 +404,7 @@ BY_KERNELS = (
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
 )
 SLICES, TOKENS = "--sequence-slices", "--slice-tokens"
-# Sequences are split into slices, with every policy and fixed order that supports slices.
+# Sequences are split into slices under every policy and fixed order that supports slices.
 SLICED = (
     Case("adaptive", model=LONG, extra=f"{SLICES} 4"),
     Case("adaptive", model=WINDOWS_LONG, extra=f"{SLICES} 3 --split-backward True"),
@@ -425,8 +428,8 @@ SLICED = (
     Case("adaptive", dp=2, model=LATENT_LONG, extra=f"{TOKENS} 16 {SPREAD} {EXCHANGE}"),
     Case("seq-1f1b", pp=2, model=GEMMA_LENGTHS, extra=f"{TOKENS} 16"),
     Case("adaptive", pp=2, dp=2, model=LENGTHS, extra=f"{SLICES} 2 --micro-batch-size 2"),
-    # These orders are made before the step. With experts, the documents of a row must be counted
-    # separately.
+    # These orders are determined before the step. With experts, the documents of a row must be
+    # counted separately.
     Case("hinted", pp=2, chunks=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 24 {V}"),
     Case("hinted", pp=2, model=MODERN_LENGTHS, extra=f"{SLICES} 3 {PACK}"),
     Case("hinted", pp=2, model=EXPERT_LENGTHS, extra=f"{TOKENS} 24"),
@@ -481,7 +484,8 @@ WITH_EXPERTS = tuple(
         ),
     )
 )
-# All schedules, with whole and split backward passes, must give the same sums as megatron-core's.
+# All schedules, with whole and split backward passes, must give the same sums as megatron-core's
+# schedule.
 SAME_SUMS = (
     *(
         same(
@@ -504,8 +508,8 @@ SAME_SUMS = (
         {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
     ),
 )
-# A single run has experts on two ranks, then all experts on each of two stages, then again on two
-# ranks.
+# The experts of this run are first on two ranks, then all on each of two stages, and then on two
+# ranks again.
 SPREAD_ANEW = (
     Case(
         *("adaptive", 1, 1, 1, 2, f"{SPREAD} --use-distributed-optimizer"),
@@ -525,15 +529,15 @@ SPREAD_ANEW += (
     ),
 )
 SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
-# A single run stops with a V, resumes with one stage per rank and another partition, and then with
-# a V.
+# This run first uses a V. It resumes with one stage per rank and another partition, and then
+# resumes with a V.
 _BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
 _MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
 RESUMED = (
     *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
     dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
 )
-# A single run has four slices, then three slices, then whole microbatches.
+# This run first uses four slices, then three slices, and then whole microbatches.
 _FOUR = Case("adaptive", pp=2, model=LONG, extra=f"{SLICES} 4", until=1)
 _THREE = dataclasses.replace(_FOUR, extra=f"{SLICES} 3", until=2, after=_FOUR)
 SLICED_ANEW = (
@@ -553,7 +557,7 @@ HALF = (
         *("1f1b", 1, 2, 1, 2, f"--bf16 {GROUPED} {SPREAD} {GATHER} {STATE}"), model=MODERN_EXPERTS
     ),
 )
-# Jobs of one shape must have bitwise equal losses and norms.
+# Jobs with the same parallel sizes must have bitwise equal losses and norms.
 DROPPING = Case("adaptive", model=DROPOUT)
 SAME_LOSSES = (
     same(
@@ -570,13 +574,13 @@ SAME_LOSSES = (
 )
 
 
-# A norm is rounded differently if layers are on other ranks, so do not clip by the norm.
+# A norm is rounded differently if layers are on other ranks, so gradients are not clipped by the
+# norm.
 UNCLIPPED = "--clip-grad 0"
 
 
 def every_cut() -> Iterator[tuple[Case, Case]]:
-    """Yields pairs of jobs with dropout: one with a single stage, and the same job with more
-    stages.
+    """Yields pairs of jobs with dropout: a job with one stage, and a job to compare with it.
 
     Embeddings are untied, because the gradients of a single matrix are summed in another order than
     the gradients of two copies.
@@ -605,9 +609,9 @@ def every_cut() -> Iterator[tuple[Case, Case]]:
 
 
 def every_placement() -> tuple[Case, ...]:
-    """Returns jobs with dropout as a loop, as a V, as a V again, and with a changing placement.
+    """Returns jobs with dropout: a loop, a V, the same V again, and a run that changes placement.
 
-    The last three jobs form one run: a V, then a loop with another partition, then a V.
+    The last three jobs form this run: a V, then a loop with another partition, and then a V.
     """
     vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} {UNCLIPPED}", until=STEPS)
     loop = dataclasses.replace(vee, extra=f"{LOOP} {UNCLIPPED}")
@@ -619,7 +623,7 @@ def every_placement() -> tuple[Case, ...]:
     return loop, vee, dataclasses.replace(vee, run=2), begun, moved, back
 
 
-# COMPARED has every job whose figures must equal those of a single process, up to rounding.
+# COMPARED contains every job whose values must equal those of a single process, up to rounding.
 COMPARED = (
     *(*ORDERS, *TRANSPORTED, *SHAPES, *OPTIONS, *PLACED, *DEALT),
     *(*DIFFERENT_LENGTHS, *TODAY, *WITH_EXPERTS, *FREE, *BY_KERNELS, *SLICED),
@@ -627,5 +631,5 @@ COMPARED = (
 
 
 def with_other_sums(case: Case) -> tuple[Case, ...]:
-    """Returns the same job with each alternative order of summation."""
+    """Returns copies of ``case``, one for each alternative order of summation."""
     return tuple(dataclasses.replace(case, variant=variant) for variant in OTHER_SUMS)

@@ -19,10 +19,10 @@ from typing import Any
 
 
 def shorten_mock_data() -> None:
-    """Reduces megatron-core's mock data to a tenth, if imported, which saves a second per rank.
+    """Reduces megatron-core's mock data to a tenth, which saves a second per rank.
 
-    The full data set has 13 million samples of 16 tokens, which are shuffled. If
-    ``TESTS_ALL_MOCK_DATA`` is set, all samples are kept.
+    Nothing happens if the mock data set is not imported. The full data set has 13 million samples
+    of 16 tokens, which are shuffled. If ``TESTS_ALL_MOCK_DATA`` is set, all samples are kept.
     """
     if (module := sys.modules.get("megatron.core.datasets.gpt_dataset")) is not None:
         module.MockGPTLowLevelDataset.size = (
@@ -31,16 +31,17 @@ def shorten_mock_data() -> None:
 
 
 def share_gloo_device() -> None:
-    """Makes all gloo groups of this process share one device, and therefore one thread.
+    """Makes all gloo groups of this process share one device, and thus one thread.
 
-    Otherwise each group has its own thread, which wakes up a hundred times per second. A dozen
+    Otherwise, each group has a separate thread that wakes up a hundred times per second. A dozen
     groups use 1% of a processor per rank.
     """
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     made, devices = ProcessGroupGloo.__init__, list[Any]()
     if made.__name__ == "connect":
-        return  # the server that forked this process is itself a fork
+        # The server that forked this process is itself a fork, and has already replaced the method.
+        return
 
     def connect(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -58,13 +59,13 @@ def share_gloo_device() -> None:
 
 
 def add_python_path() -> None:
-    """Adds the folders of ``PYTHONPATH`` that the parent process did not have."""
+    """Adds the folders in ``PYTHONPATH`` to the import path unless they are already in it."""
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
 
 
 def main() -> None:
-    """Runs the program as ``__main__`` in this process."""
+    """Redirects the output, and runs the program as ``__main__`` in this process."""
     settings = json.loads(sys.argv[1])
     command = sys.argv[2:]
     for number, name in ((1, "output"), (2, "error")):
@@ -80,7 +81,7 @@ def main() -> None:
         os.chdir(folder)
     shorten_mock_data()
     share_gloo_device()
-    # Restore the default signal handler and the signal mask of a new process.
+    # Restore the signal handler and the signal mask that a new process has.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     add_python_path()

@@ -1,7 +1,7 @@
-"""Provides orders of actions that no schedule generates, as files for ``--schedule-file``.
+"""Generates orders of actions that no schedule has, and writes them for ``--schedule-file``.
 
-Each order is a schedule of this project in which neighboring actions were swapped at random, as
-long as the schedule remained valid.
+Each order is a schedule of this project in which neighboring actions were swapped at random while
+the schedule remained valid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ORIGINS = {
     "loop.csv": "breadth-first",
     "v.csv": "v-half",
 }
-"""Schedule from which each file is made, with two ranks and two chunks per rank."""
+"""Each file is made from this schedule, with two ranks and two chunks per rank."""
 
 
 def free_order(file: str) -> Schedule:
-    """Returns the schedule for a file name."""
+    """Returns the schedule to write to ``file``."""
     origin = ORIGINS[file]
     schedule = make_schedule(origin, placement_for(origin, 2, 2), MICROBATCHES)
     chance = random.Random(file)
@@ -48,7 +48,7 @@ def free_order(file: str) -> Schedule:
 
 
 def write_files(folder: Path) -> None:
-    """Writes all schedule files to a folder."""
+    """Writes all schedule files to ``folder``."""
     for file in ORIGINS:
         if file.endswith(".json"):
             save(free_order(file), folder / file)
@@ -57,7 +57,7 @@ def write_files(folder: Path) -> None:
 
 
 def as_csv(schedule: Schedule) -> str:
-    """Returns a schedule in the CSV format of torch.distributed.pipelining."""
+    """Returns ``schedule`` in the CSV format of torch.distributed.pipelining."""
     kinds = {"F": "F", "B": "I" if schedule.weight_pieces else "B", "W": "W"}
     rows = [
         ",".join(

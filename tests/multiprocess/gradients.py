@@ -1,9 +1,9 @@
-"""Provides gradient norms per layer, alternative orders of summation, and planted errors.
+"""Computes gradient norms per layer, uses other orders of summation, and adds errors on purpose.
 
-Programs that compute the same values in different orders differ by rounding, and the difference
-depends on the processor. Tests therefore measure it: one process trains the same model again, with
-every sum computed in another order (:func:`other_sums`). Tests must still detect an error that is
-planted into one process (:func:`plant`).
+Two programs that compute the same values in different orders differ by rounding, and the difference
+depends on the processor. Therefore, tests measure this difference: one process trains the same
+model again, with every sum computed in another order (:func:`other_sums`). Tests must still detect
+an error that is added on purpose to one process (:func:`plant`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from tests.multiprocess.variants import MISSING_SHARE, OTHER_SUMS, SCALED_LAYER
 
 
 def layer_norms(run: Run) -> dict[str, float]:
-    """Returns the norm of each layer's gradients, by global name. All ranks must call this
-    function.
+    """Returns the gradient norm of each layer of ``run``, by global name of the layer.
 
-    Parameters outside of layers, such as the embedding, are listed by their own names. Call this
-    function when the gradients are complete, before the optimizer uses them.
+    All ranks must call this function.
+
+    Parameters outside of layers, such as the embedding, are listed by their names. Call this
+    function when the gradients are complete, but before the optimizer uses them.
     """
     _complete_gradients(run)
     scale = float(run.optimizer.get_loss_scale())
@@ -50,7 +51,7 @@ def layer_norms(run: Run) -> dict[str, float]:
 
 
 def _complete_gradients(run: Run) -> None:
-    """Gathers all gradients on each replica if a distributed optimizer shards them."""
+    """Gathers the gradients of ``run`` on each replica if a distributed optimizer shards them."""
     for chunk in run.chunks:
         if not chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
             continue
@@ -63,7 +64,7 @@ def _complete_gradients(run: Run) -> None:
 
 
 def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
-    """Returns the global name of each parameter's layer, by name of the parameter."""
+    """Returns the global name of the layer to which each parameter of ``chunk`` belongs."""
     names: dict[str, str] = {}
     # Prediction layers come last, because each of them contains a transformer layer.
     for kind, name in (
@@ -81,8 +82,7 @@ def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int)
     """Multiplies matrices in two parts, and adds the first part of the terms last.
 
     Args:
-        product: Operator overload that writes to ``out``, which :func:`other_sums` does not
-            replace.
+        product: Operator overload that writes to ``out``; :func:`other_sums` does not replace it.
         left: Left matrix or batch of matrices.
         right: Right matrix or batch of matrices.
         divisor: Number of all terms, divided by the number of terms in the first part.
@@ -102,7 +102,7 @@ def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int)
 
 
 class _OtherProducts:
-    """Multiplies matrices in two parts; each method replaces the operator of the same name.
+    """Multiplies matrices in two parts; each method replaces the operator with the same name.
 
     Args:
         divisor: Number of all terms, divided by the number of terms in the first part.
@@ -147,10 +147,10 @@ class _OtherProducts:
 
 @contextlib.contextmanager
 def other_sums(variant: str) -> Iterator[None]:
-    """Computes sums in another order within the ``with`` block, if the variant is such an order.
+    """Computes sums in another order within the ``with`` block if ``variant`` is such an order.
 
     Only matrix multiplications are replaced. A ``TorchDispatchMode`` would intercept every
-    operator, which would make training more than twice as slow.
+    operator, and training would take more than twice as long.
     """
     if variant not in OTHER_SUMS:
         yield
@@ -166,11 +166,11 @@ def other_sums(variant: str) -> Iterator[None]:
 
 
 def plant(run: Run, variant: str) -> None:
-    """Plants an error into all steps of a single-process run.
+    """Adds an error on purpose to all steps of a single-process run.
 
     Args:
         run: Run that has not taken a step yet.
-        variant: Error to plant, an item of ``variants.PLANTED``.
+        variant: Error to add, an item of ``variants.PLANTED``.
     """
     if variant == SCALED_LAYER:
         layers = [m for m in run.chunks[0].modules() if isinstance(m, TransformerLayer)]

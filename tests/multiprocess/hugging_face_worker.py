@@ -1,11 +1,11 @@
-"""Loads Hugging Face models in many shapes, and compares their logits and gradients.
+"""Loads Hugging Face models in jobs of many shapes, and compares logits and gradients.
 
-Usage: ``hugging_face_worker.py FOLDER``, as ranks of a job. ``cases.json`` in this folder lists
-models and flags. If the file does not exist, a test writes one case after another to ``0.json``,
-``1.json``, ... The folder of each model contains ``expected.safetensors`` with the logits of
-``tokens``, and the gradients of their mean loss by name. The program prints the errors of the
-logits, and of the gradients of a step under the run's schedule, relative to the largest expected
-value.
+Usage: ``hugging_face_worker.py FOLDER``, as ranks of a job. The file ``cases.json`` in this folder
+lists models and flags. If the file does not exist, a test writes one case after another to
+``0.json``, ``1.json``, ... The folder of each model contains ``expected.safetensors`` with the
+logits of ``tokens``, and with the gradients of their mean loss by name. The program prints the
+errors of the logits, and the errors of the gradients of a step under the run's schedule. Errors are
+relative to the largest expected value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worker import Meshes, connect  # isort: skip  # it installs what a machine without GPU lacks
+# This import installs modules that a machine without a GPU lacks.
+from worker import Meshes, connect  # isort: skip
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ BASE += " --hidden-dropout 0 --global-batch-size 4 --clip-grad 0"
 
 
 class Loaded:
-    """Holds a model in one shape, with the weights that its flags specify."""
+    """Holds a model in one shape, with the weights that ``flags`` specifies."""
 
     def __init__(self, meshes: Meshes, flags: list[str], length: int) -> None:
         world = Environment.read().world_size
@@ -54,12 +55,12 @@ class Loaded:
         self.run = build_run(self.job)
         for chunk in self.run.chunks:
             for parameter in chunk.parameters():
-                parameter.data.fill_(torch.nan)  # ensures that every weight is loaded
+                parameter.data.fill_(torch.nan)  # Weights that are not loaded stay NaN.
         Checkpoints(self.run).load()
         self.predicted: torch.Tensor | None = None
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Runs the stages one after another, and returns the logits on the rank of the last stage.
+        """Runs all stages on ``tokens``, and returns the logits on the rank of the last stage.
 
         Logits of a multi-token prediction layer are stored in ``predicted``.
         """
@@ -90,7 +91,7 @@ class Loaded:
         return gather_from_tensor_model_parallel_region(hidden)
 
     def _both_logits(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Runs a model that returns only losses, and gets both logits from its output layer."""
+        """Runs ``model``, which returns only losses; returns the logits from its output layer."""
         outputs: list[torch.Tensor] = []
         layer = unwrap_model(model).output_layer
         hook = layer.register_forward_hook(
@@ -108,7 +109,7 @@ class Loaded:
         return length, len(tokens), self.config.model.hidden_size
 
     def gradients(self, tokens: torch.Tensor) -> list[Shards]:
-        """Takes a step, and returns the gradients of each rank."""
+        """Takes a step with ``tokens``, and returns the gradients of each rank."""
         batch, kept = microbatches(tokens[:, None]), list[Shards]()
         Step(self.run).train(batch, len(batch), 1, lambda: kept.append(self._shards()))
         gathered: list[Shards] = self.job.gather(kept[0])
@@ -119,7 +120,7 @@ class Loaded:
 
 
 def cases(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the cases in ``cases.json``, or the cases that a test writes one by one."""
+    """Yields the cases in ``cases.json``, or the cases that a test writes to numbered files."""
     if (folder / "cases.json").exists():
         yield from json.loads((folder / "cases.json").read_text())
         return
@@ -131,7 +132,7 @@ def cases(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def compare(meshes: Meshes, folder: Path, case: dict[str, Any]) -> None:
-    """Loads a model in one shape, and prints its errors."""
+    """Loads the model of ``case`` in one shape, and prints the errors of logits and gradients."""
     model = folder / case["model"]
     expected = load_file(model / "expected.safetensors")
     tokens, logits = expected.pop("tokens"), expected.pop("logits")

@@ -1,8 +1,8 @@
-"""Runs programs as ranks on this machine, with a timeout that leaves no process behind.
+"""Runs programs as ranks on this machine, with a timeout after which all processes are killed.
 
-Each process that runs tests has one fork server, which is the program that also runs on a job's
-nodes. Ranks are forked from it, because importing torch and megatron-core takes longer than most
-programs. Tests of the launcher, or of the imports in a user's process, start new processes instead.
+Each process that runs tests has one fork server, the same program that runs on the nodes of a job.
+Ranks are forked from it, because importing torch and megatron-core takes longer than most programs.
+Tests of the launcher, or of the imports in a user's process, start new processes instead.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ TRANSFORMERS = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.llava.modeling_llava",
 )
-"""Modules that programs with ``transformers`` models import, which takes seconds of CPU time."""
+"""Modules that programs with ``transformers`` models import; importing them takes seconds."""
 
 
 class Forkserver:
-    """Runs a process that has imported the modules that ranks need, and forks programs from it.
+    """Runs a process that has imported the modules of ranks, and forks programs from it.
 
     This class is not thread-safe.
 
     Args:
         python_path: Folders that precede the environment's import path.
-        program: Command of the server; needed if ranks need other imports than a node's ranks.
+        program: Command of the server; required if ranks need other imports than the ranks of a
+            node.
         variables: Additional environment variables of the server.
     """
 
@@ -70,7 +71,7 @@ class Forkserver:
         self._orders, server_end = socket.socketpair()
         self._log = self._folder / "log.txt"
         if python_path == str(ROOT) and SOCKET in os.environ:
-            # If this process runs inside a test of another process, the other process's server also
+            # If this process runs inside a test of another process, the server of that process also
             # forks this server.
             python_path = f"{NODES}:{ROOT}"
         with server_end, self._log.open("w") as log:
@@ -86,7 +87,8 @@ class Forkserver:
         self._keys = itertools.count()
         self._ended: dict[str, int] = {}
         self._pids: dict[str, int] = {}
-        self._nodes: dict[tuple[str, ...], tuple[str, Path]] = {}  # key and socket path, by modules
+        # Values are the key and the path of the socket, by imported modules.
+        self._nodes: dict[tuple[str, ...], tuple[str, Path]] = {}
         atexit.register(self.close)
 
     @property
@@ -96,7 +98,7 @@ class Forkserver:
     def start(
         self, command: Sequence[str], *, output: Path, error: Path, variables: dict[str, str]
     ) -> str:
-        """Forks a program, and returns its key.
+        """Forks a program, and returns the key that identifies it on this server.
 
         Args:
             command: Script and its arguments, or ``-m``, a module and its arguments.
@@ -121,8 +123,7 @@ class Forkserver:
         return key
 
     def nodes(self, modules: Sequence[str] = ()) -> tuple[psutil.Process, dict[str, str]]:
-        """Returns the parent of the nodes' fork servers, and the environment variables that select
-        it.
+        """Returns the parent of the nodes' fork servers, and the variables that select it.
 
         The mechanism is described in ``forked_nodes/sitecustomize.py``.
 
@@ -144,9 +145,7 @@ class Forkserver:
         return psutil.Process(self._pids[key]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
-        """Waits until all programs have exited or one program has failed, and returns their exit
-        statuses.
-        """
+        """Waits until all programs have exited or one has failed; returns statuses by key."""
         end_s = time.monotonic() + limit_s
         while True:
             ended = {key: self._ended[key] for key in keys if key in self._ended}
@@ -154,7 +153,7 @@ class Forkserver:
                 return ended
 
     def kill(self, keys: Sequence[str]) -> None:
-        """Terminates programs that are still running, and all their descendants."""
+        """Terminates the programs ``keys`` that are still running, and all their descendants."""
         left = [key for key in keys if key not in self._ended]
         families: list[psutil.Process] = []
         for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 10.0)):
@@ -181,7 +180,7 @@ class Forkserver:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, end_s: float) -> bool:
-        """Reads messages; returns false after the timeout or if the fork server has exited."""
+        """Reads messages; returns false if ``end_s`` has passed or the fork server has exited."""
         if not select.select([self._orders], [], [], max(0.0, end_s - time.monotonic()))[0]:
             return False
         data = self._orders.recv(1 << 16)
@@ -201,10 +200,10 @@ def _servers() -> dict[str, Forkserver]:
 
 
 def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> Forkserver:
-    """Returns this process's fork server for an import path; the first call starts the server.
+    """Returns this process's fork server for ``python_path``; the first call starts it.
 
-    A path without another ``megatron`` package uses the server of this checkout, because its
-    imports are the same. Forked ranks then add the folders of the path.
+    If the path contains no other ``megatron`` package, the server of this checkout is used, because
+    its imports are the same. Forked ranks then add the folders of the path.
 
     Args:
         python_path: Folders that precede the environment's import path.
@@ -226,7 +225,7 @@ def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> For
 
 
 def free_port() -> int:
-    """Returns an unused TCP port outside of the system's ephemeral range.
+    """Returns an unused TCP port outside of the range of ephemeral ports.
 
     Another program could get an ephemeral port before the test opens it.
     """
@@ -241,7 +240,7 @@ def free_port() -> int:
 def wait_until(
     holds: Callable[[], object], why: Callable[[], object], limit_s: float, every_s: float = 0.05
 ) -> None:
-    """Waits until a condition is true; ``why`` returns the reason for a failure."""
+    """Waits until ``holds`` returns true; ``why`` returns the reason for the error message."""
     end_s = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < end_s, f"timed out after {limit_s:g} s: {why()}"
@@ -249,7 +248,7 @@ def wait_until(
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Returns whether a process has exited, even if its parent has not reaped it."""
+    """Returns whether ``process`` has exited, even if its parent has not waited for it yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -258,7 +257,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def limited_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mounts a disk of a size, such as ``16m``, at a new folder; skips the test if that fails."""
+    """Mounts a disk with ``size``, such as ``16m``, at ``folder``; skips the test if that fails."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -271,7 +270,7 @@ def limited_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def forking(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Returns an environment in which a launcher's trainer ranks are forked.
+    """Returns environment variables with which a launcher's trainer ranks are forked.
 
     Args:
         modules: Modules that forked ranks have imported in addition to those of a node's fork
@@ -281,9 +280,9 @@ def forking(modules: Sequence[str] = ()) -> dict[str, str]:
 
 
 def forking_every(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Returns an environment in which every Python program and its descendants are forked.
+    """Returns environment variables with which every Python program and its children are forked.
 
-    Use this environment only for programs whose imports and memory are not tested, because a fork
+    Use these variables only for programs whose imports and memory are not tested, because a fork
     inherits both.
 
     Args:
@@ -334,7 +333,7 @@ def run_ranks(
 
 
 class Ranks:
-    """Runs ranks of a job while the test continues; see :func:`run_ranks`.
+    """Runs the ranks of a job while the test continues; see :func:`run_ranks`.
 
     Args:
         command: Command of a rank. This argument and the next four are those of :func:`run_ranks`.
@@ -369,7 +368,7 @@ class Ranks:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """Returns the ranks that are still running."""
+        """Returns the processes of the ranks that are still running."""
         alive = []
         for key in self.keys:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -377,7 +376,7 @@ class Ranks:
         return alive
 
     def wait(self, limit_s: float) -> list[int]:
-        """Waits until all ranks exit or one rank fails, and returns the known exit statuses."""
+        """Waits until all ranks exit or a rank fails, and returns the known exit statuses."""
         return [*self.server.wait(self.keys, limit_s).values()]
 
     def kill(self) -> None:
@@ -386,7 +385,7 @@ class Ranks:
 
 
 def meeting() -> Any:
-    """Returns a store for the ranks' rendezvous, which replaces the store of a launcher."""
+    """Returns a store for the rendezvous of the ranks, like the store of a launcher."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -432,7 +431,8 @@ def torchrun(
         world_size: Number of ranks.
         log: Path of the file for the output of all ranks.
         limit_s: Timeout in seconds; see :func:`run_ranks`.
-        fresh: Whether torchrun starts new processes, which import all modules themselves.
+        fresh: Whether torchrun starts new processes, which import all modules themselves, instead
+            of forked processes.
         python_path: Folders that precede the environment's import path of forked ranks.
 
     Raises:
@@ -457,7 +457,7 @@ def _run_fresh(
 ) -> int | None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    # The launcher itself is forked.
+    # The launcher itself is also forked.
     job = start([*command, script, *arguments], log, {**forking(), "WATCHDOG_S": str(limit_s)})
     try:
         return job.wait(limit_s + 5)
@@ -470,7 +470,7 @@ def _run_fresh(
 def start(
     command: Sequence[str | Path], log: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts a program in a new session.
+    """Starts a program in a new session, and returns its process.
 
     Args:
         command: Program and its arguments.
@@ -497,7 +497,7 @@ def run_forked(
     variables: Mapping[str, str] | None = None,
     modules: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program like ``subprocess.run``, but forked from a process that has imported torch.
+    """Runs a program like ``subprocess.run``, but forked from a process that imported torch.
 
     Args:
         command: Script and its arguments, or ``-m``, a module and its arguments.
@@ -530,9 +530,10 @@ SMALL_GPT = (
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --eval-iters 1 "
     "--tokenizer-type NullTokenizer --vocab-size 255"
 )
-"""Flags of a model for ``worker.py``, except the numbers of layers and iterations.
+"""Flags of the model for ``worker.py``, without the number of layers and iterations.
 
-255 tokens and the end-of-document token give 256 rows, which every tensor-parallel size divides.
+Together with the end-of-document token, 255 tokens give 256 rows, a number that every
+tensor-parallel size divides.
 """
 _FOUR = """
 {"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
@@ -541,14 +542,14 @@ _FOUR = """
 {"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
 """.replace("\n", "")
 UNLIKE_LAYERS = f'--heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
-"""Flag for layers of four kinds, each used twice."""
+"""Flag for four kinds of layers, each of which is used twice."""
 
 
 class CaseRuns:
-    """Runs ``worker.py``, and keeps the results of each case's ranks.
+    """Runs ``worker.py``, and keeps the results of all ranks for each case.
 
-    All cases of a world size run in one job, because starting processes takes longer than training.
-    The job starts when one of its cases is requested.
+    All cases with the same world size run in one job, because starting processes takes longer than
+    training. The job starts when one of its cases is requested.
 
     Args:
         cases_of: Function that returns the cases of a world size.
@@ -571,7 +572,7 @@ class CaseRuns:
         self._errors: dict[int, str] = {}
 
     def __call__(self, size: int, name: str) -> dict[str, Any]:
-        """Returns the result of a case; raises AssertionError if the case did not finish."""
+        """Returns the result of the case ``name``; raises AssertionError if it did not finish."""
         if size not in self.folders:
             self._train(size)
         results = self._results.get(size, {})
@@ -593,6 +594,6 @@ class CaseRuns:
 
 
 def tail(path: Path, limit: int = 12_000) -> str:
-    """Returns the last characters of a file."""
+    """Returns the last ``limit`` characters of the file ``path``."""
     text = path.read_text(errors="replace")
     return text if len(text) <= limit else f"...{text[-limit:]}"

@@ -1,10 +1,10 @@
-"""Trains adapters in many shapes, and compares losses and gradients with PEFT's.
+"""Trains LoRA adapters in jobs of many shapes, and compares losses and gradients with PEFT's.
 
-Usage: ``lora_worker.py FOLDER``, as ranks of a job. ``cases.json`` in this folder lists models and
-flags. The folder of a model contains ``adapters`` in PEFT's format, and ``trained.safetensors``
-with the ``tokens`` of each microbatch, the loss of each step, and the first step's gradients by
-PEFT's names. Rank 0 prints the errors of the losses and of the gradients, relative to the largest
-expected value.
+Usage: ``lora_worker.py FOLDER``, as ranks of a job. The file ``cases.json`` in this folder lists
+models and flags. The folder of a model contains ``adapters`` in PEFT's format, and
+``trained.safetensors``. This file contains the ``tokens`` of each microbatch, the loss of each
+step, and the gradients of the first step by PEFT's names. Rank 0 prints the errors of the losses
+and of the gradients, relative to the largest expected value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worker import Meshes, connect  # isort: skip  # it installs what a machine without GPU lacks
+# This import installs modules that a machine without a GPU lacks.
+from worker import Meshes, connect  # isort: skip
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def shards_of_gradients(run: Run) -> Shards:
-    """Returns the gradient shards of this rank, by name, global shape and offset."""
+    """Returns this rank's gradient shards of ``run``, by name, global shape and offset."""
     trained = [
         weight for chunk in run.chunks for weight in chunk.parameters() if weight.requires_grad
     ]
@@ -85,7 +86,7 @@ def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) ->
 
 
 def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[str, torch.Tensor]:
-    """Assembles the gradients of all ranks under their Hugging Face names."""
+    """Assembles the gradients in ``parts``, one per rank, and returns them by Hugging Face name."""
     whole: dict[str, torch.Tensor] = {}
     for part in parts:
         for (name, shape, offset), data in part.items():
@@ -107,7 +108,7 @@ def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[st
 
 
 def microbatches(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Returns this replica's microbatches from all replicas' ``tokens [n, 1, length]``."""
+    """Returns the microbatches of this replica from ``tokens [n, 1, length]`` of all replicas."""
     replicas = parallel_state.get_data_parallel_world_size()
     length = tokens.shape[-1] - 1
     return [
@@ -151,7 +152,8 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
         pipeline_losses = next(torch.tensor(values) for values, _ in parts if values)
         line = f"{case['model']} {' '.join(case['flags'])}"
         print(f"LOSSES {gap(pipeline_losses, losses):.3e} {line}", flush=True)
-        if not is_sharded:  # a replica has complete gradients only for its own shard
+        # If gradients are sharded, a replica has complete gradients only for its own shard.
+        if not is_sharded:
             adapters = adapter_tensors(config, core_tensors(config, family))
             whole_gradients = joined([shards for _, shards in parts], adapters)
             assert whole_gradients.keys() == expected.keys()

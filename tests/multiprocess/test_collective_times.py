@@ -1,4 +1,4 @@
-"""Tests that ``--trace-detail collectives`` records waits for the slowest rank and keeps losses."""
+"""Tests that ``--trace-detail collectives`` records waits for the slowest rank."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ LIMIT_S = 200.0
 
 
 def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
-    """Returns the names of a rank's compute slices, each preceded by the names of its parent
-    slices.
-    """
+    """Returns each compute slice of ``rank`` as a tuple of the names of its parents and itself."""
     (thread,) = (
         (event["pid"], event["tid"])
         for event in events
@@ -71,7 +69,7 @@ def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
-    """Trains on four ranks, and returns the losses and gradient norms in the log."""
+    """Trains on four ranks in ``folder``, and returns the losses and gradient norms in the log."""
     folder.mkdir()
     log = folder / "output.txt"
     script = folder / "pretrain_gpt.py"
@@ -86,7 +84,7 @@ def losses(folder: Path, *flags: str) -> list[str]:
 
 
 def of_group(run: RunTrace, name: str, ranks: tuple[int, ...]) -> JoinedCollectives:
-    """Returns the collectives of a process group in the last iteration."""
+    """Returns the collectives ``name`` of the group ``ranks`` in the last iteration."""
     (joined,) = (
         joined
         for joined in join_collectives(run, [3])
@@ -105,11 +103,11 @@ def test_ranks_wait_for_the_slow_member(tmp_path: Path, capsys: pytest.CaptureFi
     run = read_run(folder)
     slow = of_group(run, "tensor all-reduce", (0, 1))
     other = of_group(run, "tensor all-reduce", (2, 3))
-    # Each layer has two all-reduces in the forward and two in the backward pass; there are more for
-    # the loss and the embedding.
+    # Each layer has two all-reduces in the forward pass and two in the backward pass. The loss and
+    # the embedding have additional all-reduces.
     assert slow.per_step == other.per_step >= 4 * LAYERS * MICROBATCHES
-    assert (slow.wait_ns.min(axis=1) == 0).all()  # the last member does not wait
-    # Other programs also delay ranks, so only some of the planted delays must be visible.
+    assert (slow.wait_ns.min(axis=1) == 0).all()  # The last member of a group does not wait.
+    # Other programs also delay ranks, so only some of the added delays must be visible.
     is_late = slow.held_up_ns[:, SLOW_RANK] > 0.8e9 * DELAY_S
     assert is_late.sum() >= 2
     assert (slow.wait_ns[is_late, 0] > 0.8e9 * DELAY_S).all()

@@ -35,7 +35,7 @@ def test_a_slow_replica_gets_less_and_losses_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = tmp_path / "record.json"
-    # Ranks sleep longer than any delay that other programs cause.
+    # Ranks sleep for longer than any delay that other programs cause.
     slow = {"LAYER_MS": "8", "SLOW_RANKS": "0", "SLOW_FACTOR": "3", "SLOW_STEPS": f"{FIRST}-{END}"}
     for name, value in slow.items():
         monkeypatch.setenv(name, value)
@@ -45,7 +45,8 @@ def test_a_slow_replica_gets_less_and_losses_stay(
     counts = {step: len(loaded.dealt(step, BATCH)[0]) for step in loaded.steps}
     assert len(counts) == len(dealt) == LAST
 
-    # Other programs also use this machine, so check only the median. The ideal share is 10 of 40.
+    # Other programs also use this machine, so only the median is checked. The ideal share is 10 of
+    # 40.
     slowed, after = range(FIRST + 3, END), range(END + 3, LAST + 1)
     assert statistics.median(counts[step] for step in slowed) <= 15, counts
     assert statistics.median(counts[step] for step in after) >= 17, counts

@@ -8,7 +8,7 @@ from .launch import TIMED_LAYERS, Ranks, tail, wait_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(300)]
 
-# Each rank has one layer, which sleeps long and computes little. Even if other programs slow the
+# Each rank has one layer, which mostly sleeps and computes little. Even if other programs slow the
 # computation down several times, the rank that sleeps longer must be reported.
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
@@ -30,7 +30,7 @@ def test_the_log_names_a_slow_rank(tmp_path: Path) -> None:
         return [line for line in log.read_text().splitlines() if "warning: slow rank:" in line]
 
     try:
-        # The diagnosis runs at the lowest priority, so it is slow on a busy machine.
+        # The diagnosis runs at the lowest priority, so it is slow if the machine is busy.
         wait_until(lambda: told() or not ranks.processes(), lambda: tail(log), LIMIT_S, 0.2)
     finally:
         ranks.kill()

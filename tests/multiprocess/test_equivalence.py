@@ -1,13 +1,14 @@
-"""Tests that every parallel shape and schedule gives the same figures as a single process.
+"""Tests that all parallel sizes and schedules give the same results as a single process.
 
 The reference is megatron-core's own training loop in a single process. Each case trains the same
 model on the same samples. The loss, the gradient norm and the gradient norm of each layer must
-agree in every iteration, and so must the validation loss in between.
+agree in every iteration. The validation loss must agree too.
 
 The difference that rounding causes depends on the processor, so the tests measure it: one process
 trains each model again, with the sums of all matrix multiplications in another order. A case may
-differ from the reference by a few times this difference. Errors that are planted into one process,
-and are far smaller than those of real faults, must exceed this limit.
+differ from the reference by a few times this difference. Errors that are added to one process on
+purpose must exceed this limit, although they are far smaller than the errors that real faults
+cause.
 """
 
 from __future__ import annotations
@@ -69,12 +70,13 @@ from .variants import MISSING_SHARE, PLANTED
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(1840)]
 
-LIMIT_S = 1800.0  # for all cases of a world size; two idle processors need a tenth of it
+# The limit applies to all cases of a world size together. Two idle processors need a tenth of it.
+LIMIT_S = 1800.0
 REL = 1e-5
 
 
 def each(cases: Iterable[Any]) -> list[Any]:
-    """Returns test parameters; cases with four ranks run only in the long suite."""
+    """Returns test parameters for ``cases``; those with four ranks run only in the long suite."""
 
     def ranks(value: Any) -> int:
         return value.world_size if isinstance(value, Case) else max(map(ranks, value))
@@ -85,7 +87,7 @@ def each(cases: Iterable[Any]) -> list[Any]:
 
 
 def cases_of(item: pytest.Item) -> list[Case]:
-    """Returns the cases that a test uses, including their references."""
+    """Returns the cases that the test ``item`` uses, including their reference cases."""
     arguments = getattr(item, "callspec", None)
     if arguments is None or item.path != Path(__file__):
         return []
@@ -99,7 +101,10 @@ def cases_of(item: pytest.Item) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Returns the results of a case; all selected cases of a world size run in one job."""
+    """Returns a function that returns the results of a case's ranks.
+
+    All selected cases with the same world size run in one job.
+    """
     cases = [case for item in request.session.items for case in cases_of(item)]
 
     def of_size(size: int) -> list[dict[str, Any]]:
@@ -107,7 +112,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     def new_folder(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        write_files(folder)  # flags contain paths relative to this folder
+        write_files(folder)  # The flags contain paths relative to this folder.
         return folder
 
     runs = CaseRuns(of_size, new_folder, LIMIT_S)
@@ -142,7 +147,8 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
     predicts = "--mtp-num-layers" in case.model
     require_same_numbers(case, outcome, "predicted loss" if predicts and case.cp == 1 else "")
     if predicts and case.cp > 1:
-        # The loss weights all parts of a sequence equally, regardless of their numbers of tokens.
+        # The loss gives all parts of a sequence the same weight, although they have different
+        # numbers of tokens.
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=0.02, abs=0)
@@ -160,9 +166,9 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
 def test_planted_errors_are_found(planted: Case, outcome: Outcome) -> None:
     limits = tolerances(planted.reference, outcome)
     expected = steps_of(planted.reference, outcome)
-    # The error must exceed the limits in the first step.
+    # The added error must exceed the limits in the first step.
     assert too_far(steps_of(planted, outcome), expected, limits)
-    # An error in one layer's gradients must exceed the limits of every case of this model.
+    # An error in the gradients of one layer must exceed the limits of every case of this model.
     assert all(
         values[0] < MISSING_SHARE / 2 for name, values in limits.items() if "norm of" in name
     )
@@ -223,7 +229,8 @@ def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Ou
 
 @pytest.mark.parametrize("case", each(HALF), ids=str)
 def test_half_precision_is_close(case: Case, outcome: Outcome) -> None:
-    # bf16 has only 8 bits of precision, so this only shows that nothing is lost or counted twice.
+    # Values in bf16 have only 8 bits of precision, so this only shows that no part is lost or
+    # counted twice.
     assert all(math.isfinite(loss) for loss in losses_of(case, outcome(case)))
     require_close_numbers(case, outcome, 0.02)
 
@@ -259,7 +266,7 @@ def test_stages_compute_the_same_wherever_they_are(
     assert losses_of(vee, outcome(vee)) == losses_of(again, outcome(again)) == losses
     assert norms_of(outcome(vee)) == norms_of(outcome(again))
     assert norms_of(outcome(vee)) == pytest.approx(sizes, rel=REL, abs=0)
-    # The run is a V, then a loop with another partition, then a V again.
+    # The run uses a V, then a loop with another partition, and then a V again.
     assert [loss for part in parts for loss in losses_of(part, outcome(part))] == losses
 
 
@@ -269,7 +276,7 @@ def test_stages_compute_the_same_wherever_they_are(
 def test_static_schedule_is_followed(case: Case, outcome: Outcome) -> None:
     placement = Placement(num_ranks=case.pp, num_chunks=case.chunks)
     schedule = make_schedule(case.schedule, placement, 8 // case.dp)
-    # Tensor-parallel ranks are numbered first, then data-parallel ranks, then pipeline ranks.
+    # Tensor-parallel ranks are numbered first, then data-parallel ranks, and then pipeline ranks.
     for rank, order in enumerate(outcome(case)["orders"]):
         assert order == [str(action) for action in schedule.orders[rank // (case.tp * case.dp)]]
 
@@ -281,5 +288,5 @@ def test_tensor_parallel_ranks_take_one_order(case: Case, outcome: Outcome) -> N
     orders = outcome(case)["orders"]
     for first in range(0, case.world_size, case.tp):
         assert all(order == orders[first] for order in orders[first : first + case.tp])
-        kinds = 3 if case.pp > 1 else 2  # a single pipeline rank does not split backward passes
+        kinds = 3 if case.pp > 1 else 2  # A single pipeline rank does not split backward passes.
         assert len(set(orders[first])) == kinds * case.chunks * 8 // case.dp

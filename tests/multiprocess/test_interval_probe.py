@@ -27,7 +27,7 @@ TRIES = 3
 
 
 def probe_lines(folder: Path) -> list[str]:
-    """Runs the job, and returns the probe's lines in its log."""
+    """Runs the job in ``folder``, and returns the lines in the log that the probe wrote."""
     folder.mkdir()
     log = folder / "output.txt"
     command = [str(ROOT / "pretrain_gpt.py"), *FLAGS]

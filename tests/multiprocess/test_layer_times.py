@@ -1,4 +1,4 @@
-"""Tests that ``--trace-detail layers`` records layer times within actions and keeps losses."""
+"""Tests that ``--trace-detail layers`` records the times of layers within actions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT_S = 200.0
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
-    """Trains, and returns the losses and gradient norms in the log."""
+    """Trains on one rank in ``folder``, and returns the losses and gradient norms in the log."""
     folder.mkdir()
     log = folder / "output.txt"
     command = [str(ROOT / "pretrain_gpt.py"), *FLAGS, "--trace-dir", "traces", *flags]
@@ -42,7 +42,7 @@ def losses(folder: Path, *flags: str) -> list[str]:
 
 
 def fits(rank: RankTrace, iteration: int) -> None:
-    """Checks that each layer ran once per microbatch, within its action."""
+    """Checks that each layer ran once per microbatch in ``iteration``, within its action."""
     rows = rank.layers(iteration)
     assert [row[0] for row in rows] == list(range(LAYERS))
     assert [row[3] for row in rows] == [MICROBATCHES] * LAYERS
@@ -57,7 +57,7 @@ def fits(rank: RankTrace, iteration: int) -> None:
 
 
 def has_kernels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that operators were recorded for the second iteration, each within its action."""
+    """Checks that the operators of the second iteration were recorded within their actions."""
     run = read_run(folder)
     (step,) = read_steps(run, 0)
     assert (step.iteration, step.device) == (2, "cpu")

@@ -1,4 +1,4 @@
-"""Tests that the diagnosis reports a rank with too little processor time, and the reason."""
+"""Tests that the diagnosis reports why a rank gets too little processor time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GROUPS = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
 def reasons(folder: Path) -> list[Reason]:
-    """Trains on two ranks, one of them slowed down, and returns the reasons in the diagnosis."""
+    """Trains on two ranks in ``folder``, and returns the reasons that are diagnosed for rank 1."""
     traces = folder / "traces"
     arguments = [*FLAGS.split(), "--trace-dir", str(traces)]
     torchrun(SCRIPT, arguments, world_size=2, log=folder / "log.txt", limit_s=120.0)
@@ -57,7 +57,7 @@ def test_a_rank_beside_another_program(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """Creates a control group whose processes can use a sixth of a processor."""
+    """Yields a control group whose processes can use a sixth of a processor."""
     name = f"megatron-adaptive-test-{os.getpid()}"
     for root in GROUPS:
         folder = root / name

@@ -1,4 +1,4 @@
-"""Tests that layers move away from a slow rank, and that a balanced job moves no layers."""
+"""Tests that layers move away from a slow rank, and do not move if all ranks are equally fast."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOVED = re.compile(
 
 
 def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, float], str]:
-    """Trains, and returns the losses by iteration, and the log."""
+    """Trains in ``folder``, and returns the losses by iteration, and the log."""
     log = folder.with_suffix(".txt")
     arguments = [*FLAGS.split(), "--progress-dir", str(folder), *extra]
     torchrun(TIMED_LAYERS, arguments, world_size=world_size, log=log, limit_s=LIMIT_S)
@@ -41,13 +41,13 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
 
 
 def losses_in(folder: Path | str) -> dict[int, float]:
-    """Returns the losses by iteration in a folder's progress file."""
+    """Returns the losses by iteration from the progress file in ``folder``."""
     lines = map(json.loads, Path(folder, PROGRESS_NAME).read_text().splitlines())
     return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
 
 def partition_in(saved: Path) -> list[int]:
-    """Returns the partition in a job's only checkpoint."""
+    """Returns the partition that the only checkpoint in ``saved`` contains."""
     (manifest,) = saved.glob("*/manifest.json")
     settings = json.loads(manifest.read_text())["config"]
     return settings["schedule"]["partition"]  # type: ignore[no-any-return]
@@ -56,7 +56,7 @@ def partition_in(saved: Path) -> list[int]:
 def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, traces = tmp_path / "saved", tmp_path / "traces"
     monkeypatch.setenv("LAYER_MS", "8")
-    # If ranks are equally fast, load from other programs cannot make a move this useful.
+    # If ranks are equally fast, other programs cannot make a move of layers this useful.
     quiet, quiet_log = train(tmp_path / "quiet", "--repartition-gain", "0.5")
     assert "repartition:" not in quiet_log
     monkeypatch.setenv("SLOW_RANKS", "1")
@@ -160,7 +160,7 @@ def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
 
 
 def numbers(log: str) -> list[str]:
-    """Returns the figures of each iteration in the log, except times."""
+    """Returns the values of each iteration in ``log``, except times."""
     pattern = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"
     return re.findall(pattern, log)
 
@@ -168,7 +168,7 @@ def numbers(log: str) -> list[str]:
 def test_expert_layers_are_not_taken_for_dense_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that layers move if dense layers take a sixth of the time of expert layers."""
+    """Checks that layers move correctly if expert layers take six times as long as dense layers."""
     experts = (
         "--num-experts 4 --moe-layer-freq [0,0]+[1]*4 --moe-ffn-hidden-size 32 "
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "

@@ -1,4 +1,4 @@
-"""Tests that the trainer chooses, records, replays and reads orders of slices."""
+"""Tests that the trainer chooses, records, replays and reads the order of slices."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from .launch import TIMED_LAYERS, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
-LIMIT_S = 200.0  # for each job; an idle machine with two processors needs a tenth of it
-# Ranks wait half of the timeout for a choice, which can take half a minute on a busy machine.
+# The limit applies to each job. An idle machine with two processors needs a tenth of it.
+LIMIT_S = 200.0
+# Ranks wait for a choice for half of the timeout, and a choice can take half a minute on a busy
+# machine.
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 3 --lr 1e-3 "
@@ -34,7 +36,7 @@ FLAGS = (
 
 
 def losses_of(folder: Path, flags: str) -> list[float]:
-    """Trains, and returns the losses of all iterations."""
+    """Trains with ``flags``, and returns the losses of all iterations."""
     arguments = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
     torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder.with_suffix(".txt"), limit_s=LIMIT_S)
     lines = map(json.loads, (folder / PROGRESS_NAME).read_text().splitlines())
@@ -42,10 +44,10 @@ def losses_of(folder: Path, flags: str) -> list[float]:
 
 
 def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Returns the recorded orders of both ranks, by step."""
+    """Returns the recorded orders of both ranks in the file ``record``, by step."""
     loaded = ScheduleRecord.load(record)
     return {
-        step: tuple(loaded.codes(step, rank, 3) for rank in range(2))  # 3 microbatches
+        step: tuple(loaded.codes(step, rank, 3) for rank in range(2))  # A step has 3 microbatches.
         for step in loaded.steps
     }
 
@@ -91,7 +93,7 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
 ) -> None:
     longer = "--train-iters 10 --global-batch-size 2"
     ran = losses_of(tmp_path / "ran", f"{longer} --sequence-slices 2")
-    # Each action takes the same time for any number of tokens, so slices only add time.
+    # Each action takes the same time for any number of tokens, so slices only increase the time.
     monkeypatch.setenv("LAYER_MS", "10")
     monkeypatch.setenv("EXACT_TIMES", "1")
     traces = tmp_path / "traces"

@@ -83,7 +83,8 @@ def test_work_around_the_pipeline_is_told(run: RunTrace) -> None:
 
 def test_messages_arrive_after_they_were_sent(run: RunTrace) -> None:
     matches = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    # The two middle stages of a V with four stages are on the same rank.
+    # The two middle stages of a V with four stages are on the same rank, so they exchange no
+    # messages.
     assert len(matches) == 3 * MICROBATCHES * 2 * 2
     assert (matches.arrived_ns > matches.sent_ns).all()
     assert (matches.taken_ns >= matches.arrived_ns).all()
@@ -118,7 +119,8 @@ def test_messages_were_seen_to_arrive(run: RunTrace) -> None:
     for trace in run.ranks.values():
         receives = trace.table().of_kind("receive")
         assert len(receives)
-        assert (receives.reason == REASON["seen"]).all()  # gloo's threads noticed the arrivals
+        # The threads of gloo noticed the arrivals.
+        assert (receives.reason == REASON["seen"]).all()
 
 
 def test_who_looks_on_sees_how_far_it_is(run: RunTrace) -> None:

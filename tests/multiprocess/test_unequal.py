@@ -1,4 +1,4 @@
-"""Tests that unequal numbers of ranks per stage give a single process's figures and checkpoints."""
+"""Tests that stages with unequal numbers of ranks give the same results as a single process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .launch import SMALL_GPT, CaseRuns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
-FOUR = [pytest.mark.long]  # three ranks test the same behaviour
+# Three ranks test the same behaviour, so tests with four ranks run only in the long suite.
+FOUR = [pytest.mark.long]
 LIMIT_S = 600.0
 STEPS = 4
 REL = 1e-5
@@ -25,13 +26,13 @@ HALF = "--bf16"
 
 
 def unequal(sizes: str, schedule: str, more: str = "") -> str:
-    """Returns flags for stages with these numbers of replicas."""
+    """Returns flags for stages whose numbers of replicas are ``sizes``, such as ``2-1``."""
     stages = len(sizes.split("-"))
     flags = f"--pipeline-model-parallel-size {stages} --stage-data-parallel-sizes {sizes} "
     return f"{flags}--pipeline-schedule {schedule} {more}".strip()
 
 
-# Cases are listed by world size, and by the flags that change the reference's figures.
+# Cases are listed by world size, and then by the flags that change the results of the reference.
 CASES: dict[int, dict[str, list[str]]] = {
     3: {
         "": [
@@ -55,10 +56,12 @@ CASES: dict[int, dict[str, list[str]]] = {
         ]
     },
 }
-THREE = "--global-batch-size 6"  # the batch is divisible by three ranks
+THREE = "--global-batch-size 6"  # Three ranks can divide this batch size.
 CASES[4][THREE] = [unequal("1-3", "1f1b"), unequal("3-1", "adaptive")]
 
-PARTS = {  # flags and last iteration of jobs that resume from each other's checkpoints
+# Each item contains the flags and the last iteration of a job. The jobs resume from each other's
+# checkpoints.
+PARTS = {
     3: [
         (unequal("2-1", "1f1b"), 1),
         ("--pipeline-model-parallel-size 3 --partition 2-1-1", 2),
@@ -75,7 +78,7 @@ CHANGING = ("", UNTIED, DROPOUT, HALF, THREE)
 
 
 def case(name: str, flags: str, steps: int = STEPS, after: str | None = None) -> dict[str, Any]:
-    """Returns a case for ``worker.py`` that saves a checkpoint."""
+    """Returns the case ``name`` for ``worker.py``, which saves a checkpoint."""
     all_flags = f"{BASE} {flags}".split()
     return {
         "name": name, "flags": all_flags, "steps": steps, "evaluate_after": STEPS,
@@ -88,7 +91,7 @@ def part(size: int, number: int) -> str:
 
 
 def cases_of(size: int) -> list[dict[str, Any]]:
-    """Returns all cases of a world size."""
+    """Returns all cases with the world size ``size``."""
     if size == 1:
         return [case(f"one {changes}".strip(), f"{changes} {ONE}") for changes in CHANGING]
     cases = [
@@ -104,12 +107,12 @@ def cases_of(size: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """Returns the results of each case's ranks."""
+    """Returns an object that runs the cases and returns the results of their ranks."""
     return CaseRuns(cases_of, tmp_path_factory.mktemp, LIMIT_S)
 
 
 def told(seen: dict[str, Any], key: str) -> list[float]:
-    """Returns the values that all ranks report; they must be equal."""
+    """Returns the values that the ranks report under ``key``, which must be equal."""
     first, *others = [values for values in seen[key] if values]
     for other in others:
         assert other == pytest.approx(first, rel=1e-6, abs=0)
@@ -118,7 +121,7 @@ def told(seen: dict[str, Any], key: str) -> list[float]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights in a checkpoint of the last iteration."""
+    """Returns the weights in the checkpoint of the last iteration in ``folder``."""
     whole = folder / "whole.pt"
     if not whole.exists():
         dcp_to_torch_save(folder / f"iter_{STEPS:07d}", whole)
@@ -135,7 +138,8 @@ def require_equal_numbers(
 ) -> None:
     reference = f"one {changes}".strip()
     seen, expected = runs(size, name), runs(1, reference)
-    # bf16 has only 8 bits of precision, so this only shows that nothing is lost or counted twice.
+    # Values in bf16 have only 8 bits of precision, so this only shows that no part is lost or
+    # counted twice.
     rel = 0.02 if changes == HALF else REL
     for key in ("losses", "grad_norms"):
         assert told(seen, key) == pytest.approx(told(expected, key)[since:], rel=rel, abs=0)

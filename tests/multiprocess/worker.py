@@ -1,4 +1,4 @@
-"""Trains a small GPT in many shapes, as the ranks of a job that tests start.
+"""Trains a small GPT in jobs of many shapes; tests start this program as ranks.
 
 Usage: ``worker.py CASES RESULTS``. All cases read the same tokens from ``tokens`` in the folder of
 ``RESULTS``. ``CASES`` is the path of a JSON list of objects::
@@ -6,12 +6,13 @@ Usage: ``worker.py CASES RESULTS``. All cases read the same tokens from ``tokens
     {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
 
 A case continues from the checkpoint of the case ``after``, which must be listed before it, up to
-iteration ``steps``. With ``"save": true``, it saves a checkpoint in a folder with the case's name.
-A case may also have ``"moves": {iteration: [layers, ...]}``, the layers of each stage after that
-iteration. The key ``"variant"`` selects another order of summation or a planted error; see
-``variants.py``.
+iteration ``steps``. If ``"save": true`` is set, it saves a checkpoint in a folder with the case's
+name. A case may also contain ``"moves": {iteration: [layers, ...]}``, the numbers of layers per
+stage after the iteration. The key ``"variant"`` selects another order of summation or an error to
+add; see ``variants.py``.
 
-After every case, rank 0 writes ``RESULTS``, a JSON object with the ranks' results by case name::
+After every case, rank 0 writes ``RESULTS``, a JSON object with the results of all ranks by name of
+the case::
 
     {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
      "layer_norms": [[{layer: float}, ...] per rank], "further": [[float, ...] per rank],
@@ -22,7 +23,7 @@ After every case, rank 0 writes ``RESULTS``, a JSON object with the ranks' resul
 The norm of the parameters and the validation loss are measured after iteration ``evaluate_after``.
 ``further`` contains the losses of multi-token prediction.
 
-Losses are empty on ranks without the last stage, and orders are empty under megatron-core's own
+Losses are empty on ranks without the last stage. Orders are empty under megatron-core's own
 schedule. Processes start only once, and consecutive cases share process groups if possible. A rank
 that detects an error raises an exception, which stops the job.
 """
@@ -78,7 +79,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def connect(environment: Environment) -> dist.Store:
-    """Returns the store that all ranks of the job use."""
+    """Returns a client of the store that all ranks of the job use."""
     assert environment.master_port is not None
     return dist.TCPStore(
         environment.master_addr,
@@ -91,7 +92,7 @@ def connect(environment: Environment) -> dist.Store:
 
 
 def write_data(prefix: Path) -> None:
-    """Writes documents in which each token depends on the previous one, so the loss can fall."""
+    """Writes documents in which tokens depend on previous tokens, so that losses can fall."""
     rng = np.random.default_rng(7)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(64):
@@ -102,7 +103,7 @@ def write_data(prefix: Path) -> None:
 
 
 class Meshes:
-    """Keeps process groups from one case to the next if both cases need the same groups."""
+    """Joins jobs, and keeps process groups for the next case if it needs the same groups."""
 
     def __init__(self, store: dist.Store, environment: Environment) -> None:
         self._store = store
@@ -112,7 +113,8 @@ class Meshes:
 
     def join(self, config: TrainerConfig) -> TrainingJob:
         """Joins a job like ``initialize.start_job``, but with a separate prefix in the store."""
-        gc.collect()  # reference cycles keep the previous case's models and process groups alive
+        # Reference cycles keep the models and process groups of the previous case alive.
+        gc.collect()
         mesh = mesh_of(config)
         if self._kept is not None and self._kept[0] != mesh:
             self._drop()
@@ -146,7 +148,7 @@ class Meshes:
         return process_groups(), job
 
     def leave(self, job: TrainingJob, run: Run) -> None:
-        """Finishes the case, and destroys the process groups that it created."""
+        """Finishes the case of ``run``, and destroys the process groups that it created."""
         take_down(run)
         dist.barrier(group=job.control_group)
         destroy_rerun_state_machine()
@@ -155,18 +157,20 @@ class Meshes:
         there = process_groups()
         if all(group in there for group in kept):
             destroy_groups(group for group in there if group not in kept)
-        else:  # layers have moved, and process groups have changed
+        else:  # Layers have moved in this case, so the process groups have changed.
             self._drop()
 
     def _drop(self) -> None:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         self._kept = None
-        gc.collect()  # previous models keep process groups, each with a thread that wakes up often
+        # Previous models keep process groups alive, and each group has a thread that wakes up
+        # often.
+        gc.collect()
 
 
 def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
-    """Returns the settings that determine the process groups."""
+    """Returns the settings in ``config`` that determine the process groups."""
     parallel = config.parallel
     return (
         parallel.tensor_model_parallel_size,
@@ -183,7 +187,7 @@ def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
 
 
 class Orders:
-    """Records the order in which a rank runs its actions, in place of the trace."""
+    """Records the order in which a rank runs its actions; replaces the trace recorder."""
 
     is_recording = True
 
@@ -197,7 +201,7 @@ class Orders:
 
 
 def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, Any], Run]:
-    """Takes the steps of a case, and returns the figures of this rank and the final run."""
+    """Takes the steps of ``case``, and returns the results of this rank and the final run."""
     config = job.config
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     count = config.parallel.microbatches_of(pp_rank, config.num_microbatches)
@@ -274,7 +278,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, A
 
 
 def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
-    """Runs a case, and returns its results by kind of figure and by rank."""
+    """Runs ``case``, and returns its results by name and by rank."""
     started = time.monotonic()
     job = meshes.join(config)
     run = build_run(job)
@@ -315,7 +319,8 @@ def main() -> None:
         size = environment.world_size
         parsed = [parse(case["flags"], world_size=size, last_wins=True) for case in cases]
         store.set("configs", pickle.dumps(parsed))
-    store.wait(["configs"], 5 * TIMEOUT)  # a second per dozen cases, longer on a busy machine
+    # Parsing takes a second per dozen cases, and longer on a busy machine.
+    store.wait(["configs"], 5 * TIMEOUT)
     configs = pickle.loads(store.get("configs"))
     pairs = [*zip(cases, configs, strict=True)]
     pairs.sort(key=lambda pair: (depths[pair[0]["name"]], mesh_of(pair[1])))

@@ -1,4 +1,4 @@
-"""Creates control groups (cgroups) with a resource limit, which ranks of a test join."""
+"""Creates control groups (cgroups) with a resource limit, which the ranks of tests join."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Limit:
 
 
 def processor_quota(part: float) -> Limit:
-    """Returns a limit on processor time; ``part`` is a number of processors."""
+    """Returns a limit on processor time; ``part`` is a number or a fraction of processors."""
     quota_us = str(round(PERIOD_US * part))
     return Limit("cpu", ("cpu.cfs_quota_us", quota_us), ("cpu.max", f"{quota_us} {PERIOD_US}"))
 
 
 def disk_speed(path: Path, bytes_per_s: int) -> Limit:
-    """Returns a limit on the read speed of the disk that holds a path."""
+    """Returns a limit on the speed of reading from the disk that contains ``path``."""
     device = os.stat(path).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     return Limit(
@@ -47,13 +47,13 @@ def disk_speed(path: Path, bytes_per_s: int) -> Limit:
 
 
 def memory_size() -> Limit:
-    """Returns a memory limit; a process in the group sets its size later."""
+    """Returns a limit on memory; a process in the group sets the size later."""
     return Limit("memory", ("memory.limit_in_bytes", "-1"), ("memory.high", "max"))
 
 
 @contextlib.contextmanager
 def limited_group(limit: Limit) -> Iterator[Path | None]:
-    """Creates a control group with a limit, or yields ``None`` if that is not possible."""
+    """Yields the folder of a new control group with ``limit``, or ``None`` if that fails."""
     name = f"megatron-adaptive-test-{os.getpid()}-{next(_NUMBERS)}"
     for root in (MOUNTED / limit.controller, MOUNTED):
         folder = root / name

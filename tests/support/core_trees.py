@@ -1,4 +1,4 @@
-"""Lists the releases of megatron-core that tests run with, besides the installed release."""
+"""Lists the releases of megatron-core that tests use in addition to the installed release."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ FETCHED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
 def trees_of_others() -> list[str]:
-    """Returns the names of trees that a user added, for example a checkout of main.
+    """Returns the names of trees that the user has added, for example a checkout of main.
 
-    A tree, or a link to a tree, at ``build/megatron-core/megatron-core==NAME`` has the name NAME.
+    A tree (or a link to it) at ``build/megatron-core/megatron-core==NAME`` has the name NAME.
     """
     names = (path.name.partition("==")[2] for path in sorted(UNPACKED.glob("megatron-core==*")))
     return [name for name in names if name not in FETCHED]

@@ -19,7 +19,7 @@ _MARKER = '{"begin_iteration": '
 
 
 def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
-    """Applies a change to all iteration markers of a rank."""
+    """Applies ``change`` to the markers of all iterations in the trace of ``rank``."""
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     lines = path.read_text().splitlines()
     for index, line in enumerate(lines):
@@ -31,7 +31,7 @@ def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> 
 
 
 def _starts_ns(folder: Path, rank: int) -> dict[int, int]:
-    """Returns the start time of each iteration of a rank, in nanoseconds."""
+    """Returns the start of each iteration in the trace of ``rank``, in nanoseconds."""
     starts = {}
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     for line in path.read_text().splitlines():
@@ -44,13 +44,14 @@ def _starts_ns(folder: Path, rank: int) -> dict[int, int]:
 def add_collectives(
     folder: Path, kind: str, groups: Sequence[tuple[int, ...]], times_ms: Times, seed: int = 5
 ) -> None:
-    """Adds all-reduces to the traces of a run whose ranks share a clock.
+    """Adds all-reduces to the traces of a run in which all ranks share a clock.
 
     Args:
         folder: Folder of the traces.
         kind: Kind of the process groups.
         groups: Ranks of each group.
-        times_ms: Function that returns the times of a collective. Small random times are added.
+        times_ms: Function that returns the arrival delay and transfer time of a collective. Small
+            random times are added.
         seed: Seed of the random times.
     """
     numbers = random.Random(seed)
@@ -83,7 +84,7 @@ def add_collectives(
 def _add_group(
     kind: str, members: tuple[int, ...], rows: dict[int, list[list[int]]], marker: dict[str, Any]
 ) -> None:
-    """Adds a rank's rows, as a group, to the iteration's marker."""
+    """Adds ``rows`` of a rank, as a process group, to the ``marker`` of their iteration."""
     kept = rows[marker["begin_iteration"]]
     group = {
         "kind": kind,
@@ -97,13 +98,13 @@ def _add_group(
 
 
 def add_layers(folder: Path, rank: int, times_ms: Sequence[float], seed: int = 5) -> None:
-    """Adds layer times with 1% of noise to the trace of a rank.
+    """Adds layer times with random deviations of 1% to the trace of a rank.
 
     Args:
         folder: Folder of the traces.
         rank: Global rank.
-        times_ms: Time of each layer in a step, in ms. A third is spent in the forward pass.
-        seed: Seed of the noise.
+        times_ms: Time of each layer in a step, in ms. A third of it is spent in the forward pass.
+        seed: Seed of the random deviations.
     """
     numbers = random.Random(seed)
 

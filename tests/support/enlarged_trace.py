@@ -1,7 +1,7 @@
 """Enlarges synthetic traces by copying replicas and repeating iterations.
 
 Simulating 10,000 ranks or 12,000 iterations takes minutes, but copying text takes seconds. The
-ranks of the enlarged run are spread over hosts with separate clocks.
+ranks of the enlarged run are on hosts with separate clocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DURATION = COLUMNS.index("duration_ns")
 def write_enlarged(
     folder: Path, run: SyntheticRun, *, replicas: int, repetitions: int = 1, ranks_per_host: int = 8
 ) -> int:
-    """Writes the traces of a run with more replicas and iterations than are simulated.
+    """Writes the traces of a run with more replicas and iterations than were simulated.
 
     The durations of each copied rank are increased by up to 2%.
 
@@ -66,7 +66,7 @@ def write_enlarged(
 def _blocks(
     lines: list[str], old: int, new: int, dp_rank: int, factor: float
 ) -> list[tuple[dict[str, int], list[str]]]:
-    """Returns the markers and spans of a copied replica, with new peers and longer durations."""
+    """Returns the markers and spans of replica ``dp_rank``, with new peers and longer durations."""
     blocks: list[tuple[dict[str, int], list[str]]] = []
     for line in lines:
         if line.startswith("{"):

@@ -1,4 +1,4 @@
-"""Calls collectives as one of three ranks; rank 1 omits the last collective.
+"""Calls collectives as one of three ranks; rank 1 does not call the last collective.
 
 Each rank writes a dump of torch's flight recorder to the folder ``DUMPS``.
 """
@@ -28,7 +28,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    """Runs one rank."""
+    """Calls the collectives of one rank, and writes the dumps."""
     folder = Path(os.environ["DUMPS"])
     dist.init_process_group("gloo")
     rank, count = dist.get_rank(), dist.get_world_size()
@@ -51,24 +51,24 @@ def main() -> None:
 
 
 def dump() -> bytes:
-    """Returns this process's dump of the flight recorder."""
+    """Returns the flight recorder's dump of this process in pickle format."""
     return bytes(_distributed_c10d._dump_fr_trace())
 
 
 def dump_as_json() -> bytes:
-    """Returns this process's dump of the flight recorder as JSON."""
+    """Returns the flight recorder's dump of this process in JSON format."""
     text = _distributed_c10d._dump_fr_trace_json()
     return text if isinstance(text, bytes) else text.encode()
 
 
 def has_begun_last() -> bool:
-    """Returns whether this process has started its second all-reduce."""
+    """Returns whether this process has started the second all-reduce."""
     names = [entry["profiling_name"] for entry in pickle.loads(dump())["entries"]]
     return names.count("gloo:all_reduce") == 2
 
 
 def has_ended_others() -> bool:
-    """Returns whether gloo has completed all collectives except the second all-reduce."""
+    """Returns whether gloo has completed all collectives other than the second all-reduce."""
     return all(
         entry["retired"]
         for entry in pickle.loads(dump())["entries"]

@@ -41,7 +41,7 @@ MEMORY_FILES = {"memory.usage_in_bytes": "memory.limit_in_bytes", "memory.curren
 
 
 def read_slowly(seconds: float) -> None:
-    """Delays the reading of each sample."""
+    """Delays the reading of each sample by ``seconds``."""
     read = MockGPTDataset.__getitem__
 
     def slow(dataset: Any, index: Any) -> Any:
@@ -52,7 +52,7 @@ def read_slowly(seconds: float) -> None:
 
 
 def read_from_disk(path: str) -> None:
-    """Makes each sample also read a part of a file that is not in the page cache."""
+    """Makes each sample also read a part of the file ``path`` that is not in the page cache."""
     read = MockGPTDataset.__getitem__
     file = os.open(path, os.O_RDONLY)
     offsets = itertools.cycle(range(0, os.fstat(file).st_size, PART_BYTES))
@@ -66,7 +66,7 @@ def read_from_disk(path: str) -> None:
 
 
 def read_mapped(path: str, group: Path) -> None:
-    """Makes each forward pass read a mapped file that exceeds the control group's memory."""
+    """Makes each forward pass read the mapped file ``path``, which exceeds the group's memory."""
     forward = MegatronStages.forward
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -81,7 +81,7 @@ def read_mapped(path: str, group: Path) -> None:
         result = forward(stages, *arguments)
         for offset in range(0, len(content), mmap.PAGESIZE):
             content[offset]
-        # The optimizer allocates memory in the first steps, so set the limit only afterwards.
+        # The optimizer allocates memory in the first steps, so the limit is set only afterwards.
         if next(calls) == FREE_FORWARDS:
             room = int(len(content) * (1 - ROOM_OF_FILE))
             limit.write_text(str(int(usage.read_text()) - room))
@@ -104,7 +104,7 @@ class _Pause(torch.autograd.Function):
 
 
 def slow_down_layer(index: int, seconds: float) -> None:
-    """Slows down a layer."""
+    """Makes the layer ``index`` take ``seconds`` longer in its forward and its backward pass."""
     forward = TransformerLayer.forward
 
     def slow(layer: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:

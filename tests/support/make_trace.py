@@ -1,4 +1,4 @@
-"""Implements ``make_trace``, which writes traces of a synthetic run with chosen faults.
+"""Implements ``make_trace``, which writes the traces of a synthetic run with chosen faults.
 
 python tools/make_trace.py --output traces --ranks 1024 --pipeline 16 --spans 10000000
 python tools/make_trace.py --output traces --fault slow-rank:2:1.3 --fault slow-link:0-1:0.02
@@ -52,11 +52,11 @@ _NUMBERS = {
     "--clock-drift": ("clock_drift_ppm", "largest drift of a clock, in parts per million"),
     "--seed": ("seed", "seed of all random numbers"),
 }
-"""Options that set a field of the run, with the field's name and the help text."""
+"""Each option sets a field of the run; the values are the field's name and the help text."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the traces, and prints the number of spans.
+    """Writes the traces that ``argv`` describes, and prints the number of spans.
 
     Raises:
         ConfigError: An option is invalid.
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parses a fault in the format of :data:`FAULT_HELP`.
+    """Parses ``text``, a fault in the format of :data:`FAULT_HELP`.
 
     Raises:
         ConfigError: The text does not have this format.
@@ -124,7 +124,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def _iterations(run: SyntheticRun, spans: int) -> int:
-    """Returns the number of iterations that contain approximately this number of spans."""
+    """Returns the number of iterations that have approximately ``spans`` spans."""
     with TemporaryDirectory() as folder:
         # All replicas have the same number of spans.
         probe = replace(run, replicas=1, iterations=1, faults=(), hosts=1)

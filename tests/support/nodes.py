@@ -6,9 +6,10 @@
              ├── node 1   init ── run ── forkserver ── ranks
              └── node 2   ...
 
-Each node has its own processes, host name and network. The first process of a node outlives the
-job's process, so that leftover processes can be detected. It exits together with this program, and
-so do all other processes of the node. Requires root.
+Each node has separate processes, a host name and a network. The first process of a node keeps
+running after the job's process has exited, so that leftover processes can be detected. It exits
+together with this program, and then all other processes of the node exit too. The emulation
+requires root.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LIMIT_S = 20.0
 
 
 def why_not() -> str | None:
-    """Returns the reason why this machine cannot emulate nodes, or ``None`` if it can."""
+    """Returns the reason why this machine cannot emulate nodes, or ``None`` if it can do so."""
     if os.geteuid() != 0:
         return "emulating nodes requires root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -75,7 +76,7 @@ class Node:
         self.log = folder / f"{self.name}.txt"
         self.space = f"{switch}n{number}"
         self.is_cut = False
-        self.begun_at = 0  # offset in the log of the output since the last start
+        self.begun_at = 0  # This offset in the log is where the output since the last start begins.
         self._folder = folder
         self._status = folder / f"{self.name}.status"
         self._switch = switch
@@ -83,7 +84,7 @@ class Node:
         self._init: subprocess.Popen[bytes] | None = None
 
     def plug(self) -> None:
-        """Creates the node's network. Must be called once, before the node boots."""
+        """Creates the node's network. This method must be called once, before the node boots."""
         name, ends = self.space, ("netns", self._switch, "type", "veth", "peer", "name", "net0")
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
@@ -94,7 +95,7 @@ class Node:
         self.mend()
 
     def boot(self, command: Sequence[str], variables: dict[str, str]) -> None:
-        """Starts the node's part of the job, or restarts it if it is running."""
+        """Runs ``command`` on the node, after killing all its processes if it is running."""
         self.off()
         self.mend()
         self._status.unlink(missing_ok=True)
@@ -120,21 +121,22 @@ class Node:
         init, self._init = self._init, None
         if init is None:
             return
-        init.kill()  # the kernel then kills all processes of the namespace
+        init.kill()  # The kernel then kills all processes of the namespace.
         init.wait(_LIMIT_S)
         assert init.stdin is not None
         init.stdin.close()
 
     def cut(self, *, silently: bool) -> None:
-        """Disconnects the node; unless ``silently`` is true, its network interface loses the
-        carrier.
+        """Disconnects the node from the switch.
+
+        Unless ``silently`` is set, its network interface also loses the carrier.
         """
         self.is_cut = True
         state = ("nomaster",) if silently else ("down",)
         _ip("-n", self._switch, "link", "set", self._port, *state)
 
     def mend(self) -> None:
-        """Reconnects the node. Safe to call more than once."""
+        """Reconnects the node to the switch. It is safe to call this method more than once."""
         self.is_cut = False
         _ip("-n", self._switch, "link", "set", self._port, "master", "net0", "up")
 
@@ -179,7 +181,7 @@ class Node:
         return [process for process in forked if _is_forkserver(process.parent())]
 
     def helpers(self) -> list[psutil.Process]:
-        """Returns the processes that manage, start and stop ranks."""
+        """Returns the processes of the node that manage, start and stop ranks."""
         ranks = {process.pid for process in self.ranks()}
         return [
             process
@@ -188,14 +190,14 @@ class Node:
         ]
 
     def close(self) -> None:
-        """Shuts down and removes the node."""
+        """Powers off the node, and removes its network."""
         self.off()
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("netns", "del", self.space)
 
 
 class Nodes:
-    """All nodes, initially powered off, and two folders of limited size that they share.
+    """All nodes (initially powered off), and two folders of limited size that they share.
 
     Args:
         folder: Folder for the logs and the shared folders.
@@ -240,12 +242,12 @@ class Nodes:
         (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
 
     def close(self) -> None:
-        """Removes all nodes. Safe to call more than once."""
+        """Removes all nodes, and unmounts the shared folders. Repeated calls have no effect."""
         self._closing.close()
 
 
 def fill(path: Path) -> None:
-    """Fills the file system that contains a file, by extending the file."""
+    """Fills the file system that contains ``path``, by extending this file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         for size in (1 << 20, 1 << 12):
@@ -257,7 +259,7 @@ def fill(path: Path) -> None:
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Sends a signal to the processes that still exist."""
+    """Sends the signal ``number`` to those ``processes`` that still exist."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)

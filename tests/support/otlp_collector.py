@@ -1,4 +1,4 @@
-"""Collects OpenTelemetry spans over HTTP on the loopback interface."""
+"""Receives OpenTelemetry spans over HTTP on the loopback interface, and stores them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Collector:
         url: URL of the collector.
         requests: Requests that were answered with status 200, as parsed JSON.
         answer: Status and body of the answers.
-        held: Event that allows answers. While it is not set, requests wait.
+        held: Event that permits answers. Requests wait until it is set.
         logins: Logins of requests with basic authentication, as ``user:password``.
         gets: Number of GET requests.
     """
@@ -57,7 +57,7 @@ class Collector:
 
 @contextmanager
 def serving(port: int = 0) -> Iterator[Collector]:
-    """Runs a collector until the ``with`` block ends."""
+    """Yields a collector that serves on ``port`` until the ``with`` block ends."""
     state = Collector()
     state.held.set()
 

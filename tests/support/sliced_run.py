@@ -1,8 +1,8 @@
 """Writes traces of synthetic runs with ``--slice-tokens``.
 
 The documents of a step are packed into rows, and rows are cut into slices of equal length. Steps
-are simulated under ``adaptive``. A slice's time is a linear function of its numbers of tokens and
-of token pairs.
+are simulated under the schedule ``adaptive``. The time of a slice is a linear function of its
+number of tokens and its number of token pairs.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ NS_PER_S = 1e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedRun:
-    """Describes a run.
+    """Settings of a synthetic run.
 
     Attributes:
-        documents: Number of tokens of each document of a step, the same in each step.
+        documents: Number of tokens of each document; every step has the same documents.
         tokens: Number of tokens of a slice.
         num_ranks: Number of pipeline ranks.
         num_chunks: Number of chunks per rank.
         iterations: Number of steps.
         schedule: Name of the schedule in the header.
-        fixed_s: Time of each action, besides that of its tokens and pairs.
+        fixed_s: Time in seconds that is added to the time of each action's tokens and pairs.
     """
 
     documents: tuple[int, ...]
@@ -81,11 +81,11 @@ class SlicedRun:
         return -(-sum(row) // self.tokens) * self.tokens
 
     def step_s(self, rows: Sequence[Sequence[int]]) -> float:
-        """Returns the simulated time of a step with these rows of documents, in seconds."""
+        """Returns the simulated time of a step with ``rows`` of documents, in seconds."""
         return self._simulated([self._cut(row) for row in rows])[0].makespan_s
 
     def write(self, folder: Path) -> float:
-        """Writes one trace file per rank, and returns the time of a step in seconds."""
+        """Writes a trace file per rank to ``folder``, and returns the time of a step in seconds."""
         result, policies = self._simulated(self.cuts)
         data_ns = np.ones(len(self.counts), dtype=np.int64)
         rows = step_rows(result, policies, data_ns=data_ns)
@@ -106,7 +106,7 @@ class SlicedRun:
         return result.makespan_s
 
     def _simulated(self, cuts: Sequence[Cut]) -> tuple[SimResult, Sequence[Policy]]:
-        """Returns a simulated step, and the policies of its ranks."""
+        """Returns a simulated step with ``cuts``, and the policies of its ranks."""
         counts = tuple(len(cut.ends) for cut in cuts)
         work = [cut.work(n) for cut in cuts for n in range(len(cut.ends))]
         slice_s = [self.fixed_s + t * TOKEN_S + p * PAIR_S for t, p in work]

@@ -1,4 +1,4 @@
-"""Provides a gloo transport that delays each message on one link.
+"""Defines a gloo transport that delays each message on one link.
 
 Environment variables:
 

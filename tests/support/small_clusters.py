@@ -1,4 +1,4 @@
-"""Generates small random planning problems, and enumerates all plans of a problem."""
+"""Generates small random planning problems, and finds their best plans by trying all plans."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ def random_problem(seed: int) -> Problem:
 
 
 def solve(problem: Problem) -> SearchResult:
-    """Searches for the best plan, and returns the result."""
+    """Searches for the best plan of ``problem``, and returns the result."""
     return searcher_of(problem).search()
 
 
 def searcher_of(problem: Problem) -> Searcher:
-    """Returns a searcher for the problem."""
+    """Returns a searcher for the best plan of ``problem``."""
     return Searcher(problem, global_batch=problem.global_batch, options=problem.options)
 
 
 def brute_force(problem: Problem) -> float:
-    """Returns the predicted time of the best plan on whole nodes, or infinity if no plan fits."""
+    """Returns the predicted time of the best plan for ``problem``; infinity if no plan fits."""
     best = float("inf")
     for plan in _plans(problem):
         prediction = predict(plan, problem)
@@ -153,7 +153,10 @@ def _plans(problem: Problem) -> Iterator[Plan]:
 
 
 def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Yields the node orders of all subsets of a cluster; nodes of a type are interchangeable."""
+    """Yields the orders of nodes of all subsets of ``cluster``.
+
+    Nodes of the same type are interchangeable.
+    """
     seen = set()
     numbers = range(len(cluster.nodes))
     for count in range(1, len(cluster.nodes) + 1):
@@ -165,7 +168,7 @@ def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def better(problem: Problem, seed: int) -> Problem:
-    """Returns the problem with more memory, a faster link or a faster GPU type."""
+    """Returns ``problem`` with more memory, a faster link or a faster GPU type."""
     rng = random.Random(seed)
     groups = list(problem.cluster.groups)
     index = rng.randrange(len(groups))

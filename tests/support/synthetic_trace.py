@@ -1,9 +1,9 @@
-"""Generates traces of synthetic runs, of any size and with known faults.
+"""Generates the traces of synthetic runs of any size, with known faults.
 
 Each step is simulated (``schedule.simulate``) with new random durations, so spans, waits and
-messages are consistent, as in a real job. Replicas synchronize in the gradient reduction. Hosts
-have separate clocks, and sample the first host's clock. Faults act at their source, which is the
-work of a rank, the latency of a link, or data loading.
+messages are consistent, as in a real job. Replicas synchronize in the gradient reduction. Each host
+has a separate clock, and measures its offset from the clock of the first host. A fault changes the
+work of a rank, the latency of a link, or the data loading.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
 
 COMPILE_FROM = 200_000
-"""Number of actions above which the compiled simulator is faster, including its startup."""
+"""If a run has more actions than this, the compiled simulator is faster, including its startup."""
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 START_NS = 5_000_000_000_000
@@ -53,7 +53,7 @@ _PEER = COLUMNS.index("peer")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Describes a fault of a run.
+    """Fault of a synthetic run.
 
     Attributes:
         kind: Kind of the fault. With ``slow-rank``, all work of a rank takes ``factor`` times as
@@ -63,11 +63,11 @@ class Fault:
             rank's pipeline takes ``seconds`` longer.
         rank: Global rank that has the fault.
         to: Global rank at the other end of a slow link.
-        factor: Factor of durations, at least 1.
-        seconds: Added time in seconds, non-negative.
-        probability: Probability that an action is slow, for ``spikes``.
-        first: First iteration with the fault.
-        last: Last iteration with the fault; ``None`` for the last iteration of the run.
+        factor: Factor by which durations are multiplied, at least 1.
+        seconds: Time that is added, in seconds; non-negative.
+        probability: Probability that an action is slow if the kind is ``spikes``.
+        first: First iteration that has the fault.
+        last: Last iteration that has the fault, or ``None`` for the last iteration of the run.
 
     Raises:
         TraceError: An attribute is out of range.
@@ -91,45 +91,49 @@ class Fault:
             )
 
     def holds(self, iteration: int) -> bool:
-        """Returns whether an iteration has the fault."""
+        """Returns whether ``iteration`` has the fault."""
         return self.first <= iteration and (self.last is None or iteration <= self.last)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticRun:
-    """Describes a synthetic run.
+    """Settings of a synthetic run.
 
     Attributes:
         num_ranks: Number of pipeline ranks.
         replicas: Number of data-parallel replicas.
-        num_chunks: Number of chunks per rank, unless the schedule fixes it.
+        num_chunks: Number of chunks per rank, unless the schedule determines it.
         num_microbatches: Number of microbatches per step of each replica.
         iterations: Number of iterations, which are numbered from 1.
         schedule: Name of a schedule or run-time rule.
-        weight_pieces: Number of pieces of a weight gradient under a run-time rule; 0 for undivided
-            backward passes.
+        weight_pieces: Number of pieces into which a run-time rule divides a weight gradient; 0 if
+            backward passes are not divided.
         forward_s: Mean time of a rank's forward pass, in seconds.
-        backward_s: Mean time of a rank's backward pass by inputs, in seconds.
-        weight_s: Mean time of a rank's weight gradient, in seconds.
+        backward_s: Mean time in seconds in which a rank computes the gradients of its inputs.
+        weight_s: Mean time in seconds in which a rank computes its weight gradients.
         latency_s: Latency of a message, in seconds.
         occupancy_s: Time for which a message occupies its link, in seconds.
         data_s: Time to load a microbatch, in seconds.
         optimizer_s: Time of the optimizer's update, in seconds.
-        action_sigma: Lognormal spread of action times.
-        microbatch_sigma: Lognormal spread of microbatch times.
-        rank_sigma: Lognormal spread of rank speeds, the same in all iterations.
-        iteration_sigma: Lognormal spread of each rank's speed between iterations.
+        action_sigma: Standard deviation of the logarithm of a random factor of each action's time.
+        microbatch_sigma: Standard deviation of the logarithm of a random factor per microbatch.
+        rank_sigma: Standard deviation of the logarithm of a random factor of each rank's times,
+            which is the same in all iterations.
+        iteration_sigma: Standard deviation of the logarithm of a random factor of each rank's
+            times, which differs between iterations.
         stray_probability: Probability that an action takes 1.5 to 4 times as long, on every rank.
-        stage_factors: Factors of the planned work of each rank; empty for equal stages.
+        stage_factors: Factors by which the planned work of each rank is multiplied; empty for equal
+            stages.
         layers: Number of transformer layers of each stage, as written to the headers.
-        head: Extra work of the last stage, in layers.
-        planned_head: Extra work of the last stage that is written to the headers; ``None`` for
-            ``head``.
-        hosts: Number of machines; each has its own clock and its share of the ranks.
-        clock_offset_s: Largest difference between a clock and the first host's clock.
+        head: Additional work of the last stage, as a number of layers.
+        planned_head: Additional work of the last stage that is written to the headers, or ``None``
+            to write ``head``.
+        hosts: Number of machines. Each has a separate clock and an equal share of the ranks.
+        clock_offset_s: Largest difference between a clock and the first host's clock, in seconds.
         clock_drift_ppm: Largest drift of a clock, in parts per million.
         faults: Faults of the run.
-        is_dealt: Whether microbatches are distributed over replicas by cost; only for real runs.
+        is_dealt: Whether microbatches are distributed over replicas by cost; used only in real
+            runs.
         num_slices: Number of equal-cost slices of each microbatch.
         seed: Seed of all random numbers.
     """
@@ -173,14 +177,14 @@ class SyntheticRun:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Truth:
-    """Ground truth of a synthetic run.
+    """Ground truth of a synthetic run, with which measurements are compared.
 
     Attributes:
         bubble_fraction: Fraction of idle time, ``[iterations, ranks]``.
         step_s: Time in seconds from the first action to the last, ``[iterations, replicas]``.
         start_ns: Start of the first replica's steps, in the first host's time, ``[iterations]``.
         spans: Number of spans.
-        clocks: Offset in nanoseconds at ``START_NS``, and drift, of each host's clock.
+        clocks: Offset in nanoseconds at ``START_NS`` and drift of each host's clock.
     """
 
     bubble_fraction: Any
@@ -191,7 +195,7 @@ class Truth:
 
 
 def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
-    """Writes the trace files of a synthetic run to a folder.
+    """Writes the trace files of ``run`` to ``folder``, and returns the ground truth.
 
     Raises:
         ScheduleError: The schedule does not support the pipeline.
@@ -205,7 +209,7 @@ def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
 
 
 class _Writer:
-    """Writes the traces of one run."""
+    """Simulates the steps of a run, and writes its trace files."""
 
     def __init__(self, folder: Path, run: SyntheticRun) -> None:
         self._folder = folder
@@ -264,7 +268,7 @@ class _Writer:
         return rank * self._run.hosts // self._run.world_size
 
     def _local(self, host: int, times_ns: Any) -> Any:
-        """Converts times of the first host's clock to another host's clock."""
+        """Converts ``times_ns`` from the first host's clock to the clock of ``host``."""
         offset_ns, drift = self._clocks[host]
         if not host:
             return times_ns
@@ -305,7 +309,7 @@ class _Writer:
         return tuple(work)
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
-        """Simulates one replica's step; peers in the returned rows are global ranks."""
+        """Simulates a step of ``replica``; the peers in the returned rows are global ranks."""
         run, seed = self._run, int(self._rng.integers(2**31))
         work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
         work.durations_ps[F, 0, :: run.num_slices] += np.rint(data_s * PS_PER_S).astype(np.int64)
@@ -328,7 +332,7 @@ class _Writer:
     def _iteration(
         self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
     ) -> int:
-        """Writes an iteration of all ranks, and returns the start time of the next iteration."""
+        """Writes ``iteration`` of all ranks, and returns the start of the next iteration in ns."""
         run = self._run
         longest_s = max(result.makespan_s for result, _ in results)
         done_ns = begin_ns + round(longest_s * 1e9)
@@ -361,7 +365,7 @@ class _Writer:
         return updated_ns + 1_000_000
 
     def _exchanges(self, host: int, at_ns: int) -> ClockSamples:
-        """Returns a burst of samples of a host's clock, in which some messages are delayed."""
+        """Returns several samples of the clock of ``host``, in which some messages are delayed."""
         samples = []
         for number in range(SAMPLES_PER_BURST):
             there, back = 15_000 + self._rng.exponential((30_000, 30_000))

@@ -1,4 +1,4 @@
-"""Tests which programs are forked instead of started, and the detection of reused process IDs."""
+"""Tests which programs are forked instead of started, and that reused process IDs are detected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.multiprocess.launch import TRANSFORMERS, forking_every, run_forked
 
 @pytest.fixture
 def program() -> Iterator[subprocess.Popen[bytes]]:
-    """Yields a process that waits for input."""
+    """Yields a process that waits for input until the test ends."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
         yield waiting
         waiting.kill()

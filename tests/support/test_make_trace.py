@@ -1,4 +1,4 @@
-"""Tests that ``make_trace`` writes the requested number of spans and rejects bad input."""
+"""Tests that ``make_trace`` writes the requested number of spans and rejects invalid arguments."""
 
 import json
 import subprocess

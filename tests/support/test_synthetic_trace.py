@@ -1,4 +1,4 @@
-"""Tests that synthetic runs are complete and consistent, except for their planted faults."""
+"""Tests that synthetic runs are complete and consistent, apart from the faults added on purpose."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ Make = Callable[..., tuple[RunTrace, RunFigures]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Returns a function that writes a run, and returns its trace and figures."""
+    """Returns a function that writes a run, and returns its trace and its measured values."""
 
     def write(**options: Any) -> tuple[RunTrace, RunFigures]:
         write_synthetic(tmp_path, SyntheticRun(**{"iterations": 4, **options}))

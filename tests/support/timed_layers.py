@@ -1,7 +1,7 @@
-"""Trains GPT like ``pretrain_gpt.py``, with layers that sleep to reach a chosen duration.
+"""Trains GPT like ``pretrain_gpt.py``, but layers sleep until they have taken a chosen time.
 
 Ranks that share a processor can thereby have different speeds, as on separate devices. The layers
-compute the same values as without sleeping. Environment variables:
+compute the same values as without sleeping. The program reads these environment variables:
 
 ``LAYER_MS``       milliseconds of each layer's forward pass; the backward pass takes twice as long.
                    The value is a number, or a JSON object with a number for each node name.
@@ -54,22 +54,22 @@ from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
-_PATIENCE = 20  # number of steps without a move after which the current partition is chosen
+_PATIENCE = 20  # After this many steps without a move, the current partition is chosen.
 
 
 def time_layers(seconds: float, slow: float) -> None:
-    """Makes a layer's forward pass take ``seconds``, and its backward pass twice as long.
+    """Makes a layer's forward pass take ``seconds``, and its backward pass take twice as long.
 
     Args:
         seconds: Time of a layer's forward pass, in seconds.
-        slow: Factor of the time during ``SLOW_STEPS``.
+        slow: Factor by which the time is multiplied during ``SLOW_STEPS``.
     """
     for name, times in (("forward", 1), ("backward", 2)):
         setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds, slow))
 
 
 def is_slow(stages: Any) -> bool:
-    """Returns whether the current step is in ``SLOW_STEPS``."""
+    """Returns whether the current step of ``stages`` is in ``SLOW_STEPS``."""
     if not hasattr(stages, "number_of_step"):
         stages.number_of_step = next(_STEPS)
     first, end = map(int, os.environ.get("SLOW_STEPS", "0-1000000").split("-"))
@@ -77,7 +77,7 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Also makes each single layer's forward pass take its chosen time."""
+    """Makes each layer's forward pass take ``seconds``, multiplied by its :func:`factor_of`."""
     work = TransformerLayer.forward
 
     @functools.wraps(work)
@@ -91,13 +91,13 @@ def time_each_layer(seconds: float) -> None:
 
 
 def report_exact_times(layer_s: float) -> None:
-    """Passes chosen instead of measured action times to ``--pipeline-schedule auto``.
+    """Makes ``--pipeline-schedule auto`` use the chosen action times instead of measured times.
 
-    On a busy machine some actions take many times as long. Fails if a measured time is shorter than
-    the chosen time.
+    On a busy machine, some actions take many times as long as chosen. The job fails if a measured
+    time is shorter than the chosen time.
 
     Args:
-        layer_s: Seconds of a layer's forward.
+        layer_s: Time of a layer's forward pass, in seconds.
     """
     decide = Tuner.after_step
 
@@ -115,14 +115,14 @@ def report_exact_times(layer_s: float) -> None:
 
 
 def factor_of(module: Any) -> float:
-    """Returns a module's time relative to a layer without experts, or 0 if it is not a layer."""
+    """Returns the time of ``module`` relative to a layer without experts; 0 if it is no layer."""
     if not isinstance(module, TransformerLayer):
         return 0.0
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
 
 
 def keep_microbatches() -> None:
-    """Stores the microbatches of the step for :func:`share_of`."""
+    """Makes the trainer store the microbatches of each step for :func:`share_of`."""
 
     def keep(microbatches: Any, count: int) -> Any:
         _of_step[:] = [microbatches]
@@ -132,7 +132,7 @@ def keep_microbatches() -> None:
 
 
 def share_of(microbatch: int) -> float:
-    """Returns a microbatch's time relative to a document of maximum length."""
+    """Returns the time of ``microbatch`` relative to a document of maximum length."""
     (batch,) = _of_step or [None]
     if batch is None or "lengths" not in batch[microbatch]:
         return 1.0
@@ -156,7 +156,7 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
-    """Makes the job move layers only after these iterations, to these partitions."""
+    """Makes the job move layers only after the iterations in ``moves``, to these partitions."""
     done = 0
 
     def after_step(
@@ -170,13 +170,14 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
 
 
 def compare(others: list[tuple[int, ...]], steps: int, rounds: int, moves_file: Path) -> None:
-    """Applies the first partition that is chosen, then alternates between it and other partitions.
+    """Makes the job alternate between the first partition that it chooses and ``others``.
 
     Args:
         others: Partitions to compare with the chosen partition.
         steps: Number of steps of each timed run.
         rounds: Number of runs of each partition.
-        moves_file: Path of the JSON file for the first iteration and the partition of each run.
+        moves_file: Path of a JSON file to which the first iteration and the partition of each run
+            are written.
     """
     decide, done, turns = Repartitioner.after_step, 0, list[tuple[int, tuple[int, ...]]]()
 

@@ -1,4 +1,4 @@
-"""Creates small ``transformers`` models, tokenizers and data for fine-tuning tests."""
+"""Creates small ``transformers`` models, tokenizers and data for tests of fine-tuning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attent
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per letter."""
+    """Returns a tokenizer with one token per character."""
     letters = [chr(code) for code in range(32, 127)]
     vocabulary = {token: index for index, token in enumerate(SPECIAL + letters)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
@@ -65,7 +65,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_processor() -> Any:
-    """Returns a processor for images of 8 by 8 pixels, which become four tokens each."""
+    """Returns a processor for images of 8 by 8 pixels, which become four tokens per image."""
     return LlavaProcessor(
         image_processor=CLIPImageProcessorPil(
             size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
@@ -79,7 +79,7 @@ def make_processor() -> Any:
 
 
 def write_text_model(folder: Path) -> None:
-    """Writes a model that accepts only text."""
+    """Writes a small model that accepts only text, and its tokenizer, to ``folder``."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
@@ -90,7 +90,7 @@ def write_text_model(folder: Path) -> None:
 
 
 def write_image_model(folder: Path) -> None:
-    """Writes a model that accepts text and images of 8 by 8 pixels, in patches of 4 by 4."""
+    """Writes a model for text and images of 8 by 8 pixels, in patches of 4 by 4, to ``folder``."""
     processor = make_processor()
     processor.save_pretrained(folder)
     torch.manual_seed(1)
@@ -106,7 +106,7 @@ def write_image_model(folder: Path) -> None:
 
 
 def write_text_data(path: Path) -> None:
-    """Writes conversations and texts of different lengths."""
+    """Writes conversations and texts of different lengths to the file ``path``."""
     lines = []
     for number in range(40):
         question = {"role": "user", "content": f"{number} times two?"}
@@ -118,7 +118,7 @@ def write_text_data(path: Path) -> None:
 
 
 def write_image_data(folder: Path, count: int = 20) -> Path:
-    """Writes conversations about colors with up to two images, in all supported line formats."""
+    """Writes ``count`` conversations about the colors of images, in all supported line formats."""
     (folder / "images").mkdir(parents=True)
     for name, color in COLORS.items():
         Image.new("RGB", (20, 12), color).save(folder / "images" / f"{name}.png")
@@ -152,7 +152,7 @@ def write_image_data(folder: Path, count: int = 20) -> Path:
 def loss_of_transformers(
     model: Path, data: Path, indices: Sequence[int], *, adapters: Path | None = None
 ) -> float:
-    """Returns the mean loss over all learned tokens of some samples, computed by transformers.
+    """Returns the mean loss over all learned tokens of some samples, as transformers computes it.
 
     Args:
         model: Folder of the model.

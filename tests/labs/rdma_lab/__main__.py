@@ -1,4 +1,4 @@
-"""Provides the command line of the RDMA lab."""
+"""Runs the RDMA lab from the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import MACHINES, LabError, __doc__, prepare, qemu, run
 
 
 def main() -> int:
-    """Runs a command on all nodes and prints its output as ``[rank] line``."""
+    """Runs a command on all nodes, prints its output as ``[rank] line``, and returns its status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.labs.rdma_lab",
         description=__doc__,
@@ -39,7 +39,7 @@ def main() -> int:
     )
     parser.add_argument("command", nargs="*", help="program and its arguments, after --")
     options = parser.parse_args()
-    # exits by exception, which terminates the nodes
+    # Exit with an exception, which terminates the nodes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if options.prepare:

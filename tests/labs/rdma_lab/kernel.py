@@ -1,4 +1,4 @@
-"""Compiles the kernel of the nodes, once for each combination of the settings in this module."""
+"""Compiles the kernel of the nodes once per combination of the settings in this module."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ SOURCE = "linux-source-6.12"
 """Debian package with the kernel source, in the version that Debian currently has."""
 CONFIG = Path(__file__).with_name("kernel.config")
 
-# A packet interrupts the node's processor, but does not preempt a program that polls memory. Such a
-# program would see the data only after the next timer tick. Therefore, an interrupt also
-# reschedules, and ticks are more frequent.
+# When a packet arrives, it interrupts the node's processor, but does not preempt a program that
+# polls memory. Such a program would see the data only after the next timer tick. Therefore, an
+# interrupt also reschedules, and ticks are more frequent.
 _HANDLED = "_sigio_handler(regs, irqs_suspended);\n"
 _TAKE = """\
 	if (need_resched() && current->mm)
 		os_alarm_process(current->mm->context.id.pid);
 """
 # Reserve space for the registers of any processor: on a host with AMX tiles, either all 11,008
-# bytes of registers are restored or none. The registers are saved on the kernel's stacks, which
-# kernel.config enlarges.
+# bytes of registers are restored or no registers at all. The registers are saved on the kernel's
+# stacks, which kernel.config enlarges.
 _REGISTERS = "DEFINE_LONGS(HOST_FP_SIZE, {});\n".format
 CHANGES = (
     ("arch/um/kernel/irq.c", _HANDLED, _HANDLED + _TAKE),
     ("arch/um/Kconfig", "default 100\n", "default 1000\n"),
     ("arch/x86/um/user-offsets.c", _REGISTERS(2696), _REGISTERS(12288)),
 )
-"""Path of a file, a string that occurs exactly once in the file, and its replacement."""
+"""Each change consists of a file's path, a string that occurs exactly once in it, and its
+replacement.
+"""
 
 
 def prepare() -> Path:
-    """Returns the kernel to boot. The first call installs packages and compiles the kernel.
+    """Returns the path of the kernel; the first call installs packages and compiles the kernel.
 
     Raises:
         LabError: The lab cannot run here.
@@ -65,13 +67,13 @@ def why_not() -> str | None:
 
 
 def _lacking(kernel: Path) -> list[str]:
-    """Returns the packages that must be installed before nodes can boot this kernel."""
+    """Returns the packages that must be installed before nodes can boot ``kernel``."""
     building = () if kernel.exists() else (packages.BUILDING,)
     return packages.missing(packages.RUNNING, *building)
 
 
 def _kernel() -> Path:
-    """Returns the path of the kernel for these settings; it may not exist yet."""
+    """Returns the path of the kernel for these settings; the file may not exist yet."""
     return packages.cache_path("", (SOURCE, CONFIG.read_text(), CHANGES)) / "linux"
 
 
@@ -103,7 +105,7 @@ def _build(folder: Path) -> None:
 
 
 def _archive(work: Path) -> Path:
-    """Returns the source archive of the installed package, or downloads the package."""
+    """Returns the source archive of the installed package, or downloads the package to ``work``."""
     installed = Path("/usr/src", f"{SOURCE}.tar.xz")
     if installed.exists():
         return installed

@@ -1,4 +1,4 @@
-"""Boots nodes, runs a command on each and collects their output."""
+"""Boots nodes, runs a command on each node, and collects the output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DIED = 125
 """Exit status of a node whose kernel exited."""
 
 _SCRIPTS = Path(__file__).parent
-_GRACE_S = 10.0  # seconds for the other nodes to finish after a node has failed
+_GRACE_S = 10.0  # If a node fails, the other nodes have this many seconds to finish.
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -57,7 +57,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Status and output of all nodes as readable text."""
+        """Exit statuses and output of all nodes as readable text."""
         said = [
             f"[{rank}] {line}"
             for rank, part in enumerate(self.output)
@@ -68,7 +68,7 @@ class Result:
 
 @dataclass(frozen=True)
 class _Boot:
-    """Holds the settings for booting the nodes of a run.
+    """Settings for booting the nodes of a run.
 
     Attributes:
         machine: Kind of the nodes, one of :data:`MACHINES`.
@@ -99,7 +99,7 @@ class _Node:
     read_bytes: int = 0
 
     def look(self) -> None:
-        """Reads the node's new output and its exit status."""
+        """Reads the node's new output, and its exit status if it has finished."""
         ended = self.process.poll() is not None
         self.read()
         file = self.folder / f"status.{self.rank}"
@@ -109,8 +109,9 @@ class _Node:
             self.status = DIED
 
     def read(self, *, last: bool = False) -> None:
-        """Reads the new complete lines of the output, and an incomplete last line if ``last`` is
-        true.
+        """Reads the output's new complete lines.
+
+        If ``last`` is set, an incomplete last line is read too.
         """
         with (self.folder / f"output.{self.rank}").open("rb") as output:
             output.seek(self.read_bytes)
@@ -121,14 +122,14 @@ class _Node:
             self.say(line)
 
     def say(self, line: str) -> None:
-        """Adds a line to the node's output."""
+        """Adds ``line`` to the node's output, and passes it to ``on_line``."""
         self.said.append(line)
         if self.on_line is not None:
             self.on_line(self.rank, line)
 
     def end(self) -> None:
-        """Kills the node with all its programs."""
-        with contextlib.suppress(ProcessLookupError):  # the node's process has exited on its own
+        """Kills the node with all its programs, and waits until it has exited."""
+        with contextlib.suppress(ProcessLookupError):  # The node's process may have exited already.
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -152,7 +153,7 @@ def run(
     on_line: OnLine | None = None,
     machine: str = "uml",
 ) -> Result:
-    """Runs a command on every node, and waits until all nodes have finished.
+    """Runs ``command`` on every node, and waits until all nodes have finished.
 
     Args:
         command: Program and its arguments.
@@ -202,7 +203,7 @@ def run(
 
 
 def _watch(nodes: list[_Node], deadline_s: float) -> int:
-    """Waits until all nodes have finished or timed out, and returns the first failing status."""
+    """Waits for all ``nodes`` until ``deadline_s``, and returns the first nonzero status or 0."""
     failure = 0
     while any(node.status is None for node in nodes) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
@@ -216,7 +217,7 @@ def _watch(nodes: list[_Node], deadline_s: float) -> int:
 
 
 def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Writes the files that the nodes read at boot, and creates the files that they write."""
+    """Writes the files that nodes read at boot, and creates the files to which they write."""
     addresses = [f"10.77.0.{rank + 1}" for rank in range(nodes)]
     variables = {
         **os.environ,
@@ -248,12 +249,12 @@ def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[s
 
 
 def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
-    """Links node 0 to every other node, and returns the endpoints of the links by node."""
+    """Connects node 0 to each of the others, and returns the sockets of each node's links."""
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # Links stay open until the run ends, so that a dead node appears silent to its peers.
+        # Links stay open until the run ends, so that other nodes see a dead node as silent.
         for end in pair:
             stack.enter_context(end)
         first.append(pair[0])
@@ -262,23 +263,23 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
 
 
 def _processors(machine: str) -> list[set[int]]:
-    """Returns the sets of processors to which nodes are assigned in rotation.
+    """Returns the sets of processors to which nodes of the kind ``machine`` are bound in rotation.
 
-    User-mode Linux has one processor. Here it is two processes, the kernel and its programs, and
-    only one of them runs at a time. If they ran on different processors, system calls would take
-    two to three times as long for seconds at a time, and nodes would differ in speed.
+    User-mode Linux has one processor, but consists of two processes on the host: the kernel and its
+    programs. Only one of them runs at a time. If they ran on different processors, system calls
+    would take two to three times as long for several seconds, and nodes would differ in speed.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if machine != "uml":
         return [set(allowed)]
-    random.shuffle(allowed)  # several labs may run at a time
+    random.shuffle(allowed)  # Several labs may run at the same time.
     return [{processor} for processor in allowed]
 
 
 def _start(
     boot: _Boot, rank: int, nodes: int, links: list[socket.socket], processors: set[int]
 ) -> subprocess.Popen[bytes]:
-    """Starts a node on these processors. The node dies when the calling thread exits."""
+    """Starts node ``rank`` on ``processors``; it dies when the calling thread exits."""
 
     def prepare() -> None:
         os.sched_setaffinity(0, processors)
@@ -296,7 +297,7 @@ def _start(
         )
     else:
         command = _user_mode_linux(boot, variables, links)
-    # A node's memory is a file in this folder, whose file system must allow execution.
+    # The memory of a node is a file in this folder, whose file system must allow execution.
     shm = os.statvfs("/dev/shm")
     free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
     memory = Path("/dev/shm") if free_mib > nodes * boot.memory_mib else boot.folder

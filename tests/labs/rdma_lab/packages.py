@@ -1,4 +1,4 @@
-"""Lists the programs that the lab needs with their Debian packages, and installs them."""
+"""Lists the Debian packages that the lab needs for its programs, and installs them."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ class LabError(Exception):
 
 
 def why_not_here() -> str | None:
-    """Returns the reason why nodes cannot run on this machine, or ``None`` if they can."""
+    """Returns the reason why nodes cannot run on this machine, or ``None`` if they can run."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return "the RDMA lab needs Linux on x86_64"
     return None
 
 
 def cache_path(kind: str, choices: object) -> Path:
-    """Returns the cache path for the result of these choices; the path may not exist yet."""
+    """Returns the path in the cache for the result of ``choices``; it may not exist yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:16]
     return cache / "megatron-adaptive" / "rdma-lab" / f"{kind}{digest}"
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Calls ``make(folder)`` unless the folder exists; other callers wait meanwhile."""
+    """Calls ``make(folder)`` unless ``folder`` exists; concurrent callers wait until it exists."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / "lock").open("w") as lock:
@@ -79,7 +79,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def missing(*needs: Mapping[str, str]) -> list[str]:
-    """Returns the packages of missing programs and files, without duplicates."""
+    """Returns the packages of the programs and files in ``needs`` that are missing."""
     path = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}"
     lacking = {
         package: None
@@ -91,12 +91,12 @@ def missing(*needs: Mapping[str, str]) -> list[str]:
 
 
 def can_install() -> bool:
-    """Returns whether this process can install packages."""
+    """Returns whether this process can install Debian packages."""
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 def install(packages: list[str]) -> None:
-    """Installs Debian packages (see :func:`can_install`) after waiting for other installations.
+    """Installs the Debian packages ``packages``; see :func:`can_install`.
 
     Raises:
         LabError: The installation failed.
@@ -107,7 +107,7 @@ def install(packages: list[str]) -> None:
 
 
 def call(*command: str | Path, cwd: Path | None = None, stdin: str | None = None) -> bytes:
-    """Runs a program and returns its standard output.
+    """Runs the program ``command``, and returns its standard output.
 
     Args:
         command: Program and its arguments.

@@ -1,9 +1,9 @@
-"""Measures the link between nodes 0 and 1 with perftest; both nodes make the same calls.
+"""Measures the link between nodes 0 and 1 with perftest; both nodes call the same functions.
 
     python -m tests.labs.rdma_lab -- /usr/bin/python3 -m tests.labs.rdma_lab.perftest
 
 This command prints a table. Node 0 is the server. The module needs only the standard library,
-because in a node Debian's Python starts faster than an environment with torch.
+because Debian's Python starts faster on a node than an environment with torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float
     """
     count = max(5, total_bytes // size_bytes)
     _peak, average = _measure("ib_write_bw", size_bytes, count, timeout_s)[:2]
-    return average * _MIB  # perftest prints MiB as MB
+    return average * _MIB  # perftest prints MiB, although it labels them MB.
 
 
 def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> tuple[float, float]:
@@ -73,13 +73,13 @@ def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> 
 
 
 def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[float]:
-    """Returns the columns of the client's table that follow the size and the number of writes."""
+    """Runs ``tool``, and returns the numbers in its table after the size and the count."""
     rank, result = int(os.environ["RANK"]), Path(os.environ["LAB_SHARE"], "perftest-result")
     if rank > 1:
         raise PerftestError(f"{tool} runs only on nodes 0 and 1, but this is node {rank}")
     deadline_s = time.monotonic() + timeout_s
-    # If other programs use the processors, perftest may fail to measure the processor frequency. It
-    # then prints no numbers, so try again.
+    # If other programs use the processors, perftest may fail to measure the processor frequency. In
+    # this case, it prints no valid numbers, so try again.
     for _ in range(_TRIES):
         row = _run(tool, size_bytes, count, deadline_s)
         if rank == 1:
@@ -99,7 +99,7 @@ def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[f
 
 
 def _run(tool: str, size_bytes: int, count: int, deadline_s: float) -> list[str]:
-    """Runs the tool once node 0 listens, and returns the values of its table."""
+    """Runs ``tool`` as soon as node 0 listens, and returns the values of its table."""
     mark = Path(os.environ["LAB_SHARE"], "perftest-listens")
     command = [tool, "-d", os.environ["LAB_RDMA_DEV"], "-x", os.environ["LAB_RDMA_GID"], "-F"]
     command += ["-s", str(size_bytes), "-n", str(count), "-p", str(_PORT)]
@@ -134,7 +134,7 @@ def _await(reached: Callable[[], bool], deadline_s: float) -> None:
 
 
 def _listens() -> bool:
-    """Returns whether a program of this node listens on the port, without connecting to it."""
+    """Returns whether a program on this node listens on the port; does not connect to it."""
     sockets = (Path("/proc/net", name).read_text().split("\n")[1:] for name in ("tcp", "tcp6"))
     rows = [line.split() for lines in sockets for line in lines if line]
     return any(row[1].endswith(f":{_PORT:04X}") and row[3] == _LISTEN for row in rows)

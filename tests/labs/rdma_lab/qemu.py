@@ -24,13 +24,13 @@ PACKAGES: Mapping[str, str] = {
     "depmod": "kmod",
     "xz": "xz-utils",
 }
-"""Programs with their packages, which the lab does not install itself."""
+"""Programs and their packages, which the lab does not install itself."""
 
 KERNEL = "linux-image-6.12-amd64"
 """Package that depends on the newest kernel; cloud kernels lack soft-RoCE and 9p."""
 MODULES = (
     *("virtio_pci", "virtio_net", "9p", "9pnet_virtio", "overlay", "sch_netem"),
-    # Soft-RoCE loads this checksum module by its name.
+    # Soft-RoCE loads this module, which computes checksums, by its name.
     *("crc32_generic", "rdma_rxe"),
 )
 INIT = Path(__file__).with_name("init-qemu.sh")
@@ -50,7 +50,7 @@ def why_not() -> str | None:
 
 
 def prepare() -> Path:
-    """Returns the folder with ``vmlinuz`` and ``initrd``. The first call downloads the kernel.
+    """Returns the folder with ``vmlinuz`` and ``initrd``; the first call downloads the kernel.
 
     Raises:
         LabError: The lab cannot run here.
@@ -77,7 +77,7 @@ def _make(kernel: Path) -> None:
         for folder in _FOLDERS:
             (root / folder).mkdir(parents=True)
         busybox = shutil.which("busybox")
-        assert busybox is not None  # why_not() has checked this
+        assert busybox is not None  # The function why_not() has checked this.
         shutil.copy(busybox, root / "bin/busybox")
         shutil.copy(INIT, root / "init")
         (root / "init").chmod(0o755)
@@ -93,7 +93,7 @@ def _make(kernel: Path) -> None:
 
 
 def _fetch(work: Path, tree: Path) -> None:
-    """Downloads and unpacks the package that :data:`KERNEL` depends on."""
+    """Downloads the package that :data:`KERNEL` depends on, and unpacks it to ``tree``."""
     try:
         listed = packages.call("apt-cache", "depends", "--important", KERNEL).decode().split()
         package = next(word for word in listed if word.startswith("linux-image-6.12."))
@@ -104,7 +104,7 @@ def _fetch(work: Path, tree: Path) -> None:
 
 
 def _copy_modules(tree: Path, version: str, target: Path) -> None:
-    """Copies the modules and their dependencies, with file names that sort in loading order."""
+    """Copies modules and their dependencies to ``target``, with names in the order of loading."""
     files: dict[str, None] = {}
     for module in MODULES:
         shown = packages.call(
@@ -129,7 +129,7 @@ def arguments(
     folders: Mapping[str, Path],
     variables: Sequence[str],
 ) -> list[str]:
-    """Returns the command that starts a node.
+    """Returns the command that starts node ``rank``.
 
     Args:
         kernel: Folder that :func:`prepare` returned.

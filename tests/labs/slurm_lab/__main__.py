@@ -1,4 +1,4 @@
-"""Provides the command line of the Slurm lab."""
+"""Runs the Slurm lab from the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KIND = re.compile(r"(\w+):([1-9]\d*)x(\d+)")
 
 
 def main() -> int:
-    """Starts a lab, runs a command on its login host, and shuts the lab down."""
+    """Starts a lab, runs a command on its login host, and returns the command's exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.labs.slurm_lab",
         description=__doc__,
@@ -42,7 +42,7 @@ def main() -> int:
         if match is None:
             parser.error(f"--kind must be NAME:NODESxGPUS, for example a10:2x2, got {text}")
         kinds.append(Kind(match[1], int(match[2]), int(match[3])))
-    # exits by exception, which stops the nodes
+    # Exit with an exception, which stops the nodes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:

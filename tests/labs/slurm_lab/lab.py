@@ -1,4 +1,4 @@
-"""Starts and stops the lab, and simulates failures of its nodes."""
+"""Starts and stops a Slurm cluster, and simulates failures of its nodes."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ StorageHost=127.0.0.1
 
 
 class LabError(Exception):
-    """Raised if the lab cannot run."""
+    """Raised if the lab cannot run; the message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Describes a group of equal nodes; their partition has the same name."""
+    """Group of equal nodes, which form a partition with the same name."""
 
     name: str
     nodes: int
@@ -83,7 +83,7 @@ class Kind:
 
 
 def why_not(*, accounting: bool = False) -> str | None:
-    """Returns the reason why the lab cannot run here, or ``None`` if it can."""
+    """Returns the reason why the lab cannot run here, or ``None`` if it can run."""
     if os.geteuid() != 0:
         return "the Slurm lab needs root for its namespaces"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -153,7 +153,7 @@ class Lab:
     def run(
         self, command: Sequence[str], *, on: str = "ctl", timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on a host, by default the login host, and returns the finished process."""
+        """Runs ``command`` on the host ``on``, and returns the finished process."""
         return subprocess.run(
             [*self.enter(on, str(self.folder)), *command],
             env=self.variables,
@@ -165,35 +165,35 @@ class Lab:
         )
 
     def output(self, *command: str) -> str:
-        """Returns the output of a command on the login host; the command must succeed."""
+        """Returns the output of ``command`` on the login host; the command must succeed."""
         done = self.run(command)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def crash(self, name: str) -> None:
-        """Kills all processes of a node at once, which closes their connections."""
+        """Kills all processes of the node ``name`` at once, which closes their connections."""
         os.kill(self._init(name), signal.SIGKILL)
         self._hosts.pop(name).wait()
 
     def poweroff(self, name: str) -> None:
-        """Disconnects a node, then kills its processes, so that other nodes are not notified."""
+        """Simulates a power loss of the node ``name``, of which other nodes are not notified."""
         self.unplug(name)
         self.crash(name)
 
     def unplug(self, name: str) -> None:
-        """Disconnects a node from the network; its processes continue."""
+        """Disconnects the node ``name`` from the network; its processes continue."""
         self._in_ctl("ip", "link", "set", name, "down")
 
     def plug(self, name: str) -> None:
-        """Reconnects a node to the network."""
+        """Reconnects the node ``name`` to the network."""
         self._in_ctl("ip", "link", "set", name, "up")
 
     def boot(self, name: str) -> None:
-        """Starts a node, or restarts it if it is running."""
+        """Starts the node ``name``, or restarts it if it is running."""
         if name in self._hosts:
             self.crash(name)
         number = int(name[1:])
-        self._booted_s[name] = int(time.time())  # Slurm prints whole seconds
+        self._booted_s[name] = int(time.time())  # Slurm prints whole seconds.
         inside = [*_NAMESPACES, "bash", str(_HERE / "node.sh"), str(self.folder), name]
         address = f"10.66.0.{10 + number}"
         command = [*self.enter("ctl", str(self.folder)), "unshare", *inside, address]
@@ -206,9 +206,9 @@ class Lab:
         self._in_ctl("ip", "link", "set", name, "master", "hub", "up")
 
     def put_back(self, name: str) -> None:
-        """Boots a node that lost its processes, and returns it to service in Slurm.
+        """Boots the node ``name``, which has lost its processes, and returns it to service.
 
-        An administrator would do the same. Without this, Slurm could assign a job to the node, and
+        An administrator would do the same. Otherwise, Slurm could assign a job to the node, and
         cancel the job when the node reports its restart.
         """
 
@@ -226,14 +226,14 @@ class Lab:
         self.output(*update, "State=RESUME")
 
     def enter(self, name: str, folder: str) -> list[str]:
-        """Returns the prefix of a command that runs on a host, in the given folder."""
+        """Returns a prefix for commands that makes them run on the host ``name`` in ``folder``."""
         return [
             *("nsenter", "-t", str(self._init(name)), "-m", "-u", "-n", "-p"),
             *(f"--wdns={folder}", "--", "setpriv", "--pdeathsig", "KILL", "--"),
         ]
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Returns the processes of a node, except its first process and Slurm's processes."""
+        """Returns the processes of ``name``, except its first process and those of Slurm."""
         init, processes = self._init(name), []
         space = os.readlink(f"/proc/{init}/ns/pid")
         for process in psutil.process_iter():
@@ -245,7 +245,7 @@ class Lab:
         return processes
 
     def close(self) -> None:
-        """Shuts down the cluster. Safe to call more than once."""
+        """Stops all processes of the cluster. It is safe to call this method more than once."""
         hosts, self._hosts = self._hosts, {}
         for host in reversed(hosts.values()):
             with contextlib.suppress(psutil.Error):
@@ -325,7 +325,7 @@ class Lab:
         )
 
     def _init(self, name: str) -> int:
-        """Returns the process ID of a host's first process, the bash below ``unshare``."""
+        """Returns the process ID of the bash that ``unshare`` starts on the host ``name``."""
         end_s = time.monotonic() + _UP_S
         while time.monotonic() < end_s:
             with contextlib.suppress(psutil.Error):
@@ -338,7 +338,7 @@ class Lab:
         raise LabError(f"{name} of the Slurm lab did not start")
 
     def _in_ctl(self, *command: str) -> None:
-        """Runs a command in the login host's network namespace and this machine's PID namespace."""
+        """Runs a command in the login host's network namespace, but outside its PID namespace."""
         subprocess.run(
             ["nsenter", "-t", str(self._init("ctl")), "-n", "--", *command],
             check=True,

@@ -1,12 +1,12 @@
-"""Forks processes of a job from a process on this machine that has imported their modules.
+"""Makes Python programs run as forks of a process that has already imported their modules.
 
-A node's fork server, ``torchrun`` and each rank need seconds of CPU time for imports. With this
-folder in ``PYTHONPATH``, every Python process imports this module when it starts. If the process is
-about to run one of these programs, it sends its file descriptors to a server of the tests. If
-``TESTS_FORK_EVERY`` is set, this applies to any program. The server forks a child that runs the
-program. The original process forwards signals to the child and exits with the child's status. If
-the original process is killed, the server kills the child. Without a server, a process runs its
-program itself.
+A node's fork server, ``torchrun`` and each rank need seconds of CPU time for imports. If this
+folder is in ``PYTHONPATH``, every Python process imports this module when it starts. A process that
+is about to run one of these programs sends its file descriptors to a server of the tests. If
+``TESTS_FORK_EVERY`` is set, processes with any other program do the same. The server forks a child
+that runs the program. The original process forwards signals to the child, and exits with the
+child's status. If the original process is killed, the server kills the child. If there is no
+server, the process runs its program itself.
 
 Usage: ``sitecustomize.py SOCKET [MODULE ...]`` imports additional modules and runs the server in a
 process forked by ``launch.Forkserver``. The server also serves processes on nodes that have
@@ -41,7 +41,7 @@ PROGRAMS = [["-m", "megatron.adaptive", "train", "rank"], ["-m", "megatron.adapt
 LAUNCHERS = [
     ["-m", "torch.distributed.run"],
     ["-m", "megatron.adaptive", "job", "launch"],
-    ["-m", "pytest"],  # tests that a tested program starts
+    ["-m", "pytest"],  # Some programs under test run tests themselves.
 ]
 SOCKET = "TESTS_NODE_FORKSERVERS"
 EVERY = "TESTS_FORK_EVERY"
@@ -51,11 +51,11 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def ask(files: list[int], command: list[str]) -> None:
-    """Asks the server for a fork, and exits with its status; returns if there is no server.
+    """Asks the server for a fork, and exits with the fork's status; returns if there is no server.
 
     Args:
         files: File descriptors of this process; the last two are its standard output and error.
-        command: Script and its arguments; empty for a fork server.
+        command: Script and its arguments, or an empty list for a fork server.
     """
     with socket.socket(socket.AF_UNIX) as link:
         try:
@@ -75,7 +75,7 @@ def ask(files: list[int], command: list[str]) -> None:
 
 
 def started(pid: int | str) -> str:
-    """Returns the start time of a process in clock ticks since boot, or "" if it does not exist.
+    """Returns the start time of ``pid`` in clock ticks since boot, or "" if it does not exist.
 
     Process IDs are reused, so an ID that was read earlier identifies a process only together with
     this time.
@@ -88,7 +88,7 @@ def started(pid: int | str) -> str:
 
 
 def fork_of(path: str, pid: int) -> int | None:
-    """Returns the ID of the process forked for process ``pid``, or ``None`` if there is none.
+    """Returns the ID of the process that was forked for ``pid``, or ``None`` if there was no fork.
 
     Args:
         path: Path of the server's socket.
@@ -104,7 +104,7 @@ def fork_of(path: str, pid: int) -> int | None:
 
 
 def _end(status: int) -> None:
-    """Exits with the status of the forked process, or is killed by the same signal."""
+    """Exits with ``status``; if it is negative, kills this process by the same signal."""
     if status < 0:
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
@@ -113,19 +113,19 @@ def _end(status: int) -> None:
 
 
 def is_trainer(command: list[str]) -> bool:
-    """Returns whether these arguments, which follow ``python -u``, start a rank."""
+    """Returns whether ``command``, the words after ``python -u``, starts a rank."""
     by_name = bool(command) and command[0].endswith(SCRIPTS)
     return by_name or any(command[: len(program)] == program for program in PROGRAMS)
 
 
 def is_launcher(command: list[str]) -> bool:
-    """Returns whether these arguments, which follow ``python``, start ranks."""
+    """Returns whether ``command``, the words after ``python``, starts a launcher of ranks."""
     by_name = bool(command) and command[0].endswith("/torchrun")
     return by_name or any(command[: len(launcher)] == launcher for launcher in LAUNCHERS)
 
 
 def is_program(command: list[str]) -> bool:
-    """Returns whether these arguments start a module, a script or inline code in a new process.
+    """Returns whether ``command`` runs a module, a script or inline code.
 
     Processes of ``multiprocessing`` are excluded, because they inherit file descriptors that a fork
     would not have.
@@ -137,7 +137,7 @@ def is_program(command: list[str]) -> bool:
 
 
 def serve(path: str, *modules: str) -> None:
-    """Forks a process for each request, until this process is killed.
+    """Forks a process for each request until this process is killed.
 
     Args:
         path: Path of the socket that receives requests.
@@ -145,8 +145,9 @@ def serve(path: str, *modules: str) -> None:
     """
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # otherwise garbage collection in a forked process would copy shared pages
-    forked: dict[Any, tuple[int, socket.socket]] = {}  # keys: pidfd and socket of the process
+    gc.freeze()  # Otherwise, garbage collection in a forked process would copy shared pages.
+    # Each process is listed under its pidfd and under its socket.
+    forked: dict[Any, tuple[int, socket.socket]] = {}
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -182,7 +183,7 @@ def _received(link: socket.socket) -> bytes:
 
 
 def _family(pid: int) -> list[int]:
-    """Returns the process IDs of a forked process and all its descendants."""
+    """Returns ``pid`` and the process IDs of all descendants of this process."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -207,10 +208,10 @@ def _fork(listener: socket.socket) -> tuple[int, socket.socket]:
 
 
 def _enter(peer: int) -> None:
-    """Moves this process into the namespaces of a node's process, if they differ.
+    """Moves this process into the namespaces of the process ``peer``, if they differ.
 
-    A PID namespace applies only to children. Therefore a child continues, and this process exits
-    with the child's status.
+    A PID namespace applies only to children. Therefore, a child continues in this function, and
+    this process exits with the child's status.
     """
     import ctypes
 
@@ -235,7 +236,7 @@ def _enter(peer: int) -> None:
 
 
 def _become(peer: int, request: dict[str, Any], first: int, output: int, error: int) -> None:
-    """Runs a node's fork server or a script, and then exits."""
+    """Runs the requested script or a node's fork server in this process, and then exits."""
     from megatron.adaptive.cluster import rank_forkserver
     from megatron.adaptive.config.parent_process import end_with_parent
 
@@ -249,7 +250,7 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             os.close(file)
         for name, limit in request["limits"].items():
             resource.setrlimit(int(name), limit)
-        # Torch renames launchers, so tests identify the forked process through this file.
+        # Torch renames launchers, so tests identify the forked process by this file.
         with open(f"{request['variables'][SOCKET]}-{request['pid']}", "w") as record:
             record.write(f"{request['started']} {os.getpid()} {started('self')}")
         os.environ.clear()
@@ -270,8 +271,8 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             sys.path[0] = os.path.dirname(request["words"][0]) if is_script else os.getcwd()
             status = run({"variables": {}, "words": request["words"]})
         else:
-            # Tests identify the process by this name, which contains the ID of the requesting
-            # process.
+            # Tests identify the process by this name, which contains the ID of the process that
+            # requested it.
             _name(f"node-{request['pid']}")
             rank_forkserver.main(first)
             status = 0
@@ -295,8 +296,8 @@ elif SOCKET in os.environ:
     elif "LOCAL_RANK" in os.environ and is_trainer(sys.orig_argv[2:]):
         ask([0, 1, 2], sys.orig_argv[2:])
     elif is_launcher(sys.orig_argv[1:]) and "SLURM_JOB_ID" not in os.environ:
-        # Do not fork launchers under Slurm, because Slurm signals only the processes of its own
-        # step.
+        # Do not fork launchers under Slurm, because Slurm sends signals only to the processes of
+        # its own step.
         ask([0, 1, 2], sys.orig_argv[1:])
     elif EVERY in os.environ:
         command = sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-u"] else sys.orig_argv[1:]
