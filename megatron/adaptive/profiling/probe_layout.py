@@ -1,4 +1,4 @@
-"""Lists the subjects of a probe: each rank, link and group of ranks that a job would use.
+"""Lists the ranks, links and groups that a probe measures, and divides them into batches.
 
 The subject of a measurement is a tuple of global ranks: one rank for a device, two ranks for a
 link, or all members of a group. Ranks are numbered as in the trainer::
@@ -76,7 +76,8 @@ class ProbeLayout:
         """Returns the pairs of ranks that send each other activations and gradients."""
         width = self.world_size // self.pipeline
         pairs: list[Ranks] = [(rank, rank + width) for rank in range(self.world_size - width)]
-        if self.chunks > 1 and self.pipeline > 2:  # the last rank also sends to the first rank
+        # The last rank also sends messages to the first rank.
+        if self.chunks > 1 and self.pipeline > 2:
             pairs += [(rank, self.world_size - width + rank) for rank in range(width)]
         return pairs
 

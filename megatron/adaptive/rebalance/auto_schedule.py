@@ -60,7 +60,7 @@ FIRST, LAST = 2, 4
 
 @dataclass(kw_only=True)
 class Tuner:
-    """Measures the first steps of a pipeline and chooses its schedule. Every rank has a tuner.
+    """Measures the first steps of a pipeline and chooses its schedule. Every rank has one.
 
     Attributes:
         job: Environment of this process: its ranks, device and process groups.
@@ -216,7 +216,7 @@ class Tuner:
         kind: PlacementKind,
         others: Sequence[int],
     ) -> float:
-        """Returns how many microbatches' activations a rank may keep under another layout.
+        """Returns how many microbatches a rank may keep in memory under another layout.
 
         Args:
             samples: Measurements of all ranks.
@@ -292,7 +292,7 @@ class Tuner:
             return _recut(_without_more(chosen, error), num_slices)
 
     def _kinds(self, present: Placement) -> tuple[PlacementKind, ...]:
-        """Returns the placements to compare, beginning with the current placement."""
+        """Returns the placements to compare, starting with ``present``, the current placement."""
         if self.can_turn and present.num_chunks == 2:
             return (present.kind, "loop" if present.kind == "v" else "v")
         return (present.kind,)
@@ -340,7 +340,7 @@ def measure_neighbours(
 
 
 def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
-    """Returns the decision if no schedule was simulated for the chosen number of slices.
+    """Returns the decision if no schedule could be simulated.
 
     Args:
         chosen: Chosen number of slices, with the fastest schedule that was simulated for the
@@ -355,7 +355,7 @@ def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
 
 
 def _recut(decision: Decision, present: int) -> Decision:
-    """Changes a decision so that the run is rebuilt if the number of slices changes.
+    """Changes ``decision`` so that the run is rebuilt if the number of slices changes.
 
     Args:
         decision: Decision about schedule, placement and layers.
@@ -383,5 +383,5 @@ def memory_of(
 
 
 def held_bytes(module: torch.nn.Module) -> int:
-    """Returns the size in bytes of a module's weights, gradients and optimizer state."""
+    """Returns the size in bytes of the weights, gradients and optimizer state of ``module``."""
     return sum(map(trained_bytes, module.parameters()))

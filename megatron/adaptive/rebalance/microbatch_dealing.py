@@ -25,14 +25,14 @@ from megatron.adaptive.schedule.action import place_of
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Dealt, Size
 
 _TOKEN_PER_PAIR = 12
-"""Factor in the estimated cost of a token.
+"""Cost of a token, in pairs of tokens times hidden size.
 
 The cost of a token is that of attention between ``12 * hidden_size`` pairs of tokens.
 """
 
 
 def make_dealer(config: TrainerConfig) -> Dealer:
-    """Returns an object that distributes microbatches over replicas according to the settings."""
+    """Returns an object that distributes microbatches over replicas as ``config`` specifies."""
     parallel = config.parallel
     # Simulated steps with several chunks per rank are shorter if long rows are in the middle.
     has_one_chunk = config.varies_slices and parallel.num_chunks == 1
@@ -48,7 +48,7 @@ def make_dealer(config: TrainerConfig) -> Dealer:
 
 
 class ReplicaDealing:
-    """Assigns the microbatches of each step to replicas, and gathers the step's times.
+    """Distributes the microbatches of each step over replicas, and gathers the step's times.
 
     Every rank has such an object. Its constructor is collective over all ranks.
 
@@ -83,7 +83,7 @@ class ReplicaDealing:
         self.shares: Shares = ()
 
     def take(self, loader: Any, num_microbatches: int, iteration: int) -> tuple[Any, Dealt]:
-        """Assigns the next step's microbatches to replicas, and returns this rank's microbatches.
+        """Distributes the microbatches of the next step, and returns those of this rank.
 
         Args:
             loader: Data loader, or ``None`` on a rank that does not need data.
@@ -103,7 +103,7 @@ class ReplicaDealing:
         return microbatches, Dealt(self.shares[self._replica], sum(map(len, self.shares)))
 
     def after_step(self, times: RankTimes) -> None:
-        """Starts to gather a step's times from all ranks. :meth:`finish` waits for the result.
+        """Starts to gather the times of a step. :meth:`finish` waits for the result.
 
         Args:
             times: Durations of this rank's actions in the step.

@@ -89,7 +89,7 @@ forward to the backward pass, in bytes.
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Selects the measurements.
+    """Settings that select what to measure.
 
     Attributes:
         name: Name of the model in the profile.

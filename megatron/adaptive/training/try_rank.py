@@ -48,7 +48,7 @@ MEASURED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """Rank to run, and the plan that it belongs to.
+    """Rank to run, and the plan that contains this rank.
 
     Attributes:
         model_arguments: Arguments of the trainer for the model and its precision.
@@ -182,8 +182,8 @@ class _Samples:
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
         """Returns the typical time in seconds of one ``kind`` of action, for each chunk.
 
-        The result is 0 without times. It is the median over steps of the mean time. The mean includes
-        actions that were delayed, because they also make a step longer.
+        The result is the median over all steps of the mean time in a step, or 0 if there are no
+        times. The mean includes actions that were delayed, because they also make a step longer.
         """
         lanes = [self.means_s.get((kind, chunk), [0.0]) for chunk in range(num_chunks)]
         return tuple(map(statistics.median, lanes))
