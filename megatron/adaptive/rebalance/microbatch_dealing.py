@@ -25,9 +25,10 @@ from megatron.adaptive.schedule.action import place_of
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Dealt, Size
 
 _TOKEN_PER_PAIR = 12
-"""Cost of a token, in pairs of tokens times hidden size.
+"""Ratio between the cost of a token and the cost of attention between a pair of tokens.
 
-The cost of a token is that of attention between ``12 * hidden_size`` pairs of tokens.
+The ratio is per element of the hidden state: a token costs as much as attention between ``12 *
+hidden_size`` pairs of tokens.
 """
 
 
