@@ -206,7 +206,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     # The numbers differ from those of Megatron-LM, but do not depend on the order of actions.
     assert numbers_of(with_dropout["interleaved"]) != numbers_of(with_dropout.pop("plain"))
     assert with_dropout["adaptive"] == with_dropout["interleaved"] == with_dropout["breadth-first"]
-    assert by_layer["loop"] != by_layer["plain"]  # In the plain run, weights are drawn by rank.
+    assert by_layer["loop"] != by_layer["plain"]  # The plain run draws weights by rank.
     check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)
     assert results[0]["refused"] == {

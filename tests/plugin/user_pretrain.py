@@ -67,7 +67,7 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any
     overlaps = settings is not None and settings.pop("overlaps", False)
     shape = user.Shape(**case["shape"])
     job = start(shape, settings)
-    # With this setting, the loop of megatron-core would need a different forward_step.
+    # The loop of megatron-core would need a different forward_step for this setting.
     job.config.overlap_moe_expert_parallel_comm = overlaps
     if "from" in case:
         (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)

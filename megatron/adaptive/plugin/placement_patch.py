@@ -130,7 +130,7 @@ class Placed:
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Creates process groups. In a V, embedding groups include the rank of the first stage."""
-        renew_program()  # By now, the program has imported all of its modules.
+        renew_program()  # The program has imported all of its modules by now.
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
