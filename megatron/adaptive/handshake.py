@@ -80,7 +80,7 @@ def write_private(path: Path, text: str) -> None:
 class Session:
     """Signs and checks the messages of a connection after both sides have proved the secret.
 
-    One thread may send while another receives.
+    One thread may send messages while a second thread receives messages.
 
     Args:
         sending: HMAC key that signs messages to the other side.

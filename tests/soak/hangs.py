@@ -365,7 +365,7 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
             case = Case(
                 kind="quiet",
                 shape=(2, 2, 1),
-                rank=draw.randrange(1 << 30),  # seed of the pauses
+                rank=draw.randrange(1 << 30),  # The rank is used as the seed of the pauses.
                 after_s=draw.choice(QUIET_LIMITS_S),
                 machines=draw.choice((1, 2)),
                 iteration=20,

@@ -66,7 +66,7 @@ class SmallJob:
         number: Index of the job, from 1.
         saves: Number of checkpoints that the job saves.
         seed: Seed of the times at which the job saves.
-        is_far: Whether the job appears to be on another machine.
+        is_far: Whether the job appears to be on a different machine.
     """
 
     def __init__(self, folder: Path, number: int, saves: int, seed: int, *, is_far: bool) -> None:
@@ -369,8 +369,8 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
     Args:
         folder: Empty folder.
         pairs: Number of pairs of jobs that start at random times.
-        kills: Number of killed owners. In addition, a tenth of this number are paused until another
-            job takes over.
+        kills: Number of killed owners. In addition, a tenth of this number are paused until a
+            second job takes over.
         seed: Seed of all random numbers.
         real: Number of pairs of trainers.
     """

@@ -66,7 +66,7 @@ class SoakResult:
         failures: Descriptions of all failures.
         recoveries_s: Times in seconds from an event, or from the end of a lasting event, until the
             job continued, by kind. If several events overlap, only the last is counted.
-        figures: Figures about the whole soak test.
+        figures: Measured values of the whole soak test, by name.
         tracebacks: Last lines of tracebacks in the logs, most often of ranks whose peers were
             killed.
     """

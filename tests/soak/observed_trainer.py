@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator as device
 
-device.install()  # must be called before megatron-core is imported
+device.install()  # This call must precede the import of megatron-core.
 device.quiet_libraries()
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402

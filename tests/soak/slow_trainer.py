@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator as device
 
-device.install()  # must be called before megatron-core is imported
+device.install()  # This call must precede the import of megatron-core.
 device.quiet_libraries()
 
 from harness.gpt_ranks import GptRank  # noqa: E402

@@ -20,8 +20,8 @@ the V begins at position 0, as everywhere in this package.
 - Both copies of a tied embedding are on one rank. :mod:`megatron.adaptive.gpt.model_placement`
   handles this. In a checkpoint, the rank has one tensor with two names.
 - A forward step may ask whether its rank is the first without specifying a chunk. The answer is
-then for the running chunk, because the first chunk needs the tokens of a batch, and the second
-chunk needs the labels.
+  then for the running chunk, because the first chunk needs the tokens of a batch, and the second
+  chunk needs the labels.
 """
 
 from __future__ import annotations

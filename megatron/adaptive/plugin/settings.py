@@ -118,7 +118,7 @@ class Settings:
             job.
 
     Raises:
-        ConfigError: A value is invalid, or contradicts another setting.
+        ConfigError: A value is invalid, or two settings contradict each other.
     """
 
     schedule: str = "adaptive"

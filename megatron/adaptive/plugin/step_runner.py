@@ -433,7 +433,7 @@ class Engine:
         )
 
     def _tune(self) -> None:
-        """Passes the last training step's times to the tuner, which may choose another schedule."""
+        """Passes the times of the last step to the tuner, which may choose a different schedule."""
         done = self._done
         self._done = None
         if self._tuner is None or done is None:

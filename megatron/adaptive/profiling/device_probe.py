@@ -38,12 +38,12 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
 
     Args:
         accelerator: Device of this process.
-        ranks: Tuple of this process's global rank, stored in the figures.
+        ranks: Tuple that contains only the global rank of this process. It is stored in the
+            results.
         seconds: Minimum duration of each measurement in seconds.
 
     Returns:
-        Figures of the device. Some figures are missing if a GPU has too little free memory to
-        measure them.
+        Measurements of the device. Some are missing if a GPU has too little free memory.
     """
     device = accelerator.device
     gpu = known_gpu(accelerator.name) if device.type == "cuda" else None
@@ -92,8 +92,8 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
 def _mean_s(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Returns the mean time of ``call`` in seconds, over calls repeated for ``seconds``.
 
-    A quota or another program may interrupt a process for some milliseconds, often longer than a
-    call takes. The median would hide such interruptions.
+    A quota or a different program may interrupt a process for some milliseconds, often longer than
+    a call takes. The median would hide such interruptions.
     """
     call()
     count = 0

@@ -62,7 +62,7 @@ def find_failed_nodes(
 
     Args:
         outliers: Outliers of the probe.
-        figures: All figures of the probe.
+        figures: All measurements of the probe.
         nodes: Name of the node of each global rank.
     """
     shares = _slow_shares(outliers, figures, nodes)

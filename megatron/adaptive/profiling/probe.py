@@ -1,6 +1,6 @@
 """Briefly measures every rank, link and group of a job, to find slow hardware before training.
 
-This table lists the measurements. Figures of the same class are compared with each other:
+This table lists the measurements. Measurements of the same class are compared with each other:
 
 =================  ==============================================  ============================
 figure             measurement                                     class
@@ -16,9 +16,9 @@ all-to-all         median over an expert-parallel group            same kind, si
 checkpoint folder  a file written, flushed and read again          all nodes
 =================  ==============================================  ============================
 
-Subjects are measured in batches (see ``probe_layout``). Each subject is measured twice, and the
-better figure is used. Outliers are measured again. ``doctor --probe`` connects the ranks itself.
-The trainer probes over its own channels and groups.
+Measurements are made in batches (see ``probe_layout``). Each measurement is made twice, and the
+better value is used. Outliers are measured again. ``doctor --probe`` connects the ranks itself. The
+trainer probes over its own channels and groups.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class Probe:
     def run(self) -> ProbeReport:
         """Measures everything twice and looks for outliers. Collective over all ranks.
 
-        Outliers are measured again, because on a busy machine both measurements of a subject may
-        have been disturbed.
+        Outliers are measured again, because other programs on a busy machine may have disturbed
+        both measurements.
 
         Returns:
             Figures and outliers, equal on all ranks.
@@ -433,13 +433,13 @@ class Turns:
         self._series = 0
 
     def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
-        """Yields each of this rank's subjects when its turn comes.
+        """Yields the ranks of each measurement that includes this rank, when its turn comes.
 
-        The turn of a subject ends when the caller requests the next subject. The caller must
-        iterate to the end.
+        A turn ends when the caller requests the next element. The caller must iterate to the end.
 
         Args:
-            batches: Subjects of each turn, which have no rank in common. Equal on all ranks.
+            batches: Ranks of each measurement, by turn. The measurements of a turn have no rank in
+                common. Equal on all ranks.
         """
         self._series += 1
         for number, batch in enumerate(batches):

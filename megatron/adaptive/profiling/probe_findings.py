@@ -3,16 +3,17 @@
 A measurement is compared with the median of the other measurements of its class, for example of all
 links between two nodes. It is an outlier if both conditions hold:
 
-- It is worse than the others' median by at least the factor of its measure (:data:`MEASURES`).
+- It is worse than the median of the other measurements by at least the factor of its quantity
+  (:data:`MEASURES`).
 - Its distance from the median is more than four times the usual distance. The usual distance is
   1.4826 times the median of the absolute distances from the median. For normally distributed
-  figures, it equals the standard deviation. Speeds are converted to times for this comparison,
-  because a slow rank's time may be far from the others, but its speed is never below 0.
+  measurements, it equals the standard deviation. Speeds are converted to times for this comparison,
+  because the time of a slow rank may be far from the median, but its speed is never below 0.
 
-The first condition matters on quiet machines, where figures hardly differ, and the second on noisy
-machines. If there is a data sheet, all other figures are compared with it. Every figure is the
-better of two measurements at different times, because a program that runs briefly disturbs at most
-one measurement.
+The first condition matters on quiet machines, where measurements hardly differ, and the second on
+noisy machines. If there is a data sheet, the measurements are also compared with it. Every
+measurement is the better of two measurements at different times, because a program that runs
+briefly disturbs at most one of them.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Measure:
     """Quantity that a probe measures, with the limits for outliers.
 
     Attributes:
-        unit: Unit in which figures are printed.
-        scale: Factor that converts a figure from s, bytes/s, FLOP/s or Hz to ``unit``.
+        unit: Unit in which measurements are printed.
+        scale: Factor that converts a measurement from s, bytes/s, FLOP/s or Hz to ``unit``.
         least_factor: Minimum factor by which an outlier is worse than the median of its class.
         least_sheet: Minimum value as a fraction of the data sheet's value, or 0 without a data
             sheet.
@@ -117,12 +118,12 @@ class Outlier:
 
     Attributes:
         measure: Name of the quantity, a key of :data:`MEASURES`.
-        ranks: Global ranks of the subject.
+        ranks: Global ranks that were measured.
         nodes: Host name of each rank in ``ranks``, in the same order.
-        peers: Class of subjects with which this subject was compared.
+        peers: Class of measurements with which this measurement was compared.
         value: Measured value in ``unit``, or 0 if the measurement failed.
-        median: Median of the class without this figure, in ``unit``, or the data sheet's value. It
-            is 0 if the measurement failed.
+        median: Median of the other measurements of the class, in ``unit``, or the data sheet's
+            value. It is 0 if the measurement failed.
         unit: Unit of ``value`` and ``median``.
         is_against_sheet: Whether ``median`` is the data sheet's value.
         text: Finding for the user, in one line.
@@ -149,8 +150,8 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
         second: Figures of the second measurement.
 
     Returns:
-        Figure of each subject, in the order of the first measurement. If one of the two
-        measurements failed, the figure is the failed one.
+        Better measurement of each pair, in the order of ``first``. If one of the two measurements
+        failed, the failed measurement is returned.
     """
     again = {(figure.measure, figure.ranks, figure.peers): figure for figure in second}
     kept = []
@@ -168,11 +169,10 @@ def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outli
     """Returns the outliers among ``figures``. Within a quantity, the worst outlier is first.
 
     A slow rank also slows down its links and groups, and a slow link also slows down its groups.
-    Such links and groups are not reported as outliers, and other figures are not compared with
-    theirs.
+    Such links and groups are not reported as outliers, and no measurements are compared with them.
 
     Args:
-        figures: Figures of all subjects.
+        figures: All measurements of the probe.
         hosts: Host name of each global rank.
     """
     of_ranks = [f for f in figures if len(f.ranks) == 1]

@@ -4,12 +4,13 @@ Steps 2 to 4 are measured, and step 1 is warm-up. Before step 5, all ranks of al
 replicas switch to the schedule with the shortest simulated step. Losses and gradients do not depend
 on the order of actions, so the switch does not change them.
 
-With two chunks per rank, another placement (assignment of stages to ranks) may be chosen. If layers
-can move, another partition (number of layers per stage) may also be chosen. In these cases, the
-training loop moves the stages before the switch (``move_stages.py``).
+With two chunks per rank, a different placement (assignment of stages to ranks) may be chosen. If
+layers can move, a different partition (number of layers per stage) may also be chosen. In these
+cases, the training loop moves the stages before the switch (``move_stages.py``).
 
 Rank 0 simulates while all other ranks wait, so there is a time limit. When the limit is reached,
-rank 0 chooses the best schedule simulated so far, or keeps the current schedule if there is none.
+rank 0 chooses the best schedule simulated so far. If no schedule was simulated, it keeps the
+current schedule.
 """
 
 from __future__ import annotations
@@ -78,13 +79,13 @@ class Tuner:
             must not move.
         cap: User's limit on the number of microbatches whose activations a rank keeps, or ``None``
             for as many as fit into memory.
-        can_turn: Whether another placement of stages may be chosen.
+        can_turn: Whether a different placement of stages may be chosen.
         timeout_s: Maximum time in seconds to wait for a message from a neighbour.
         attention_share: Attention's fraction of the time of a forward pass, from 0 to 1. Used only
             if microbatches are divided into slices.
         slice_cut: Rule by which microbatches are divided into slices.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
-        trial: Earlier measurements with another number of slices, or ``None``.
+        trial: Earlier measurements with a different number of slices, or ``None``.
         only_pace: Whether to keep the schedule, and to change only its pace (the times of messages,
             B and W relative to a forward) to the measured values. ``hinted`` uses the pace to
             choose the order that it follows.

@@ -57,7 +57,7 @@ def with_schedule(
     slices: int | None = None,
     tokens: int | None = None,
 ) -> TrainingJob:
-    """Returns a copy of ``job`` with another partition, placement of stages, or slice size.
+    """Returns a copy of ``job`` with a different partition, placement of stages, or slice size.
 
     Args:
         job: Job to copy.
@@ -176,7 +176,7 @@ class _State:
         shares: This rank's elements of each parameter and of its optimizer state, by name.
         steps: Number of updates that the optimizer has made.
         groups: Settings of the parameter groups (such as learning rates) of each chained optimizer.
-        scalers: Loss scaler of each chained optimizer, or ``None`` if it has none.
+        scalers: Loss scaler of each chained optimizer, or ``None`` for an optimizer without one.
     """
 
     shares: dict[str, Share]

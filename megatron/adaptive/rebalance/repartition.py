@@ -53,7 +53,7 @@ _WARM_UP = 1
 _JUDGED_STEPS = 8
 """Number of steps after which a move by ``auto`` is checked.
 
-If the check leads to another move, that move is checked after the same number of steps.
+If the check leads to a second move, that move is checked after the same number of steps.
 """
 
 
@@ -349,7 +349,7 @@ def make_tuner(
         layers: Object that measures the layers, or ``None`` if neither stages nor layers may move.
         say: Function that writes a line to the log.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
-        trial: Earlier measurements with another number of slices, or ``None``.
+        trial: Earlier measurements with a different number of slices, or ``None``.
         only_pace: Whether to keep the schedule, and to change only its pace to the measured values
             (see :class:`Tuner`).
     """

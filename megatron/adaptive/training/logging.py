@@ -193,7 +193,7 @@ class TrainingLog:
     def hand_over(
         self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[Any]]
     ) -> None:
-        """Makes another rank write the log, and sends it the reports since the last line.
+        """Makes a different rank write the log, and sends it the reports since the last line.
 
         Collective over all ranks.
 
