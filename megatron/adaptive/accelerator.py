@@ -56,7 +56,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""Size in bytes from which glibc allocates a CPU tensor outside the heap. glibc allows no more."""
+"""Size in bytes from which a CPU tensor is outside the heap. It is the maximum of glibc."""
 
 _ANCHOR_FOR_NS = 1_000_000_000
 """Time in nanoseconds after which a newer CUDA event becomes the clock's reference (anchor)."""

@@ -471,7 +471,7 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
     seen: list[Any] = []
     for step in range(program.steps):
-        # This replica pads to a different length in each step, while other replicas keep their
+        # The second replica alternates between two lengths, while the first replica keeps its
         # length.
         length = 16 - 4 * replica * (step % 2)
         count = 6 if step == 0 else 4

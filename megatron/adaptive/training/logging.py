@@ -478,7 +478,7 @@ class _Curves:
         self._loggers = [make_logger(logger, cfg) for logger in loggers]
 
     def add(self, figure: _Figure, iteration: int) -> None:
-        """Adds the value of ``figure`` to its curve, unless flags exclude the curve."""
+        """Adds the value of ``figure`` to its curve for ``iteration``, unless flags exclude it."""
         if figure.curve and figure.value is not None and figure.curve not in self._left_out:
             self.add_scalar(figure.curve, figure.value, iteration)
 
