@@ -35,7 +35,7 @@ _HELP = ("-h", "--help")
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Describes a subcommand, or one mode of a subcommand.
+    """A subcommand, or one mode of a subcommand.
 
     Attributes:
         name: Words to type after ``python -m megatron.adaptive``, such as ``train single``.
@@ -232,7 +232,7 @@ train recipe, elastic and rank run the same trainer; train flags lists its flags
 
 
 def _modes(group: str) -> list[Subcommand]:
-    """Returns the modes of a subcommand, or an empty list if it has no modes."""
+    """Returns the modes of the subcommand ``group``, or an empty list if it has no modes."""
     return [mode for mode in SUBCOMMANDS.values() if mode.name.startswith(f"{group} ")]
 
 
@@ -249,14 +249,14 @@ def _help_text() -> str:
 
 
 def _group_text(group: str) -> str:
-    """Returns the text that lists a subcommand's modes."""
+    """Returns the help text that lists the modes of the subcommand ``group``."""
     usage = f"usage: {PROGRAM} {group} {'[MODE]' if group in SUBCOMMANDS else 'MODE'} [OPTIONS]"
     text = "\n".join([usage, "", *_listed(_modes(group))])
     return f"{text}\n\n{_ADVICE[group]}" if group in _ADVICE else text
 
 
 def _versions() -> str:
-    """Returns the versions of this package, megatron-core, torch and Python as a line."""
+    """Returns one line with the versions of this package, megatron-core, torch and Python."""
     versions = [f"megatron-adaptive {__version__}"]
     versions.append(f"megatron-core {core_version() or 'not installed'}")
     try:
@@ -348,14 +348,14 @@ def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
 
 
 def _check_misspelt_mode(name: str, word: str) -> None:
-    """Raises an error if a word is similar to a mode's name and is not a file or folder.
+    """Raises an error if ``word`` is probably a misspelt mode of the subcommand ``name``.
 
     Args:
         name: Subcommand that may be called without a mode.
         word: First word after the subcommand, which is a misspelt mode or the folder of a run.
 
     Raises:
-        ConfigError: No file or folder has this name, and a mode has a similar name.
+        ConfigError: No file or folder is named ``word``, and a mode has a similar name.
     """
     if word.startswith("-") or "/" in word or os.path.exists(word):
         return
@@ -369,7 +369,7 @@ def _renamed(subcommand: Subcommand, arguments: Sequence[str]) -> ConfigError:
 
 
 def _start(subcommand: Subcommand, arguments: Sequence[str]) -> int | None:
-    """Imports the module of a subcommand, runs its function, and returns the exit status."""
+    """Runs the function of ``subcommand`` with ``arguments`` and returns its exit status."""
     module, _, function = subcommand.function.partition(".")
     try:
         with interrupts_end_at_once():

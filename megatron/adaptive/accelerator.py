@@ -56,7 +56,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""Size in bytes from which a CPU tensor is not in the heap; the maximum that glibc accepts."""
+"""Size in bytes from which a CPU tensor is outside the heap. It is the maximum of glibc."""
 
 _ANCHOR_FOR_NS = 1_000_000_000
 """Time in nanoseconds after which a newer CUDA event becomes the clock's reference (anchor)."""
@@ -64,19 +64,21 @@ _MOST_DRIFT_NS = 2_000_000
 """Maximum plausible drift of the device's clock, in nanoseconds, while an anchor is in use."""
 _NO_DELAY_NS = 1 << 62
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pages are locked for all CUDA contexts of the process
+# The flag cudaHostRegisterPortable locks the pages for all CUDA contexts of the process.
+_PORTABLE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """Device on which this process computes.
+    """The device on which this process computes.
 
     Attributes:
         device: Device of parameters and activations.
         backend: Backend of ``torch.distributed`` for collectives, ``nccl`` or ``gloo``.
         name: Product name of the GPU, or ``CPU`` without CUDA.
         shares: Number of ranks that compute on this GPU, or 1 on a CPU.
-        asked_backend: Backend that the user selected, or ``None`` if the user selected no backend.
+        asked_backend: Backend that the user selected, or ``None`` if the user did not select a
+            backend.
     """
 
     device: torch.device
@@ -87,7 +89,7 @@ class Accelerator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks also use this GPU. Measured times then include their work."""
+        """Whether other ranks also use this GPU, so that measured times include their work."""
         return self.shares > 1
 
     @property
@@ -97,7 +99,7 @@ class Accelerator:
 
     @property
     def gpu_uuid(self) -> str:
-        """ID of the GPU as in ``nvidia-smi -L``. Empty on a CPU, or if it is unknown."""
+        """ID of the GPU as in ``nvidia-smi -L``, or ``""`` on a CPU or if it is unknown."""
         if not self.is_cuda:
             return ""
         properties: Any = torch.cuda.get_device_properties(self.device)
@@ -131,7 +133,7 @@ class Accelerator:
         return CudaClock() if self.is_cuda else CpuClock()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor on this device. The copy does not block if the tensor is pinned."""
+        """Copies ``tensor`` to this device and returns the copy, asynchronously if it is pinned."""
         return tensor.to(self.device, non_blocking=True)
 
 
@@ -160,7 +162,7 @@ class CpuClock:
         return mark
 
     def is_passed(self, mark: int) -> bool:
-        """Returns true, because the work before ``mark`` is complete."""
+        """Returns ``True``, because the work before ``mark`` is complete."""
         return True
 
     def wait(self, mark: int) -> None:
@@ -214,8 +216,8 @@ class CudaClock:
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            # A larger delay is not drift. It means that the device was busy all the time, so every
-            # mark waited.
+            # A larger delay is not drift. It means that the device was always busy, so that every
+            # mark had to wait.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
             self._anchor = mark.event
@@ -259,11 +261,11 @@ def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
 class _LockedMemory(mmap.mmap):
     """Owns host memory, and unlocks its pages once no object refers to it."""
 
-    address = 0  # address of the locked pages, or 0 while none are locked
+    address = 0  # This is the address of the locked pages, or 0 while the pages are not locked.
 
     def __del__(self) -> None:
         if self.address:
-            with contextlib.suppress(Exception):  # CUDA may already be shut down if Python exits
+            with contextlib.suppress(Exception):  # CUDA may already be shut down when Python exits.
                 torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
@@ -291,7 +293,7 @@ def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def make_current(device: torch.device) -> None:
-    """Makes a GPU current in the calling thread. Does nothing for a CPU.
+    """Makes ``device`` the calling thread's current CUDA device. Does nothing for a CPU.
 
     Every thread that uses CUDA must call this function first, because the current device of a new
     thread is GPU 0. If such a thread left a ``torch.cuda.stream()`` block, torch would create a
@@ -312,7 +314,7 @@ def current_device() -> torch.device:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Returns torch's default random number generator for a device."""
+    """Returns torch's default random number generator for ``device``."""
     if device.type != "cuda":
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -379,7 +381,7 @@ def agree_on_sharing(
     if not accelerator.is_cuda:
         return accelerator
     owners: dict[str, list[int]] = {}
-    for other, gpu in enumerate(store.multi_get(keys)):  # multi_get waits for all keys
+    for other, gpu in enumerate(store.multi_get(keys)):  # This call waits until all keys exist.
         owners.setdefault(gpu.decode(), []).append(other)
     shared = next((ranks for ranks in owners.values() if len(ranks) > 1), None)
     if shared is not None and accelerator.asked_backend == "nccl":
@@ -395,7 +397,7 @@ def agree_on_sharing(
 
 
 def _identity(device: torch.device) -> str:
-    """Returns an identifier of a GPU that is unique among the GPUs of all machines."""
+    """Returns a string that identifies the GPU ``device`` among the GPUs of all machines."""
     properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "uuid"):
         return str(properties.uuid)
@@ -406,7 +408,7 @@ def _identity(device: torch.device) -> str:
 
 
 def _require_devices(backend: str | None, ranks: int) -> None:
-    """Checks that the machine has the GPUs that the user requested.
+    """Checks that the machine has the GPUs that the user requested for its ``ranks`` ranks.
 
     Args:
         backend: Backend that the user selected, ``nccl`` or ``gloo``, or ``None``.
@@ -424,7 +426,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
             setting = "--distributed-backend nccl"
         raise SetupError(f"{setting}: no GPU can be used here, because {reason}")
     count = torch.cuda.device_count() if reason is None else 0
-    # if the variable is unset, all ranks see all GPUs
+    # If the variable is unset, every rank sees all GPUs of the node.
     if backend == "nccl" and ranks > count and visible is None:
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
@@ -435,7 +437,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
 
 
 def why_no_gpu() -> str:
-    """Returns one line with the reason why torch finds no GPU, and with a remedy."""
+    """Returns a line that states why torch finds no GPU, and what to do about it."""
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is built without CUDA; install a torch with CUDA "
@@ -479,7 +481,7 @@ def keep_freed_memory() -> None:
     if torch.cuda.is_available():
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # some C libraries have no mallopt
+    if mallopt is not None:  # Some C libraries do not have mallopt.
         mallopt(_M_TRIM_THRESHOLD, _HEAP_KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
 

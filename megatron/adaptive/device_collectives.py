@@ -24,7 +24,7 @@ _Method = Callable[..., Any]
 
 
 class _AllWorks:
-    """Handle of several collectives that together replace a single one.
+    """Handle of several collectives that replace a single collective.
 
     Args:
         works: ``torch.distributed`` handles of the collectives to wait for.
@@ -34,7 +34,7 @@ class _AllWorks:
         self._works = works
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits for all collectives. The timeout applies to each collective separately."""
+        """Waits for all collectives. The timeout ``limit`` applies to each of them separately."""
         for work in self._works:
             work.wait(*limit)
         return True
@@ -73,7 +73,7 @@ class _Receive:
         return not self._tensors
 
     def _source_rank(self) -> int:
-        """Returns the sender's rank in the group, which is needed if any rank may be the sender."""
+        """Returns the sender's rank in the group. It is needed if any rank may be the sender."""
         return int(self._work._source_rank())
 
 
@@ -83,7 +83,7 @@ def _reduce_one_by_one(
     single = dist.AllreduceOptions()
     if options is not None:
         single.reduceOp = options.reduceOp
-        if hasattr(options, "timeout"):  # older releases of torch have no timeout here
+        if hasattr(options, "timeout"):  # Older releases of torch do not have this attribute.
             single.timeout = options.timeout
     return _AllWorks([group.allreduce([tensor], single) for tensor in tensors])
 
@@ -106,13 +106,14 @@ def _gather_lists_one_by_one(
     inputs: Sequence[torch.Tensor],
     *options: Any,
 ) -> _AllWorks:
-    lists = zip(*outputs, strict=True)  # output tensors of each input, by rank
+    # Each element contains the output tensors of one input, ordered by rank.
+    lists = zip(*outputs, strict=True)
     pairs = zip(lists, inputs, strict=True)
     return _AllWorks([group.allgather([list(parts)], [part], *options) for parts, part in pairs])
 
 
 def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any) -> Any:
-    """Gathers parts of different sizes, which all-gather rejects, with one broadcast per rank."""
+    """Gathers tensors of different sizes, which all-gather rejects, by one broadcast per rank."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(outputs[0]):
         return original(group, outputs, inputs, *options)
     parts = outputs[0]
@@ -129,7 +130,7 @@ def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *o
 def _scatter_unequal_sums(
     group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any
 ) -> Any:
-    """Reduces parts of different sizes with a reduce per rank, because gloo rejects them."""
+    """Reduces tensors of different sizes by one reduce per rank, because gloo rejects them."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(inputs[0]):
         return original(group, outputs, inputs, *options)
     works = []

@@ -72,7 +72,7 @@ def _attempt() -> tuple[ModuleType | None, str | None]:
 
 
 def _builds_for_others() -> str:
-    """Returns a note in brackets that lists builds for other Pythons. Empty without such builds."""
+    """Returns a note about builds for other Python versions, or ``""`` without such builds."""
     names = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
     names = [name for name in names if name[2:] not in EXTENSION_SUFFIXES]
     if not names:

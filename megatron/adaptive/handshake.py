@@ -15,9 +15,9 @@ other side's proof proves nothing. The MAC (message authentication code) of a me
 the index of the message, so no message can be repeated, dropped or reordered. Nothing is encrypted,
 so messages must not contain secrets.
 
-:class:`Handshake` and :class:`Session` only compute bytes. Their callers send and receive them.
+:class:`Handshake` and :class:`Session` only compute bytes, which their callers send and receive.
 :class:`Gate` is the only part of this package's Python code that accepts TCP connections. It passes
-on only connections whose peer has proved the secret.
+on a connection only after the peer has proved that it knows the secret.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _Payload = TypeVar("_Payload", bytes, memoryview)
 
 
 class StrangerError(ConnectionError):
-    """Raised if the other side has not proved the secret. The message states what failed."""
+    """Raised if the other side did not prove that it knows the secret."""
 
 
 def new_secret() -> str:
@@ -64,7 +64,7 @@ def new_secret() -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file atomically, and so that other users can never read it.
+    """Atomically writes ``text`` to the file ``path``, which other users can never read.
 
     Raises:
         OSError: The file cannot be written.
@@ -80,7 +80,7 @@ def write_private(path: Path, text: str) -> None:
 class Session:
     """Signs and checks the messages of a connection after both sides have proved the secret.
 
-    One thread may send while another receives.
+    One thread may send messages while a second thread receives messages.
 
     Args:
         sending: HMAC key that signs messages to the other side.
@@ -93,7 +93,7 @@ class Session:
         self._sent = self._received = 0
 
     def head(self, payload: bytes | memoryview) -> bytes:
-        """Returns the header (length and MAC) to send before a payload.
+        """Returns the header (length and MAC) that must be sent before ``payload``.
 
         Raises:
             ValueError: The payload is longer than :data:`LONGEST`.
@@ -104,12 +104,12 @@ class Session:
         return _LENGTH.pack(len(payload)) + _mac(self._sending, self._sent, payload)
 
     def seal(self, payload: bytes) -> bytes:
-        """Returns a header followed by its payload. Raises ``ValueError`` as :meth:`head` does."""
+        """Returns ``payload`` with its header. Raises ``ValueError`` like :meth:`head`."""
         return self.head(payload) + payload
 
     @staticmethod
     def length(head: bytes) -> int:
-        """Returns the size in bytes of the payload that follows a header.
+        """Returns the size in bytes of the payload that follows the header ``head``.
 
         Raises:
             StrangerError: The payload would be longer than :data:`LONGEST`.
@@ -120,7 +120,7 @@ class Session:
         return int(length)
 
     def open(self, head: bytes, payload: _Payload) -> _Payload:
-        """Checks that a payload is the other side's next message, and returns the payload.
+        """Checks that ``payload`` is the other side's next message, and returns it.
 
         Raises:
             StrangerError: The message was changed, repeated or reordered.
@@ -139,7 +139,7 @@ def _mac(key: bytes, number: int, payload: bytes | memoryview) -> bytes:
 
 
 class Handshake:
-    """Proves the secret to the other side, and checks the other side's proof.
+    """Proves to the other side that this side knows the secret, and checks the other side's proof.
 
     Each connection needs its own handshake object. First send :attr:`first`. While :attr:`wanted`
     is not 0, read that number of bytes, pass them to :meth:`advance`, and send the bytes that it
@@ -168,7 +168,7 @@ class Handshake:
         self.session: Session | None = None
 
     def advance(self, data: bytes) -> bytes:
-        """Takes the next :attr:`wanted` bytes that were received, and returns the bytes to send.
+        """Processes the bytes ``data`` from the peer, and returns the bytes to send.
 
         Raises:
             StrangerError: The other side did not prove the job's secret.
@@ -219,7 +219,7 @@ class SealedSocket:
         self.session = session
 
     def send(self, payload: bytes) -> None:
-        """Sends a payload as one message.
+        """Sends ``payload`` as one message.
 
         Raises:
             OSError: The connection failed, or the socket's timeout passed.
@@ -243,13 +243,13 @@ class SealedSocket:
         return self.session.open(head, read_exactly(self.socket, length))
 
     def send_memory(self, *parts: memoryview) -> None:
-        """Sends memory whose size the receiver knows, in messages of up to :data:`LONGEST`."""
+        """Sends ``parts``, whose sizes the receiver knows, in messages of limited size."""
         for piece in _pieces(parts):
             self.socket.sendall(self.session.head(piece))
             self.socket.sendall(piece)
 
     def receive_memory(self, *parts: memoryview) -> None:
-        """Fills memory with the bytes that the peer sent by :meth:`send_memory`.
+        """Fills ``parts`` with the bytes that the peer sent by :meth:`send_memory`.
 
         Do not use the bytes before this method has returned, because some bytes may not be verified
         yet.
@@ -333,7 +333,7 @@ _NO_PROOF = "the listener did not prove the job's secret"
 
 
 def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
-    """Returns a socket that listens on one address of this machine, or on all its addresses.
+    """Returns a socket that listens on one address of this machine, or on all of its addresses.
 
     Args:
         host: Address or host name of this machine to listen on. If it is empty, or belongs to
@@ -348,7 +348,8 @@ def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
         family, address = local
         return socket.create_server((address, port), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 may have been turned off at run time
+        # The administrator may have turned IPv6 off at run time.
+        with contextlib.suppress(OSError):
             return socket.create_server(
                 ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
             )
@@ -356,9 +357,9 @@ def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
 
 
 def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
-    """Returns the address family and the address of a host, or ``None``.
+    """Returns the address family and the address of ``host``, or ``None``.
 
-    ``None`` means that the host is not this machine, or that its name has several addresses.
+    ``None`` means that ``host`` is another machine, or that its name has several addresses.
     """
     with contextlib.suppress(OSError):
         entries = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -384,9 +385,9 @@ _REPORT_S = 60.0
 
 
 class Gate:
-    """Accepts connections in a thread, and admits visitors that prove the secret.
+    """Accepts connections in a thread, and admits visitors that prove that they know the secret.
 
-    A visitor is a connected peer that has not proved the secret yet. It must prove the secret
+    A visitor is a connected peer that has not yet proved that it knows the secret. It must do so
     within five seconds, and may send about a hundred bytes before that. The gate handles all
     visitors concurrently. If there are too many, it drops one of them.
 
@@ -418,8 +419,8 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        # Address of each visitor, by the task that waits for the visitor's proof. The oldest
-        # visitor is first.
+        # Maps the task that waits for a visitor's proof to the address of the visitor, starting
+        # with the oldest visitor.
         self._waiting: dict[asyncio.Task[Session | None], str] = {}
         self._refused = 0
         self._reported_s = float("-inf")
@@ -433,8 +434,9 @@ class Gate:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening. Admitted connections stay open, and a second call does nothing."""
-        with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
+        """Stops listening but leaves admitted connections open. A second call does nothing."""
+        # The event loop raises this error if it is already closed.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
@@ -492,7 +494,7 @@ class Gate:
             self._loop.remove_reader(self._listening)
 
     async def _attend(self, connection: socket.socket, address: str) -> Session | None:
-        """Returns the session of a visitor, or ``None`` if it fails to prove the secret in time."""
+        """Returns the session of a visitor, or ``None`` if it does not prove the secret in time."""
         try:
             return await asyncio.wait_for(self._prove(connection), _PROVE_S)
         except asyncio.TimeoutError:
@@ -502,7 +504,7 @@ class Gate:
         return None
 
     def _end(self, connection: socket.socket, task: asyncio.Task[Session | None]) -> None:
-        """Admits a visitor that has proved the secret, or closes the visitor's connection."""
+        """Admits the visitor of ``task`` if it proved the secret, or closes ``connection``."""
         self._waiting.pop(task, None)
         session = None if task.cancelled() else task.result()
         if session is None:
@@ -514,7 +516,7 @@ class Gate:
     async def _prove(self, connection: socket.socket) -> Session | None:
         """Completes the handshake with a visitor, and returns the session.
 
-        Returns ``None`` if the visitor only tested whether the port is open, and sent nothing.
+        Returns ``None`` if the visitor sent nothing, for example because it only tested the port.
         """
         shake = Handshake(self._secret(), self._purpose, visiting=False)
         while shake.wanted:
@@ -548,7 +550,8 @@ class Gate:
         if now_s - self._reported_s >= _REPORT_S:
             total = f"; {self._refused} refused so far" if self._refused > 1 else ""
             self._reported_s = now_s
-            with contextlib.suppress(OSError, ValueError):  # the output stream may be closed
+            # The output stream may already be closed.
+            with contextlib.suppress(OSError, ValueError):
                 self._report(
                     f"warning: a connection from {address} to port {self.port} ({self._purpose}) "
                     f"does not belong to this job and was refused: {reason}{total}"
@@ -556,5 +559,5 @@ class Gate:
 
 
 def to_log(log: Any) -> Callable[[str], None]:
-    """Returns a function for :class:`Gate`'s argument ``report`` that logs lines as warnings."""
+    """Returns a function that logs lines as warnings in ``log``, for the argument ``report``."""
     return lambda text: log.warning("%s", text.removeprefix("warning: "))

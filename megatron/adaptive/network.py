@@ -9,20 +9,19 @@ import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
-# An address that is reserved for documentation. Connecting a UDP socket sends nothing, but makes
-# the kernel choose a source address. If no machine has the target address, the kernel chooses the
-# source address of the default route.
+# Nobody uses this address, which is reserved for documentation. Connecting a UDP socket sends
+# nothing, but makes the kernel choose the source address of the default route.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether an address is a loopback address, which other machines cannot reach."""
+    """Returns whether ``address`` is a loopback address, which other machines cannot reach."""
     return address.startswith("127.") or address == "::1"
 
 
 def addresses() -> dict[str, list[str]]:
-    """Returns the addresses of each network interface that is up, IPv4 addresses first.
+    """Returns the addresses of each network interface that is up, with IPv4 addresses first.
 
     Addresses that require a scope (``fe80::1%eth0``) are omitted.
     """
@@ -40,7 +39,7 @@ def addresses() -> dict[str, list[str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the interface with this address, or ``None`` if there is none."""
+    """Returns the name of the interface with ``address``, or ``None`` if no interface has it."""
     return next((name for name, listed in addresses().items() if address in listed), None)
 
 

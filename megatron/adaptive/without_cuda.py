@@ -72,7 +72,7 @@ _TYPE_NAMES = {
 
 
 def install() -> bool:
-    """Lets megatron-core run without CUDA. Does nothing with CUDA, or if already installed.
+    """Lets megatron-core run without CUDA. Does nothing with CUDA or on a second call.
 
     Must be called before the first import of ``megatron.core``. Only modules of Megatron-LM get the
     substitutes. torch is unchanged for all other modules.
@@ -121,8 +121,8 @@ def install_for_trainer() -> bool:
         return False
     finder = _installed()
     assert finder is not None
-    # The trainer requires CUDA_DEVICE_MAX_CONNECTIONS=1 for GPUs of compute capability below 10, so
-    # report a higher one.
+    # The trainer requires CUDA_DEVICE_MAX_CONNECTIONS=1 for GPUs with a compute capability below
+    # 10, so report 10.
     properties = types.SimpleNamespace(name="CPU", major=10, minor=0)
     # The trainer creates process groups and seeds only if there is at least one device.
     finder.substitutes("torch.cuda").update(
@@ -161,7 +161,7 @@ def renew_program() -> None:
 
 
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of a function, with stack frames that look like those of the import system.
+    """Returns a copy of ``function`` whose stack frames look like those of the import system.
 
     The module ``warnings`` skips such frames. Without the copy, a warning for the code that imports
     a module would refer to this file.
@@ -173,7 +173,7 @@ def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Names(dict[str, Any]):
-    """Dictionary of substitutes by name. Any other name is looked up in the original module.
+    """Dictionary of substitutes by name, which looks up any other name in the original module.
 
     This is a dictionary, because looking up a key in a dictionary calls no Python code.
     megatron-core looks up names of torch a hundred times in each layer.
@@ -185,7 +185,7 @@ class _Names(dict[str, Any]):
 
 
 def _stand_in(module: types.ModuleType) -> tuple[types.ModuleType, dict[str, Any]]:
-    """Returns a stand-in for a module, and the dictionary of the stand-in's substitutes."""
+    """Returns a stand-in for ``module``, and the dictionary of the stand-in's substitutes."""
     missing = {"__missing__": module.__getattribute__}
     names: dict[str, Any] = type("_Names", (_Names,), missing)()
     methods = {
@@ -222,19 +222,19 @@ class Finder(importlib.abc.MetaPathFinder):
         self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
 
     def substitutes(self, module: str) -> dict[str, Any]:
-        """Returns a torch module's substitutes by name, in a dictionary that callers may extend."""
+        """Returns the substitutes in a torch ``module`` by name. Callers may add substitutes."""
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
-        """Lets modules of Megatron-LM, and no others, import ``module`` by its name."""
+        """Lets modules of Megatron-LM, but no other modules, import ``module`` by its name."""
         self._modules[module.__name__] = module
 
     def remove_module(self, name: str) -> types.ModuleType:
-        """Removes and returns a module that :meth:`add_module` has added."""
+        """Removes and returns the module ``name``, which :meth:`add_module` has added."""
         return self._modules.pop(name)
 
     def calls_from(self, frame: types.FrameType) -> bool:
-        """Returns whether a stack frame runs code of a module that has the substitutes."""
+        """Returns whether ``frame`` runs the code of a module that uses the substitutes."""
         return frame.f_globals.get("__builtins__") is self.builtins
 
     def find_spec(
@@ -243,7 +243,7 @@ class Finder(importlib.abc.MetaPathFinder):
         """Returns the import spec of a module of Megatron-LM, or ``None`` for any other module."""
         if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
-        # Do this at each import, because the program may use torch between two imports.
+        # Do this at every import, because the program may use torch between two imports.
         self._replace_in(self._programs)
         spec = None
         for finder in sys.meta_path:
@@ -278,7 +278,7 @@ class Finder(importlib.abc.MetaPathFinder):
                     namespace[name] = replaced[id(value)]
 
     def _replacements(self) -> dict[int, Any]:
-        """Returns stand-ins and substitutes, by the ``id`` of the torch object they replace."""
+        """Returns stand-ins and substitutes by the ``id`` of the torch object that they replace."""
         replaced: dict[int, Any] = {}
         for name, names in self._substitutes.items():
             module = sys.modules[name]
@@ -321,7 +321,7 @@ class Finder(importlib.abc.MetaPathFinder):
         returned = name if fromlist else name.partition(".")[0]
         stand_in = None if level else self._modules.get(returned)
         if stand_in is not None and returned not in self._substitutes:
-            return stand_in  # the real package may not be installed
+            return stand_in  # The package that this module stands in for may not be installed.
         module = builtins.__import__(name, globals, locals, fromlist or (), level)
         return module if stand_in is None else stand_in
 
@@ -376,12 +376,12 @@ def _is_own(name: str) -> bool:
 
 
 def _is_installed(file: str) -> bool:
-    # pathlib would take a quarter of a second for the thousands of modules of a program.
+    # Compare strings, because pathlib would take 0.25 s for the thousands of modules of a program.
     return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
 
 
 def _uses_megatron(namespace: dict[str, Any]) -> bool:
-    """Returns whether one of these global names was imported from Megatron-LM."""
+    """Returns whether one of the global names in ``namespace`` was imported from Megatron-LM."""
     for value in list(namespace.values()):
         if isinstance(value, types.ModuleType):
             origin = value.__name__

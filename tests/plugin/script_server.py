@@ -21,7 +21,7 @@ _import_of_nodes = rank_forkserver._import
 
 
 def _import() -> None:
-    """Imports modules that ranks need. Ignores errors, because the ranks report them themselves."""
+    """Imports modules that ranks need. Ignores errors, because the ranks will report them."""
     _import_of_nodes()
     allow_old_python()
     device = importlib.import_module("megatron.adaptive.accelerator")

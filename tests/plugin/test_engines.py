@@ -1,4 +1,4 @@
-"""Checks that each model of a process has its own engine and settings."""
+"""Tests that each model of a process has a separate engine and separate settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_each_model_has_an_engine(engines: Engines) -> None:
     actor, critic = model(2), model()
     engines.give(critic, Settings(schedule="1f1b", timeout_s=5.0))
     first = engines.engine_of(actor, SHARED, None)
-    second = engines.engine_of(critic[0], SHARED, None)  # a single chunk needs no list
+    # A model with a single chunk may be passed without a list.
+    second = engines.engine_of(critic[0], SHARED, None)
     assert first is not second
     assert engines.engine_of(actor, SHARED, None) is first
     assert engines.engine_of(actor[1:], SHARED, None) is first
@@ -68,7 +69,8 @@ def test_two_settings_for_one_model(
 ) -> None:
     chunks = model(2)
     engines.give(chunks, Settings(schedule="1f1b"))
-    engines.give(chunks, Settings(schedule="1f1b"))  # a repeated call has no effect
+    # A second call with the same settings does nothing.
+    engines.give(chunks, Settings(schedule="1f1b"))
     with pytest.raises(ConfigError, match=rf"^install\(\) was called {line}"):
         engines.give(chunks[:num_chunks], Settings(schedule=schedule))
 
@@ -106,14 +108,15 @@ def test_settings_of_the_whole_process(settings: dict[str, Any], line: str) -> N
 def test_a_program_with_its_own_loop_may_pause(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a long pause between two calls is not reported as a hang."""
+    """Checks that a long pause between two steps is not reported as a hang."""
     engine = engines.engine_of(model(), SHARED, None)
     assert engine._evidence()["may_pause"]
     training: Any = types.ModuleType("megatron.training")
     arguments = argparse.Namespace()
     training.get_args = lambda: arguments
     monkeypatch.setitem(sys.modules, "megatron.training", training)
-    assert engine._evidence()["may_pause"]  # slime parses Megatron-LM's flags for its own loop
+    # The program slime parses Megatron-LM's flags, but has a different loop.
+    assert engine._evidence()["may_pause"]
     arguments.curr_iteration = 3
     assert not engine._evidence()["may_pause"]
     engines.close()
@@ -132,7 +135,9 @@ def test_a_program_with_its_own_loop_may_pause(
     ],
 )
 def test_what_loss_functions_report(reported: list[Any], mean: float | None) -> None:
-    """Checks the results of loss functions, including microbatches with different keys."""
+    """Checks which results of loss functions are accepted, including microbatches with different
+    keys.
+    """
     total = _summed_loss(reported)
     assert _mean_loss(total, 1) == mean
-    assert _mean_loss(total, 2) is None  # another replica reported no loss
+    assert _mean_loss(total, 2) is None  # The second replica reported no loss.

@@ -1,4 +1,4 @@
-"""Checks initial weights drawn by layer, which do not depend on a layer's position."""
+"""Tests that initial weights drawn by layer do not depend on the layer's position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.adaptive.plugin.first_weights import FirstWeights, is_by_layer  # 
 
 @pytest.fixture
 def by_layer(one_process: None) -> Iterator[list[bool]]:
-    """Yields a list. While the list contains ``True``, weights are drawn by layer."""
+    """Yields a list that enables drawing weights by layer while it contains ``True``."""
     switch = [True]
     weights = FirstWeights(lambda: switch[0])
     original = GPTModel.__init__
@@ -85,7 +85,7 @@ def test_a_layer_has_its_weights_in_every_model(
 ) -> None:
     torch.manual_seed(1)
     long = build(3, cpu=cpu, **kind)
-    torch.manual_seed(2)  # random state of another pipeline rank
+    torch.manual_seed(2)  # Use the random state of a different pipeline rank.
     torch.rand(5)
     short = build(2, cpu=cpu, **kind)
     assert is_by_layer(short)
@@ -93,7 +93,7 @@ def test_a_layer_has_its_weights_in_every_model(
     assert {name: long_weights[name] for name in short_weights} == short_weights
     matrices = [tuple(row) for name, row in long_weights.items() if "weight" in name]
     drawn = [row for row in matrices if len(set(row)) > 1]
-    assert len(set(drawn)) == len(drawn) > 8  # no two weights are equal
+    assert len(set(drawn)) == len(drawn) > 8  # All weights are different.
 
 
 @pytest.mark.parametrize("cpu", [True, False])

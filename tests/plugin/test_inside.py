@@ -1,4 +1,4 @@
-"""Compares programs that have their own training loop with megatron-core's own schedule."""
+"""Compares this package with megatron-core's schedule in programs with their own training loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = {
         "critic": {"schedule": "gpipe", "trace_dir": "traces"},
     },
 }
-ONE = {"models": {"critic": {"schedule": "dfc"}}}  # other models use megatron-core's schedule
+ONE = {"models": {"critic": {"schedule": "dfc"}}}  # The other models use megatron-core's schedule.
 REPLICAS: list[dict[str, Any]] = [
     {"program": "actor", "runs": {"whole": WHOLE, "own": OWN}},
     {"program": "policy", "runs": {"split": SPLIT, "gloo": {"settings": {"transport": "gloo"}}}},
@@ -41,7 +41,7 @@ CHUNKS: list[dict[str, Any]] = [
     {
         "program": "bridge",
         "shape": {"vp": 2},
-        # 3 microbatches on 2 pipeline ranks, which megatron-core's own loop rejects.
+        # The loop of megatron-core rejects 3 microbatches on 2 pipeline ranks.
         "runs": {"split": SPLIT, "odd": {**WHOLE, "shape": {"drops_last": True}}},
     },
 ]
@@ -65,10 +65,10 @@ releases = pytest.mark.parametrize(
 def run(
     cases: list[dict[str, Any]], world_size: int, folder: Path, python_path: str = str(ROOT)
 ) -> list[dict[str, Any]]:
-    """Runs each case in one job, without ``install()`` and with the settings of each of its runs.
+    """Runs each case in one job, first without ``install()`` and then with each of its settings.
 
     Returns:
-        Results of the ranks with the settings, after comparing them with the results without.
+        Results of all ranks with the settings, which were compared with the results without them.
     """
     cases_file, results_file = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
@@ -86,7 +86,8 @@ def run(
         expected = result.pop("plain")
         assert result.keys() == case["runs"].keys()
         for name, seen in result.items():
-            assert seen == expected, f"{case['program']} {name}"  # bit for bit
+            # The results must be bitwise equal.
+            assert seen == expected, f"{case['program']} {name}"
     return results
 
 
@@ -101,7 +102,7 @@ def test_unequal_microbatches_on_two_replicas(python_path: str, tmp_path: Path) 
     # Each model has a separate trace, and only training steps are traced.
     actor = read_run(tmp_path / "traces of the actor")
     assert sorted(actor.ranks) == [0, 1, 2, 3]
-    counts = [4, 2, 4, 2], [2, 2, 2, 2]  # the second replica has fewer microbatches
+    counts = [4, 2, 4, 2], [2, 2, 2, 2]  # The second replica has fewer microbatches.
     for rank, trace in actor.ranks.items():
         actions = trace.table().of_kind("F")
         expected = dict(enumerate(counts[rank % 2], start=1))
@@ -125,5 +126,5 @@ def test_workers_that_replay_choices_or_call_from_other_threads(
 
 @pytest.mark.parametrize("python_path", [pytest.param("0.19.2", marks=real)], indirect=True)
 def test_process_groups_of_the_program(python_path: str, tmp_path: Path) -> None:
-    """Checks a program without ``parallel_state``, whose pipelines consist of adjacent ranks."""
+    """Checks a program that creates process groups itself, for pipelines of adjacent ranks."""
     run(FOREIGN, 4, tmp_path, python_path)

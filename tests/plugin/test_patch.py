@@ -1,4 +1,4 @@
-"""Tests where the replacement is installed, when it delegates, and that it can be removed."""
+"""Tests that the plugin replaces megatron-core's function, delegates to it, and restores it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_holder_gets_it_and_gives_it_back(holder: Any) -> None:
     assert pipeline_parallel.get_forward_backward_func is seam
     assert holder.get_forward_backward_func is seam
     megatron.adaptive.install()
-    megatron.adaptive.install("1f1b")  # no step has run
+    megatron.adaptive.install("1f1b")  # The settings may still change, because no step has run.
     assert schedules.get_forward_backward_func is seam
     assert seam.original is ORIGINAL
     megatron.adaptive.uninstall()
@@ -114,7 +114,7 @@ def test_schedule_megatron_is_megatron_core(monkeypatch: pytest.MonkeyPatch, by_
 def test_megatron_cores_own_loop_keeps_outputs_until_gloo_has_sent_them(
     monkeypatch: pytest.MonkeyPatch, loop: str, ranks: dict[str, Any], fails: bool
 ) -> None:
-    """Checks two chunks on a CPU, for which megatron-core 0.17 would compute a NaN loss."""
+    """Checks that outputs are kept on a CPU, where megatron-core 0.17 would compute a NaN loss."""
     config = types.SimpleNamespace(deallocate_pipeline_outputs=True)
     chunks = [torch.nn.Linear(1, 1) for _ in range(2)]
     for chunk in chunks:
@@ -134,7 +134,7 @@ def test_megatron_cores_own_loop_keeps_outputs_until_gloo_has_sent_them(
         with pytest.raises(RuntimeError, match="own error") if fails else nullcontext():
             assert step(model=model) == "done"
     assert seen == [False, False]
-    assert config.deallocate_pipeline_outputs  # the user's setting
+    assert config.deallocate_pipeline_outputs  # The setting of the user is restored.
 
 
 def test_the_function_looks_like_megatron_cores() -> None:

@@ -1,4 +1,4 @@
-"""Tests what megatron-core returns about stages in a V-shaped placement, and invalid settings."""
+"""Tests what megatron-core returns about stages in a V, and rejects invalid settings."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_ranks_and_steps_to_profile_are_whole_numbers(values: dict[str, Any]) ->
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_iteration_to_profile_is_an_error_on_all_ranks(rank: int) -> None:
-    """Checks a start after the default end, with which no kernels would be recorded."""
+    """Checks that all ranks raise an error if profiling starts after its default end."""
     settings = Settings(trace_detail="kernels", trace_dir="traces", profile_step_start=20)
     with pytest.raises(ConfigError, match="start=20 and profile_step_end=12"):
         settings.kernel_iterations(rank, None)

@@ -1,4 +1,4 @@
-"""Checks that a user's program gives the same numbers with and without the plugin's two lines."""
+"""Checks that the plugin does not change the numbers that a user's program computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_aux_loss_coeff":
 SPREAD = {**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 TWO_RANKS: list[dict[str, Any]] = [
     {
-        # A microbatch of evaluation is smaller, so tensors between stages change their shape.
+        # Microbatches are smaller in evaluation, so tensors between stages change their shape.
         "shape": {"pp": 2, "timers": True, "eval_micro_batch_size": 1},
         "runs": {
             "adaptive": {},
@@ -54,7 +54,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         "steps": 5,
         "runs": {
             "adaptive": {},
-            "auto": {"schedule": "auto"},  # chooses after four steps
+            "auto": {"schedule": "auto"},  # The tuner chooses a schedule after four steps.
             "file": {"schedule": "file", "schedule_file": "order.json"},
             "interleaved": {"schedule": "interleaved"},
             "by hand": {"schedule": "megatron", "trace_dir": "own"},
@@ -68,7 +68,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # Both runs start with weights of a loop. One continues in a loop, the other in a V.
+        # Both runs start with the weights of a loop. Then one run uses a loop, and the other a V.
         "shape": CHUNKS,
         "from": "tied",
         "runs": {
@@ -166,7 +166,8 @@ def run(
         [str(cases_path), str(results_path)],
         world_size=world_size,
         log=folder / "output.txt",
-        limit_s=300.0,  # the machine may run other tests at the same time
+        # The limit is long, because the machine may run other tests at the same time.
+        limit_s=300.0,
         fresh=fresh,
         python_path=python_path,
     )
@@ -188,7 +189,7 @@ def check_numbers(results: list[dict[str, Any]]) -> None:
 
 
 def numbers_of(seen: Any) -> list[float]:
-    """Returns all numbers of a rank in order."""
+    """Returns all numbers in the results of a rank, in order."""
     if isinstance(seen, dict):
         return numbers_of(list(seen.values()))
     if isinstance(seen, list):
@@ -202,10 +203,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     results = run(TWO_RANKS, 2, tmp_path)
     by_layer = results.pop(4)["runs"]
     with_dropout = results.pop(2)["runs"]
-    # The numbers differ from Megatron-LM's, and are the same in every order.
+    # The numbers differ from those of Megatron-LM, but do not depend on the order of actions.
     assert numbers_of(with_dropout["interleaved"]) != numbers_of(with_dropout.pop("plain"))
     assert with_dropout["adaptive"] == with_dropout["interleaved"] == with_dropout["breadth-first"]
-    assert by_layer["loop"] != by_layer["plain"]  # drawn by rank
+    assert by_layer["loop"] != by_layer["plain"]  # The plain run draws weights by rank.
     check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)
     assert results[0]["refused"] == {
@@ -218,7 +219,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         "messages": "p2p_communicator has a different pipeline than the step's process groups, "
         "but the engine connects the ranks of these groups; create it with their pp group or use "
         "--pipeline-schedule megatron",
-        "again": "",  # a second model has its own channels
+        "again": "",  # A second model needs separate channels.
         "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0; start all ranks of "
         "a job with the same settings",
     }
@@ -238,7 +239,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         # Evaluation is not traced, and each microbatch has three kinds of actions.
         actions = rank.table().of_kind("F", "B", "W")
         assert Counter(actions.iteration.tolist()) == dict.fromkeys([1, 2, 3, 4], 3 * 4)
-        # Other work is recorded from outside. This program reads data on every rank.
+        # Work outside of the schedule is also traced. This program reads data on every rank.
         table = rank.table([2])
         around = {kind: int(table.where(kind).sum()) for kind in ("data", "reduce", "optimizer")}
         assert around == {"data": 4, "reduce": 1, "optimizer": 1}
@@ -307,8 +308,10 @@ def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
         actions = actions.take(np.lexsort((actions.start_ns, actions.iteration)))
         same = np.diff(actions.iteration) == 0
         within += int((actions.start_ns[1:] < actions.end_ns[:-1])[same].sum())
-    assert within > 0  # forwards that began during a backward, or the reverse
-    # 16 tokens of 2 samples, 4 microbatches, 2 replicas. Each token goes to 2 experts.
+    # These forwards began during a backward, or these backwards during a forward.
+    assert within > 0
+    # There are 16 tokens in each of 2 samples, 4 microbatches and 2 replicas. Each token goes to 2
+    # experts.
     for iteration in (1, 2, 3):
         loads = [trace.experts[iteration] for trace in traced.ranks.values()]
         assert all(load.exchange_ns > 0 for load in loads)

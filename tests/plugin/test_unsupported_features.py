@@ -1,4 +1,4 @@
-"""Tests which features of a model are rejected, and with which error messages."""
+"""Tests that unsupported features of a model are rejected with a helpful message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPELINE: Any = object()
 
 
 class Chunk(torch.nn.Module):
-    """Fake model chunk that has only a kind and attributes."""
+    """Fake model chunk that has only a model type and attributes."""
 
     def __init__(self, kind: Any = ModelType.encoder_or_decoder, **attributes: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Chunk(torch.nn.Module):
 
 
 class FullyShardedDataParallel(Chunk):
-    """Fake class. Only its name matters."""
+    """Fake chunk whose class has the name of megatron-core's class."""
 
 
 def configuration(**changes: Any) -> Any:

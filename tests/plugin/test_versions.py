@@ -1,4 +1,4 @@
-"""Tests the plugin with every release of megatron-core from 0.15, and the detection of releases.
+"""Tests the plugin with every megatron-core release from 0.15, and the detection of releases.
 
 This module also tests ``train megatron-lm``, Megatron-LM's own trainer, which wheels contain from
 release 0.17.
@@ -43,7 +43,7 @@ V: dict[str, dict[str, Any]] = {
 
 
 def in_pairs(orders: dict[str, dict[str, Any]], turn: int) -> list[dict[str, Any]]:
-    """Returns cases with one order and one model each, so that all orders and models occur."""
+    """Returns cases with one order and one model each. All orders and all models occur."""
     return [
         {
             "shape": SHAPES[(turn + number) % len(SHAPES)],
@@ -74,7 +74,8 @@ def test_steps_are_those_of_its_own_schedule(
     for case in results[: len(loop)]:
         plain = case["runs"].pop("plain")
         assert len(plain[-1]["trained"]["losses"]) == 3
-        assert case["runs"] == dict.fromkeys(case["runs"], plain)  # bit for bit
+        # The results must be bitwise equal.
+        assert case["runs"] == dict.fromkeys(case["runs"], plain)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_steps_are_those_of_its_own_schedule(
     indirect=True,
 )
 def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
-    # Test a loop and a V, with whole and with split backward passes.
+    # The cases are a loop and a V, with and without split backward passes.
     cases = [*in_pairs(LOOP, 0)[:2], in_pairs(V, 1)[1]]
     cases = [{**case, "shape": {**case["shape"], "tp": 2}} for case in cases]
     check_numbers(run(cases, 4, tmp_path, fresh=False, python_path=python_path))
@@ -97,7 +98,7 @@ def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
 def test_its_own_trainer_has_the_steps_of_its_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """Checks ``train megatron-lm`` with and without this project's schedules."""
+    """Checks ``train megatron-lm`` with and without the schedules of this project."""
     said = {}
     for name, arguments in {
         "megatron": [],
@@ -128,7 +129,7 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
 def test_its_own_trainer_makes_damaged_indices_anew(
     python_path: str, tmp_path: Path, write_tokens: Callable[..., str]
 ) -> None:
-    """Checks damage that megatron-core would not detect: one flipped bit changes the samples."""
+    """Checks that a flipped bit in an index file is found. It would change the samples."""
     prefix = write_tokens([[1 + n % 200] * 40 for n in range(60)])
     arguments = [word for word in FLAGS.split() if word != "--mock-data"]
     arguments += ["--data-path", prefix, "--split", "80,20,0", "--pipeline-schedule", "adaptive"]
@@ -155,7 +156,7 @@ def test_its_own_trainer_makes_damaged_indices_anew(
 def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """Checks outputs that megatron-core's loop frees before gloo has sent them."""
+    """Checks that outputs are not freed before gloo has sent them."""
     arguments = "--num-virtual-stages-per-pipeline-rank 2 --bf16 --position-embedding-type rope"
     said = {}
     for name in ("megatron", "adaptive"):
@@ -172,7 +173,7 @@ def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
         ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
         assert ended == 0, tail(log)
         said[name] = SEEN.findall(log.read_text())
-    assert len(said["megatron"]) == 10  # lines of four steps, validation and test
+    assert len(said["megatron"]) == 10  # There are ten lines for four steps, validation and test.
     assert said["adaptive"] == said["megatron"]
 
 

@@ -53,7 +53,7 @@ Loss = Callable[..., Any]
 
 @dataclass(kw_only=True, eq=False)
 class Model:
-    """Model of the program.
+    """Model of a program, with its optimizer and process groups.
 
     Attributes:
         config: Configuration in megatron-core.
@@ -90,16 +90,16 @@ class Program:
 
 
 def make_groups(program: Program) -> ProcessGroupCollection:
-    """Creates the process groups of a program."""
+    """Creates the process groups of ``program``."""
     if not program.foreign:
         parallel_state.initialize_model_parallel(
             1, program.pp, program.vp if program.vp > 1 else None
         )
         return user.process_groups()
-    parallel_state._set_global_memory_buffer()  # megatron-core's attention needs it
+    parallel_state._set_global_memory_buffer()  # The attention of megatron-core needs this buffer.
     groups = ProcessGroupCollection()
     replicas = dist.get_world_size() // program.pp
-    # Adjacent pipeline stages have adjacent ranks, unlike in parallel_state.
+    # Adjacent pipeline stages are on adjacent ranks here, unlike in parallel_state.
     pipelines = [
         list(range(first * program.pp, (first + 1) * program.pp)) for first in range(replicas)
     ]
@@ -120,7 +120,7 @@ def make_groups(program: Program) -> ProcessGroupCollection:
 
 
 def _subgroup(lists: Sequence[list[int]]) -> Any:
-    """Creates a group for each list of ranks. Returns this rank's group, or ``None``."""
+    """Creates a group for each list of ranks, and returns the group of this rank, or ``None``."""
     joined = None
     for ranks in lists:
         group = dist.new_group(ranks)
@@ -132,14 +132,14 @@ def _subgroup(lists: Sequence[list[int]]) -> Any:
 def make_model(
     program: Program, groups: ProcessGroupCollection, *, seed: int, trains: bool = True, **more: Any
 ) -> Model:
-    """Builds a model, with the same weights for the same seed.
+    """Builds a model whose initial weights depend only on ``seed``.
 
     Args:
         program: Parallel sizes of the model.
         groups: Process groups of the model.
         seed: Seed of the initial weights.
         trains: Whether the model has gradients and an optimizer.
-        **more: Changes of the configuration.
+        **more: Changes to the configuration.
     """
     position = dist.get_group_rank(groups.pp, dist.get_rank())
     torch.manual_seed(seed + position)
@@ -187,12 +187,12 @@ def _make_trainable(model: Model, program: Program) -> None:
 
 
 def _for_each(functions: list[Any]) -> Any:
-    """Returns the only function, or the list of functions if there are several chunks."""
+    """Returns the only element of ``functions``, or the whole list if there are several chunks."""
     return functions[0] if len(functions) == 1 else functions
 
 
 def draw(lengths: Sequence[tuple[int, int]], seed: int) -> list[Batch]:
-    """Returns a microbatch for each number of samples and length."""
+    """Returns one random microbatch for each pair (number of samples, length) in ``lengths``."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for samples, length in lengths:
@@ -211,7 +211,7 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the logarithm of each next token's probability, ``[b, s - 1]``."""
+    """Returns the logarithm of the probability of each next token, ``[b, s - 1]``."""
     logs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
     return logs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
@@ -237,7 +237,7 @@ def _update(model: Model) -> float:
 
 
 class Reinforced:
-    """Calls the schedule for one of several models, with lists of microbatches of unequal lengths.
+    """Calls the schedule for one of several models, with microbatches of unequal lengths.
 
     Args:
         model: Model that the calls run.
@@ -278,7 +278,7 @@ class Reinforced:
         return {"log_probs": _log_probs(logits, batch["tokens"]), "entropy": entropy}
 
     def look(self, batches: list[Batch], name: str) -> list[list[float]]:
-        """Returns an output of the model for each microbatch, without gradients."""
+        """Returns the output ``name`` of the model for each microbatch, without gradients."""
 
         def loss(output: Batch, *, batch: Batch, count: int) -> Any:
             return torch.tensor(1.0), {name: output[name].detach().clone()}
@@ -290,7 +290,7 @@ class Reinforced:
         return [result[name].flatten().tolist() for result in seen]
 
     def learn(self, batches: list[Batch]) -> dict[str, Any]:
-        """Runs one update, and returns the result of the loss function and the gradient norm."""
+        """Runs one update, and returns the results of the loss function and the gradient norm."""
 
         def loss(output: Batch, *, batch: Batch, count: int) -> Any:
             if self._as_values:
@@ -322,7 +322,7 @@ class Offloaded:
         self._nbytes: list[int] = []
 
     def out(self) -> None:
-        """Frees the memory of the gradients, and moves weights and optimizer state elsewhere."""
+        """Frees the gradients, and moves weights and optimizer state to other memory."""
         self._kept = [weight.data.clone() for weight in self._weights]
         self._nbytes = [gradient.untyped_storage().nbytes() for gradient in self._gradients]
         for weight in self._weights:
@@ -334,7 +334,7 @@ class Offloaded:
                 values.update({name: value.clone() for name, value in values.items()})
 
     def back(self) -> None:
-        """Moves weights back to new memory, and sets gradients to zero."""
+        """Moves the weights back to newly allocated memory, and sets gradients to zero."""
         for weight, kept in zip(self._weights, self._kept, strict=True):
             weight.data = kept
         for gradient, nbytes in zip(self._gradients, self._nbytes, strict=True):
@@ -343,7 +343,7 @@ class Offloaded:
 
 
 def served_weights(model: Model) -> str:
-    """Returns a digest of all weights of a pipeline, as an inference engine would receive them."""
+    """Returns a digest of all weights of the pipeline, which an inference engine would receive."""
     digest = hashlib.sha256()
     ranks = dist.get_process_group_ranks(model.groups.pp)
     for source in ranks:
@@ -369,7 +369,7 @@ def served_weights(model: Model) -> str:
 
 
 def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains an actor and a critic against a reference, as verl does."""
+    """Trains an actor and a critic with a reference model, as verl does."""
     groups = make_groups(program)
     varying = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     models = {
@@ -385,7 +385,7 @@ def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> 
     seen: list[Any] = []
     for step in range(program.steps):
         seed = 1000 * step + 100 * replica
-        # Replicas have different lengths and numbers of microbatches.
+        # The lengths and the numbers of microbatches differ between replicas.
         whole = draw([(2, 9), (1, 31), (3, 5), (1, 17)][: 4 - 2 * (replica > 0)], seed)
         short = draw([(1, 7 + 3 * replica), (2, 12)], seed + 1)
         if step:
@@ -404,13 +404,13 @@ def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> 
 
 
 def policy_step(iterator: Iterator[Batch], model: Any, process: Callable[[Batch], Loss]) -> Any:
-    """Runs a microbatch through a chunk."""
+    """Runs the next microbatch through ``model``, which is one chunk."""
     batch = next(iterator)
     return _logits(model, batch["tokens"]), process(batch)
 
 
 def policy_call(model: Model, batches: list[Batch], process: Any, *, forward_only: bool) -> Any:
-    """Calls the schedule with one model and a generator of microbatches."""
+    """Calls the schedule with a model and a generator of microbatches."""
     samples, length = batches[0]["tokens"].shape
     chunks = model.chunks
     several = len(chunks) > 1
@@ -450,7 +450,7 @@ def _yield(batches: list[Batch]) -> Iterator[Batch]:
 
 
 def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy, as NeMo-RL does."""
+    """Trains a policy model, as NeMo-RL does."""
     groups = make_groups(program)
     model = make_model(program, groups, seed=5)
     prepare({"policy": model})
@@ -471,7 +471,7 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
     seen: list[Any] = []
     for step in range(program.steps):
-        # One replica pads to a different length than before, while the other replicas keep their
+        # The second replica alternates between two lengths, while the first replica keeps its
         # length.
         length = 16 - 4 * replica * (step % 2)
         count = 6 if step == 0 else 4
@@ -504,7 +504,7 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
 
 def bridge_loss(batch: Batch, output: torch.Tensor, non_loss_data: bool = False) -> Any:
-    """Returns loss, number of tokens and logged values, or the mean of the outputs."""
+    """Returns the loss, the number of tokens and the values to log, or the mean of the outputs."""
     if non_loss_data:
         return {"mean": output.detach().mean().item()}
     losses = -_log_probs(output, batch["tokens"]) * batch["weights"][:, 1:]
@@ -514,7 +514,7 @@ def bridge_loss(batch: Batch, output: torch.Tensor, non_loss_data: bool = False)
 
 
 class BridgeStep:
-    """Callable object that runs a microbatch through a chunk."""
+    """Callable that runs a microbatch through a chunk."""
 
     def __call__(
         self, iterator: Iterator[Batch], model: Any, return_schedule_plan: bool = False

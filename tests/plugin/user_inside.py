@@ -35,7 +35,7 @@ from megatron.adaptive.engine.process_context import destroy_groups, process_gro
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
-    """Runs a program from start to end."""
+    """Runs the program of ``case`` once, with the given ``settings``."""
     megatron.adaptive.uninstall()
     gc.collect()
     dist.barrier()
@@ -57,7 +57,7 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
 
 
 def main() -> None:
-    # If a rank hangs, it prints its stacks and exits, even if no other process can stop it.
+    # If a rank hangs, print its stacks and exit, because no other process may be able to stop it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

@@ -41,33 +41,33 @@ from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
-    """Starts a new job, without the plugin if ``settings`` is ``None``."""
+    """Starts a new job. The plugin is not installed if ``settings`` is ``None``."""
     megatron.adaptive.uninstall()
     gc.collect()
-    # Destroy the groups, because each run has threads that wake up a hundred times a second.
+    # Destroy the groups, because their threads wake up a hundred times a second.
     dist.barrier()
     destroy_groups(group for group in process_groups() if group is not dist.group.WORLD)
     if settings is not None:
         megatron.adaptive.install(**settings)
-        megatron.adaptive.install(**settings)  # a repeated call has no effect
+        megatron.adaptive.install(**settings)  # A second call with the same settings does nothing.
     return regroup(shape)
 
 
 def regroup(shape: user.Shape) -> user.Job:
-    """Creates new process groups and a new model."""
+    """Creates new process groups, and a new model with the given ``shape``."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     return user.setup(shape)
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any:
-    """Trains and evaluates. Restores plugin and process groups at the end."""
+    """Trains and evaluates the model of ``case``, and then removes the plugin."""
     settings = None if settings is None else dict(settings)
     then = [] if settings is None or "then" not in settings else [settings.pop("then")]
     overlaps = settings is not None and settings.pop("overlaps", False)
     shape = user.Shape(**case["shape"])
     job = start(shape, settings)
-    # megatron-core's own loop would need a different forward_step for this setting.
+    # The loop of megatron-core would need a different forward_step for this setting.
     job.config.overlap_moe_expert_parallel_comm = overlaps
     if "from" in case:
         (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
@@ -91,7 +91,7 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any
 
 
 def refused(shape: user.Shape, case: dict[str, Any]) -> str:
-    """Returns the error message of the step."""
+    """Returns the error message of a step that the plugin rejects."""
     job = start(
         shape, {"schedule": case["schedules"][dist.get_rank()]} if "schedules" in case else {}
     )
@@ -118,7 +118,7 @@ def refused(shape: user.Shape, case: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    # If a rank hangs, it prints its stacks and exits, even if no other process can stop it.
+    # If a rank hangs, print its stacks and exit, because no other process may be able to stop it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

@@ -40,7 +40,7 @@ def allow_old_python() -> None:
 
 
 def edited(text: str) -> str:
-    """Returns a script with the lines of docs/plugin.md inserted."""
+    """Returns the script ``text`` with the lines of docs/plugin.md inserted."""
     for old, new in _EDITS:
         assert text.count(old) == 1, f"the script must contain exactly once: {old}"
         text = text.replace(old, new)
@@ -48,7 +48,7 @@ def edited(text: str) -> str:
 
 
 def record(results: Path) -> None:
-    """Records the results of each step and evaluation of Megatron-LM's trainer."""
+    """Appends the results of each step and evaluation of Megatron-LM's trainer to ``results``."""
     training: Any = sys.modules["megatron.training.training"]
 
     def note(**values: Any) -> None:
@@ -79,7 +79,8 @@ def _numbers(values: Any) -> dict[str, str]:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, list | tuple):  # a sum and its number of tokens
+    # The list contains a sum and the number of tokens in the sum.
+    if isinstance(value, list | tuple):
         return " ".join(map(_number, value))
     if hasattr(value, "numel") and value.numel() > 1:
         return " ".join(float(number).hex() for number in value.flatten())
@@ -96,7 +97,7 @@ def _digest(chunks: Any) -> str:
 
 
 def main() -> None:
-    # If a rank hangs, it prints its stacks and exits, even if no other process can stop it.
+    # If a rank hangs, print its stacks and exit, because no other process may be able to stop it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     script, results = Path(sys.argv[1]), Path(sys.argv[2])
     allow_old_python()

@@ -94,7 +94,7 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Job:
-    """Model that is ready for training, with the objects that its steps need."""
+    """Model that is ready for training, with the objects that are needed in a step."""
 
     shape: Shape
     config: Any
@@ -104,7 +104,7 @@ class Job:
 
 
 def setup(shape: Shape) -> Job:
-    """Creates process groups, model and optimizer. The result is always the same."""
+    """Creates process groups, model and optimizer. The weights are the same in every call."""
     parallel_state.initialize_model_parallel(
         shape.tp,
         shape.pp,
@@ -141,7 +141,7 @@ def setup(shape: Shape) -> Job:
 
 
 def configuration(shape: Shape) -> TransformerConfig:
-    """Returns the model's configuration."""
+    """Returns megatron-core's configuration of a model with the given ``shape``."""
     llama: dict[str, Any] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -162,7 +162,8 @@ def configuration(shape: Shape) -> TransformerConfig:
         "pipeline_dtype": torch.float32,
         "calculate_per_token_loss": shape.per_token,
         "deallocate_pipeline_outputs": shape.deallocate,
-        # Without these settings, gloo confuses the two messages of a pair if a rank has two chunks.
+        # Without these settings, gloo would confuse the two messages between a pair of ranks that
+        # have two chunks.
         "overlap_p2p_comm": shape.chunks > 1,
         "batch_p2p_comm": shape.chunks == 1,
         "bias_activation_fusion": False,
@@ -210,7 +211,7 @@ def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
 
 
 def process_groups() -> ProcessGroupCollection:
-    """Returns the process groups of parallel_state as a collection."""
+    """Returns the process groups of parallel_state as a ``ProcessGroupCollection``."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
@@ -218,7 +219,7 @@ def process_groups() -> ProcessGroupCollection:
 
 
 def handed_over(job: Job) -> dict[str, Any]:
-    """Returns the arguments of a step other than model and data."""
+    """Returns all arguments of a step except model and data."""
     if not job.shape.groups:
         return {}
     groups = process_groups()
@@ -227,7 +228,7 @@ def handed_over(job: Job) -> dict[str, Any]:
 
 
 def batches(micro_batch_size: int) -> Iterator[Batch]:
-    """Yields an infinite sequence of microbatches, which differ between replicas."""
+    """Yields random microbatches forever. They differ between replicas."""
     generator = torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank())
     while True:
         size = (micro_batch_size, SEQ_LENGTH + 1)
@@ -238,7 +239,7 @@ def batches(micro_batch_size: int) -> Iterator[Batch]:
 
 
 def iterators(job: Job, micro_batch_size: int) -> Any:
-    """Returns one iterator, or one iterator per chunk if a rank has several chunks."""
+    """Returns one data iterator, or a list with one per chunk if a rank has several chunks."""
     if job.shape.chunks == 1:
         return batches(micro_batch_size)
     return [batches(micro_batch_size) for _ in job.chunks]
@@ -255,7 +256,7 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = Fa
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
-    """Runs a microbatch through a chunk, with the parts of the batch that its stage needs."""
+    """Runs the next microbatch through ``model``, with only the inputs that its stage needs."""
     batch: dict[str, Any] = dict(next(data_iterator))
     stage = get_attr_wrapped_model(model, "vp_stage")
     is_end = any(
@@ -280,7 +281,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
 
 
 def train(job: Job, steps: int) -> dict[str, list[float]]:
-    """Runs ``steps`` steps. Returns losses (on the last stage) and gradient norms."""
+    """Runs ``steps`` steps, and returns losses (on the last stage) and gradient norms."""
     for chunk in job.chunks:
         chunk.train()
     data = iterators(job, MICRO_BATCH_SIZE)
@@ -312,7 +313,7 @@ def train(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
-    """Runs only forward passes. Returns losses and the results of ``collect_non_loss_data``."""
+    """Runs forward passes only, and returns losses and results of ``collect_non_loss_data``."""
     for chunk in job.chunks:
         chunk.eval()
     arguments = {
@@ -337,7 +338,7 @@ def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Averages the losses of the microbatches on ranks of the last stage. Empty on other ranks."""
+    """Returns the mean losses of the microbatches on the last stage, or ``[]`` on other stages."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         assert reduced == []
         return []
@@ -347,7 +348,7 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
 
 
 def weights_norm(job: Job) -> float:
-    """Returns the norm of the weights of all ranks, including copies."""
+    """Returns the norm of the weights of all ranks. Copies of a weight count several times."""
     weights = [weight for chunk in job.chunks for weight in chunk.parameters()]
     total = torch.stack([weight.detach().double().pow(2).sum() for weight in weights]).sum()
     dist.all_reduce(total)
@@ -370,7 +371,7 @@ def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any
 
 
 def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Writes a checkpoint as Megatron-LM does, with the work shared by replicas."""
+    """Writes a checkpoint as Megatron-LM does. Each replica writes a part."""
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True)
     dist.barrier()

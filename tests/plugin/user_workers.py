@@ -46,7 +46,7 @@ ATTEMPT_S = 100.0
 
 
 def _call(model: Model, batches: list[Batch], step: Any, *, forward_only: bool) -> list[Any]:
-    """Calls the schedule with microbatches of equal length."""
+    """Calls the schedule with microbatches that have equal lengths."""
     samples, length = batches[0]["tokens"].shape
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
@@ -79,7 +79,7 @@ def _plain(loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
 
 
 class Replay:
-    """Lets each layer select some of its outputs, records these choices, and replays them.
+    """Lets each layer select some of its outputs, records the selection, and replays it.
 
     Args:
         model: Model whose layers select outputs.
@@ -98,7 +98,7 @@ class Replay:
                     layer.register_forward_hook(self._choose)
 
     def clear(self) -> None:
-        """Discards all choices."""
+        """Discards all recorded choices."""
         self._choices.clear()
         self._next.clear()
 
@@ -113,7 +113,7 @@ class Replay:
         return output * torch.zeros_like(output).scatter(-1, indices, 1.0), bias
 
     def step(self, loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
-        """Runs a microbatch. Recomputation in a backward pass also replays choices."""
+        """Runs a microbatch through ``model``. Recomputation later replays the same choices."""
         if self.mode != "record":
             self.mode = "forward"
         outputs = _plain(loss, iterator, model)
@@ -123,7 +123,7 @@ class Replay:
 
 
 def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy and keeps a reference in the same memory, as slime does."""
+    """Trains a policy model that shares memory with its reference model, as slime does."""
     recompute = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -148,7 +148,8 @@ def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
             with torch.no_grad():
                 looked = _call(model, batches, partial(replay.step, _look), forward_only=True)
             seen.append([result["log_probs"].flatten().tolist() for result in looked])
-        for part in (batches[:4], batches[4:]):  # a different number of microbatches in each update
+        # The number of microbatches differs between the two updates.
+        for part in (batches[:4], batches[4:]):
             replay.mode = "forward"
             _begin(model)
             learned = _call(model, part, partial(replay.step, _learn), forward_only=False)
@@ -161,7 +162,7 @@ def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
 
 def _in_new_thread(action: Callable[[], Any]) -> Any:
-    """Runs an action in a new thread, and returns its result or raises its error."""
+    """Runs ``action`` in a new thread, and returns its result or raises its error."""
     outcomes: list[Any] = []
     errors: list[BaseException] = []
 
@@ -182,7 +183,7 @@ def _in_new_thread(action: Callable[[], Any]) -> Any:
 
 
 def run_threads(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a model with calls from different threads."""
+    """Trains a model. A different thread makes each call."""
     model = make_model(program, make_groups(program), seed=29)
     prepare({"model": model})
 

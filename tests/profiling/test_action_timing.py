@@ -1,4 +1,4 @@
-"""Tests the times of actions: which times are used, and their spread."""
+"""Tests which times of actions are used, and how their spread is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Stages:
-    """Fake stages that record the calls of their methods."""
+    """Fake stages that record the names of the called methods."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""Checks that outliers of a probe identify the failing node, and the limits for passing again."""
+"""Tests that the outliers of a probe identify the failed node and its limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def failed(figures: list[Figure], nodes: str) -> list[FailedNode]:
 
 
 def links(times_s: list[float]) -> list[Figure]:
-    """Returns messages between neighbours, with times in seconds."""
+    """Returns measurements of messages between neighbours that take ``times_s`` seconds."""
     return [
         Figure(measure=LARGE_MESSAGE, ranks=(rank, rank + 1), peers="tcp", value=value)
         for rank, value in enumerate(times_s)
@@ -48,9 +48,9 @@ def test_a_slow_rank_is_the_fault_of_its_node_and_gives_the_limit() -> None:
     ("times_ms", "nodes", "at_fault"),
     [
         ([1, 1, 9, 9, 1, 1, 1, 1], "abcdefghi", ["d"]),
-        ([1, 1, 9, 1, 1, 1], "abcdefg", []),  # c or d is slow
-        ([9, 1, 1, 1, 1], "abcdef", ["a"]),  # a has no other link, and b has a good link
-        ([9, 1, 1, 1, 1], "aabcde", ["a"]),  # both ranks are on the same node
+        ([1, 1, 9, 1, 1, 1], "abcdefg", []),  # Either c or d may be slow.
+        ([9, 1, 1, 1, 1], "abcdef", ["a"]),  # Node a has no other link, and node b has a fast link.
+        ([9, 1, 1, 1, 1], "aabcde", ["a"]),  # Both ranks of the slow link are on the same node.
     ],
 )
 def test_a_slow_link_is_the_fault_of_the_node_with_more_slow_links(
@@ -58,7 +58,8 @@ def test_a_slow_link_is_the_fault_of_the_node_with_more_slow_links(
 ) -> None:
     blamed = failed(links([value * 1e-3 for value in times_ms]), nodes)
     assert [node.node for node in blamed] == at_fault
-    assert all(node.limits == {} for node in blamed)  # a node alone does not measure links
+    # A node cannot measure links alone, so there are no limits.
+    assert all(node.limits == {} for node in blamed)
 
 
 def test_nobody_is_at_fault_for_a_slow_group_of_several_nodes() -> None:

@@ -1,4 +1,4 @@
-"""Tests free memory with control groups, shared machines or GPUs, and other processes."""
+"""Tests the free memory of a process with control groups, shared GPUs and other processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 class Machine:
-    """Fake machine with 100 GiB, of which 80 GiB are available, and with control groups."""
+    """Fake machine with control groups, and with 80 GiB of 100 GiB available."""
 
     def __init__(self, root: Path) -> None:
         self.proc, self.groups = root / "proc", root / "cgroup"
@@ -64,8 +64,8 @@ def test_without_groups_ranks_share_what_the_machine_has_available(machine: Mach
 
 
 def test_a_container_gets_no_more_than_its_group_leaves(machine: Machine) -> None:
-    # ``auto`` and ``--repartition`` must not divide the machine's 80 GiB here, because the group's
-    # limit of 16 GiB would kill a rank that gets more layers.
+    # Here ``auto`` and ``--repartition`` must not divide the machine's 80 GiB among the ranks. The
+    # group's limit of 16 GiB would kill a rank that gets more layers.
     machine.joins("0::/job")
     machine.group("job", V2, 16 * GIB, 10 * GIB)
     assert free_memory_bytes(CPU, 2) == 3 * GIB
@@ -88,7 +88,7 @@ def test_the_tightest_group_on_the_way_to_the_root_counts(
     assert available_host_bytes() == 80 * GIB
     machine.group(f"{prefix}slice", files, 30 * GIB, 28 * GIB)
     assert available_host_bytes() == 2 * GIB
-    # The kernel frees page cache when memory is short.
+    # The kernel frees page cache when memory is needed.
     machine.group(f"{prefix}slice", files, 30 * GIB, 28 * GIB, **{cached: 5 * GIB})
     assert available_host_bytes() == 7 * GIB
     machine.group(f"{prefix}slice", files, 30 * GIB, 31 * GIB)
@@ -109,7 +109,7 @@ def test_ranks_that_share_a_gpu_divide_what_others_leave_there(
 ) -> None:
     # Each of two ranks on one GPU must not plan to use all of the GPU's free memory.
     cuda = SimpleNamespace(
-        mem_get_info=lambda device: (30 * GIB, 80 * GIB),  # processes use 50 GiB
+        mem_get_info=lambda device: (30 * GIB, 80 * GIB),  # Other processes use 50 GiB.
         memory_reserved=lambda device: 12 * GIB,
         memory_allocated=lambda device: 10 * GIB,
         device_count=lambda: 2,
@@ -123,7 +123,7 @@ def test_ranks_that_share_a_gpu_divide_what_others_leave_there(
 def test_a_profile_counts_the_channels_that_a_job_opens(
     monkeypatch: pytest.MonkeyPatch, backend: str, channels: int
 ) -> None:
-    """Checks that plans leave free memory for NCCL channels."""
+    """Checks that plans leave memory free for NCCL channels."""
     properties = SimpleNamespace(total_memory=80 * GIB)
     cuda = SimpleNamespace(
         mem_get_info=lambda device: (79 * GIB, 80 * GIB),

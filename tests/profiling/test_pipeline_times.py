@@ -1,4 +1,4 @@
-"""Tests measurements of a running pipeline: stage times, slow ranks, memory, layer shares."""
+"""Tests the measurements of a running pipeline, such as stage times and free memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample(pp_rank: int, factor: float, links: dict[int, Link] | None = None) ->
 def test_stages_get_the_times_of_the_ranks_that_hold_them() -> None:
     placement = Placement(num_ranks=2, num_chunks=2, kind="v")
     links = {1: Link(latency_s=0.001, occupancy_s=0.002)}
-    # Each rank has two replicas.
+    # There are two replicas of each rank.
     samples = [sample(0, 1.0, links), sample(1, 2.0), sample(0, 1.0), sample(1, 2.0)]
     profile = profile_of(samples, placement)
     assert profile.times.forward_s == (0.010, 0.020, 0.020, 0.010)
@@ -68,7 +68,8 @@ def test_memory_of_another_placement_follows_its_stages() -> None:
 
 
 def test_memory_under_another_partition_follows_the_layers() -> None:
-    # A layer keeps 10 and holds 20 bytes, and the loss keeps 40 more bytes. A rank has two stages.
+    # Each layer keeps 10 bytes and holds 20 bytes, and the loss keeps 40 more bytes. Each rank has
+    # two stages.
     samples = [
         Sample(pp_rank=0, free_bytes=1000, kept_bytes=(20, 60), held_bytes=(40, 40)),
         Sample(pp_rank=1, free_bytes=1000, kept_bytes=(20, 20), held_bytes=(40, 40)),
@@ -83,7 +84,7 @@ def test_memory_under_another_partition_follows_the_layers() -> None:
 
 
 class Waits(torch.nn.Module):
-    """Model that runs an inner model and then sleeps for a given time."""
+    """Model that runs the model ``inside`` and then sleeps."""
 
     def __init__(self, seconds: float, inside: torch.nn.Module | None = None) -> None:
         super().__init__()

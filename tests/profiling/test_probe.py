@@ -1,4 +1,4 @@
-"""Tests probes: their measurements, the order of measurements, and outliers."""
+"""Tests the measurements of a probe, their order, and the detection of outliers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports the fixtures of tests that build a trainer."""
+"""Imports the fixtures for tests that create a trainer."""
 
 from __future__ import annotations
 

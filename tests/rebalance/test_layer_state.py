@@ -1,4 +1,4 @@
-"""Tests which rank sends which part of a parameter's state, for arbitrary shares."""
+"""Tests which rank sends which part of a parameter's state, for random ranges of elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shares = dict[str, tuple[int, int]]
 
 
 def table(had: Shares, wants: Shares, replica: int = 0) -> Table:
-    """Returns a rank's table of the state that it has and needs."""
+    """Returns a table of the elements that a rank has and needs."""
     return Table(replica=replica, had=had, wants=wants, steps=1.0)
 
 
@@ -44,7 +44,7 @@ def test_tensor_parallel_ranks_keep_to_themselves() -> None:
 
 
 def test_shares_are_put_together_from_all_that_have_a_part() -> None:
-    """Checks the distributed optimizer, whose ranks hold different ranges of elements, or none."""
+    """Checks that each rank gets its elements, even if some ranks hold no elements."""
     for seed in range(30):
         drawn = random.Random(seed)
         size, ranks = drawn.randint(1, 40), drawn.randint(1, 4)

@@ -1,4 +1,4 @@
-"""Checks that a failed background checkpoint does not stop a run whose layers move."""
+"""Tests that a failed background checkpoint does not stop a run whose layers move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that moving stages frees the old model, keeps other groups, and needs host memory."""
+"""Tests that moving stages frees the old model and needs enough host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the measurements of the ranks' steps, and the loads that are computed from them."""
+"""Tests how steps are measured, and how the loads of ranks are computed from measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lanes(milliseconds: float, chunk: int = 0) -> Lanes:
 def measured(
     rank: int, *steps: Lanes, shares: tuple[float, ...] = (1.0,), **more: object
 ) -> StepMeasurements:
-    """Returns one rank's measurements."""
+    """Returns measurements of the rank ``rank``."""
     spans = (1.0,) * len(steps)
     return StepMeasurements(pp_rank=rank, steps=steps, spans_s=spans, shares=shares, **more)  # type: ignore[arg-type]
 
@@ -82,7 +82,7 @@ def test_chunks_of_a_rank_measure_together_what_its_layers_take() -> None:
 def test_memory_limits_the_layers_of_a_rank() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (40,)}
     samples = [
-        # Two layers keep 3 x 20 bytes. So 840 of 900 bytes are left, and a third layer takes 20 +
+        # The two layers keep 3 x 20 bytes, so 840 of 900 bytes are free. A third layer needs 20 +
         # 30 bytes.
         measured(0, lanes(2), free_bytes=1000, **memory),
         measured(1, lanes(2), free_bytes=10, **memory),
@@ -93,7 +93,9 @@ def test_memory_limits_the_layers_of_a_rank() -> None:
 
 
 def test_kinds_of_layers_are_separated_from_ranks() -> None:
-    """Checks 40-byte layers that take 1, 90-byte layers that take 3, and a rank half as fast."""
+    """Checks that times are separated into the cost of each kind of layer and the speed of each
+    rank.
+    """
     samples = [
         measured(
             0, lanes(16), layer_bytes=((40, 40, 90, 90),), parts=((1 / 8, 1 / 8, 3 / 8, 3 / 8),)
@@ -104,21 +106,20 @@ def test_kinds_of_layers_are_separated_from_ranks() -> None:
     loads = loads_of(samples, LOOP, (4, 2, 1), units=3)
     assert loads.kinds == (1, 1, 2, 2, 2, 2, 0)
     times = [[sum(kind) * 1e3 / 3 for kind in rank] for rank in loads.layer_s]
-    # Layers that only the last rank has are treated as if this rank had normal speed.
+    # The last rank is the only rank with these layers, so it is assumed to have normal speed.
     assert times == [
         pytest.approx(expected, rel=1e-3) for expected in ([4, 2, 6], [2, 1, 3], [2, 1, 3])
     ]
     assert loads.paces((4, 2, 1)) == pytest.approx([48e-3, 24e-3, 6e-3])
-    # The second rank gets two more layers. Each takes 1 on this rank, and took twice as long
-    # before.
+    # The second rank gets two more layers. Each takes 1 ms there, and took twice as long before.
     assert loads.paces((0, 6, 1)) == pytest.approx([0, 48e-3, 6e-3], rel=1e-3)
 
 
 def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (80,)}
     samples = [
-        # A layer keeps 3 x 20 / 2 bytes. An average layer takes 30 + 40 bytes, and a large layer 30
-        # + 60.
+        # A layer keeps 3 x 20 / 2 bytes. An average layer needs 30 + 40 bytes, and a large layer
+        # needs 30 + 60 bytes.
         measured(
             0, lanes(2), free_bytes=300, layer_bytes=((20, 60),), parts=((0.5, 0.5),), **memory
         ),
@@ -133,7 +134,7 @@ def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
 
 
 class _Share:
-    """Fake meter of the layers' share, which these tests do not need."""
+    """Fake object instead of ``LayerShare``, which these tests do not need."""
 
     def begin(self) -> None:
         pass
@@ -193,7 +194,8 @@ def test_the_first_step_of_a_run_that_was_built_again_is_not_measured(
     repartitioner = Repartitioner(run, print)
     for built in range(2):
         if built:
-            repartitioner.adopt(run)  # a change of the number of slices does this
+            # The trainer makes this call after the number of slices has changed.
+            repartitioner.adopt(run)
         for span_s in (9.0, 2.0, 2.0):
             assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 4) is None
         assert [span_s for _, span_s in repartitioner._steps] == [2.0, 2.0]

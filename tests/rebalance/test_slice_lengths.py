@@ -1,4 +1,4 @@
-"""Checks that simulations pack and slice a step's documents as the trainer does."""
+"""Tests that simulations pack and slice the documents of a step as the trainer does."""
 
 from __future__ import annotations
 

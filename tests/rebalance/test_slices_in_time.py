@@ -1,4 +1,4 @@
-"""Checks that the chosen number of slices is used even if no time is left for other comparisons."""
+"""Tests that the chosen number of slices is used even if the time limit ends the search."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MS = 1_000_000
 
 
 def sample(pp_rank: int) -> Sample:
-    """Returns measurements in which each action takes 10 ms, with 2 slices."""
+    """Returns measurements with 2 slices, in which each action takes 10 ms."""
     lanes = {(kind, 0): [10 * MS] * 3 * MICROBATCHES for kind in (ActionKind.F, ActionKind.B)}
     return Sample(
         pp_rank=pp_rank,
@@ -42,7 +42,7 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     def choose_late(
         *arguments: Any, quick: bool, until_s: float, **settings: Any
     ) -> ScheduleChoice:
-        # The quick comparisons take all of the time.
+        # The quick comparisons take all of the available time.
         until_s = math.inf if quick else time.monotonic()
         return choose(*arguments, quick=quick, until_s=until_s, **settings)
 

@@ -1,4 +1,4 @@
-"""Checks that no rank waits longer than the timeout for a choice by another rank."""
+"""Tests that no rank waits longer than the timeout for a decision by a different rank."""
 
 from __future__ import annotations
 

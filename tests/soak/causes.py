@@ -78,7 +78,7 @@ Named = tuple[str, str]
 
 @dataclass
 class Plant:
-    """Changes to a job that slow it down.
+    """Changes to a job that make it slower.
 
     Attributes:
         variables: Environment variables of the job's ranks.
@@ -141,7 +141,7 @@ def _nothing(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
 
 @contextlib.contextmanager
 def _beside_programs(number: int, *, is_pinned: bool) -> Iterator[Plant | None]:
-    """Runs other programs on all processors, or on the processor to which the rank is bound."""
+    """Runs programs on all processors, or on the processor to which the rank is bound."""
     processors = sorted(os.sched_getaffinity(0))
     used = processors[-1:] if is_pinned else processors
     programs = [
@@ -219,7 +219,7 @@ def _slow_layer(folder: Path, draw: random.Random) -> Any:
 
 @contextlib.contextmanager
 def _lossy_link(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
-    """Creates a network that drops packets, by netem or by a short queue."""
+    """Creates a network that drops packets, because of netem or because of a short queue."""
     name = f"causes{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
     if made.returncode:
@@ -255,7 +255,7 @@ CASES: dict[str, Case] = {
         _memory,
         _both("slow rank", "busy machine", counter=MEMORY_WAIT)
         | _both("slow rank", counter=DISK_WAIT),
-        # Such a rank also reads its data slowly.
+        # A rank that is slowed down by its disk also reads its data slowly.
         _SLOW_STAGE | _both("slow data") | _both("slow data", counter=DISK_WAIT),
     ),
     "slow disk": Case(_disk, _both("slow data", counter=DISK_WAIT)),
@@ -267,7 +267,7 @@ CASES: dict[str, Case] = {
         _both("slow link"),
         ranks=(),
     ),
-    # Both members take longer for the layer, because one computes it and the other waits in it.
+    # Both members take longer for the layer, because one member computes it and the other waits.
     "slow member": Case(_slow_member, _both("slow collective member"), _SLOW_STAGE),
     "slow layer": Case(_slow_layer, _both("slow layer"), _SLOW_STAGE),
 }
@@ -281,7 +281,7 @@ _SYMPTOMS = frozenset((("spikes", ""),))
 
 
 def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ...]]:
-    """Returns the verdict on a diagnosis, and a short form of its findings."""
+    """Returns the verdict on the ``findings`` of a diagnosis, and the findings in a short form."""
     named = tuple(
         (finding.cause, counter)
         for finding in findings
@@ -304,7 +304,7 @@ def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ..
 
 
 def run_case(name: str, seed: int, folder: Path) -> Answer | None:
-    """Plants a cause in a job and judges the diagnosis, or returns ``None`` if this is impossible.
+    """Plants a cause and judges the diagnosis. Returns ``None`` if the cause cannot be planted.
 
     Raises:
         RuntimeError: The job failed.
@@ -323,7 +323,7 @@ def run_case(name: str, seed: int, folder: Path) -> Answer | None:
 
 
 def _is_starved(run: RunTrace) -> bool:
-    """Returns whether a rank waited for a processor during most of its steps."""
+    """Returns whether a rank of ``run`` waited for a processor during most of its steps."""
     for trace in run.ranks.values():
         counts = [trace.machine(iteration) for iteration in run.iterations[1:]]
         waited_ns = sum(of_step.get(PROCESSOR_WAIT, 0) for of_step in counts)
@@ -348,7 +348,7 @@ def _train(plant: Plant, folder: Path) -> None:
 
 
 def _launch(command: list[str], variables: Mapping[str, str], network: str, log: Path) -> None:
-    """Runs a job with its own launcher in a network namespace."""
+    """Runs ``command`` with a launcher in the network namespace ``network``."""
     launcher = ["ip", "netns", "exec", network, sys.executable, "-m", "megatron.adaptive", "job"]
     launcher += ["launch", "--standalone", "--nproc-per-node", "2"]
     with log.open("wb") as output:
@@ -370,7 +370,7 @@ def _launch(command: list[str], variables: Mapping[str, str], network: str, log:
 
 
 def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
-    """Plants the causes one after another, and returns the diagnoses.
+    """Plants the causes one after another, and returns the judged diagnoses.
 
     Args:
         names: Names of the causes.
@@ -395,7 +395,7 @@ def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
 
 
 def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
-    """Returns a row for each cause, and the rows with goals."""
+    """Returns a table row for each cause, and rows that compare totals with the goals."""
     rows = []
     for name in names:
         counts = Counter(answer.verdict for answer in judged if answer.name == name)

@@ -174,7 +174,7 @@ data corpus --output-dir {{f}}/corpus --max-bytes 99999999999999999999 => --max-
 
 
 def write_files(folder: Path) -> None:
-    """Writes the files that the table refers to."""
+    """Writes the files to which the command lines refer into ``folder``."""
     header = TraceHeader(
         run="one", rank=0, world_size=1, pp_rank=0, num_ranks=1, num_chunks=1,
         num_microbatches=4, schedule=HOSTILE, host=HOSTILE,
@@ -233,12 +233,12 @@ def write_files(folder: Path) -> None:
     (folder / "binary.json").write_bytes(random.Random(1).randbytes(4096))
     if os.geteuid():
         (folder / "unreadable.json").touch(0)
-    else:  # root can read any other file
+    else:  # The user root can read every other file.
         (folder / "unreadable.json").symlink_to("/proc/self/mem")
 
 
 def complaint(status: int, errors: str, part: str) -> str:
-    """Returns the fault of a program's answer to wrong input, or an empty string if it is right.
+    """Returns what is wrong with a program's response to a wrong input, or ``""`` if it is right.
 
     Args:
         status: Exit status of the program.
@@ -254,11 +254,11 @@ def complaint(status: int, errors: str, part: str) -> str:
 
 
 def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
-    """Runs every line as a separate program, two programs at a time.
+    """Runs every command line as a separate program, two programs at a time.
 
     Returns:
-        Dict with ``cases`` (number of lines), ``wrong`` (command line and fault of each wrong
-        answer), and ``longest_s`` (seconds of the slowest program).
+        Dict with ``cases`` (number of command lines), ``wrong`` (wrong responses by command line)
+        and ``longest_s`` (duration of the slowest program in seconds).
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -61,7 +61,7 @@ STATUS_EVERY_S = 5.0
 def measure(
     agents: int, minutes: float, every_s: float, folder: Path, seed: int, *, silent: bool = True
 ) -> Result:
-    """Lets agents join, then loses one percent of them at regular intervals.
+    """Starts agents, and then loses one percent of them at regular intervals.
 
     Args:
         agents: Number of agents.
@@ -90,7 +90,7 @@ def measure(
         joined_s = max(joined) - begun_s
         started = manager.until(r"epoch 1 \(start\)")
         while not (checkpoints / "elastic" / "state.json").exists():
-            time.sleep(0.1)  # the state is written every two seconds
+            time.sleep(0.1)  # The manager writes its state every two seconds.
         lost: dict[str, tuple[float, bool]] = {}
         present = [f"n{number}" for number in range(agents)]
         answers_s: list[float] = []
@@ -163,7 +163,7 @@ def measure(
 
 
 def _status_s(checkpoints: Path) -> float:
-    """Returns the time until the status was printed, in seconds. Checks that it is complete."""
+    """Returns the time in seconds that ``--status`` takes. Checks that the status is complete."""
     arguments = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
     state = run_module("megatron.adaptive", *arguments, limit_s=LIMIT_S)
@@ -175,7 +175,7 @@ def _status_s(checkpoints: Path) -> float:
 
 
 class _Program:
-    """Runs a process of this file, and collects its output lines with their times."""
+    """Runs this file in a process, and collects the lines of its output with their times."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -198,13 +198,15 @@ class _Program:
             self.lines.append((time.monotonic(), line))
 
     def order(self, **values: object) -> None:
-        """Sends a line of JSON to the process."""
+        """Sends ``values`` to the process as a line of JSON."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(values) + "\n")
         self.process.stdin.flush()
 
     def until(self, pattern: str, limit_s: float = LIMIT_S) -> Any:
-        """Waits for a matching line. Returns the line if it is JSON, otherwise its arrival time."""
+        """Waits for a line that matches ``pattern``. Returns the line (if JSON) or its arrival
+        time.
+        """
         end_s = time.monotonic() + limit_s
         is_over = False
         while not is_over:
@@ -217,7 +219,7 @@ class _Program:
         raise RuntimeError(f"{self.arguments[0]} printed no {pattern} within {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
-        """Waits for this number of names in the output, and returns the arrival time of each."""
+        """Waits until ``count`` names have been printed, and returns the arrival time of each."""
         times: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
         while len(times) < count and time.monotonic() < end_s:
@@ -226,7 +228,7 @@ class _Program:
         return times
 
     def close(self) -> None:
-        """Kills the process, and closes its pipes."""
+        """Kills the process, and closes the pipes to it."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -235,7 +237,7 @@ class _Program:
 
 
 def manage(checkpoints: Path, nodes: int) -> None:
-    """Runs the manager of the job."""
+    """Runs the manager of a job with ``nodes`` nodes."""
     spec = JobSpec(
         script=ROOT / "pretrain_gpt.py",
         arguments=(*FLAGS, "--save", str(checkpoints)),
@@ -248,7 +250,7 @@ def manage(checkpoints: Path, nodes: int) -> None:
 
 
 class LightAgent(Agent):
-    """Counts ranks instead of running them."""
+    """Agent that counts ranks instead of running them."""
 
     def __init__(
         self, *, name: str, owner: dict[str, Any], work: NodeWork, keeper: SnapshotKeeper
@@ -278,7 +280,7 @@ class LightAgent(Agent):
             self._ranks.clear()
 
     def lose(self, *, silently: bool) -> None:
-        """Closes the connection, or keeps it open and only stops the heartbeats.
+        """Closes the connection, or keeps it open and stops the heartbeats.
 
         Args:
             silently: Whether to only stop the heartbeats.
@@ -293,7 +295,7 @@ class LightAgent(Agent):
 
 
 class _Nothing:
-    """Stands in for a process that has exited, and for its standard input."""
+    """Replaces a process that has exited, and its standard input."""
 
     returncode = 0
 
@@ -305,7 +307,7 @@ class _Nothing:
 
 
 async def attend(checkpoints: Path, first: int, end: int) -> None:
-    """Runs some hundred agents, which read orders as JSON lines from standard input."""
+    """Runs the agents ``first`` to ``end``, which read orders as JSON lines from standard input."""
     allow_files(1 << 16)
     owner: dict[str, Any] = {}
     parent = os.getppid()
@@ -332,7 +334,7 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
         joined = asyncio.gather(*(agent.joined.wait() for agent in agents.values()))
         done, _ = await asyncio.wait([joined, *serving], return_when=asyncio.FIRST_COMPLETED)
         for finished in done:
-            await finished  # raises an error if the agent was rejected
+            await finished  # This raises an error if the manager rejected the agent.
         _print(joined=time.monotonic())
         async for line in reader:
             for event, name in json.loads(line).items():

@@ -51,7 +51,7 @@ _SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Complete checkpoint.
+    """Complete checkpoint that is corrupted and verified.
 
     Attributes:
         folder: Folder of checkpoints.
@@ -65,11 +65,11 @@ class Saved:
 
     @property
     def steps(self) -> StepFolders:
-        """Returns the folder as the loader reads it."""
+        """Returns the folder of all steps, which the loader also reads."""
         return (PipelineFolder if self.is_pipeline else CheckpointFolder)(self.folder)
 
     def verify(self) -> str:
-        """Searches for corruption as ``checkpoint verify`` does, and returns its report."""
+        """Verifies this checkpoint as ``checkpoint verify`` does, and returns the report."""
         return "\n".join(self.steps.verify(self.step))
 
 
@@ -81,7 +81,7 @@ def measure(
     seed: int,
     shapes: Sequence[str] = tuple(_SHAPES),
 ) -> Result:
-    """Corrupts checkpoints, verifies them, and loads a sample.
+    """Corrupts and verifies checkpoints, and loads some of them.
 
     Args:
         folder: Empty folder for checkpoints.
@@ -144,7 +144,7 @@ def measure(
 
 
 def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
-    """Trains in each shape, and returns all checkpoints, two per shape."""
+    """Trains a model in each of ``shapes``, and returns all checkpoints, two for each shape."""
     checkpoints = []
     for name in shapes:
         ranks, flags = _SHAPES[name]
@@ -165,7 +165,7 @@ def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
 
 @contextlib.contextmanager
 def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str], str]]:
-    """Corrupts one of the checkpoints, and restores it afterwards.
+    """Corrupts one of the checkpoints ``every``, and restores it afterwards.
 
     Yields:
         Tuple of the checkpoint, the names of its corrupt files, and a description of the
@@ -177,7 +177,8 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
     steps = saved.steps.steps()
     folder = steps[saved.step]
     files = [file for file in sorted(folder.iterdir()) if file.stat().st_size]
-    # Half of the corruptions hit a uniformly random file, the rest a file weighted by its size.
+    # Half of the corruptions affect a uniformly chosen file. The other half affect a file that is
+    # chosen with a probability proportional to its size.
     sizes = [file.stat().st_size for file in files]
     path = draw.choice(files) if draw.random() < 0.5 else draw.choices(files, sizes)[0]
     before, names = {path: path.read_bytes()}, {path.name}
@@ -201,7 +202,7 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
 
 
 def damage(path: Path, kind: str, draw: random.Random) -> str:
-    """Corrupts a file in place.
+    """Corrupts the file ``path`` in place.
 
     Args:
         path: Path of the file, which is not empty.
@@ -259,7 +260,7 @@ def load_damaged(
 
 
 def _load_all(path: Path) -> None:
-    """Loads corrupt checkpoints in this process, and intact checkpoints before and after them."""
+    """Loads the corrupt checkpoints that ``path`` lists, and intact checkpoints."""
     from megatron.adaptive import accelerator
 
     accelerator.install()
@@ -277,7 +278,7 @@ def _load_all(path: Path) -> None:
                 loader.load(saved)
             except AdaptiveError as failure:
                 error = str(failure)
-            except Exception as failure:  # the corrupt data was used
+            except Exception as failure:  # The loader used the corrupt data.
                 error = f"{USED}{type(failure).__name__}: {failure}"
             is_changed = error.startswith(USED) or loader.weights() != before
             loads.append({"seed": number, "error": error, "is_changed": is_changed})

@@ -45,7 +45,7 @@ def of_real(options: argparse.Namespace) -> Result:
 
 
 def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
-    """Returns rows with the fractions of right diagnoses."""
+    """Returns table rows with the fractions of right diagnoses."""
     rows = []
     strong = {group for group, _ in cases.GROUPS} - {WEAK}
     right_cause = "right cause and culprit"
@@ -106,7 +106,7 @@ def of_bubble(options: argparse.Namespace) -> Result:
 
 
 def of_aggregate(options: argparse.Namespace) -> Result:
-    """Runs the part ``aggregate``. With ``--quick``, it has fewer spans and a lower limit."""
+    """Runs the part ``aggregate``. With ``--quick``, it uses fewer spans and a lower limit."""
     spans = MILLION if options.quick else 10 * MILLION
     result = aggregate.measure(spans)
     note = f"{result['spans']:.0f} spans of {aggregate.RANKS} ranks"

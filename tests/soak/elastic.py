@@ -48,7 +48,7 @@ EVENTS, QUICK_EVENTS = 100, 4
 
 
 def main() -> int:
-    """Measures the parts on the command line, and returns the exit status."""
+    """Measures the parts that the command line selects, and returns the exit status."""
     parser = parser_of(__doc__, PARTS, "two morphs, fewer steps and events")
     parser.add_argument(
         "--events",
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def compare(total: Result) -> None:
-    """Adds the ratio of morph time to start time, if both were measured."""
+    """Adds the ratio of the time of a morph to the time of a start, if both were measured."""
     if {"morph_s", "start_s"} <= set(total.facts):
         ratio = total.facts["morph_s"] / total.facts["start_s"]
         total.rows.append(
@@ -88,7 +88,7 @@ def compare(total: Result) -> None:
 
 
 def morphs(folder: Path, *, quick: bool) -> Result:
-    """Changes the shape of a job several times."""
+    """Changes the shape of a job several times, and measures the changes."""
     folder.mkdir()
     job = ElasticJob(folder, "abcd", [*ENDLESS, "--save-interval", str(SAVE_INTERVAL)])
     try:
@@ -137,7 +137,7 @@ def morphs(folder: Path, *, quick: bool) -> Result:
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
-    """Changes the machines, and waits for some steps on them and for the report of the change."""
+    """Changes the machines to ``names``, and waits until the job trains on them."""
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
     job.trained(epoch, 5)
@@ -145,7 +145,7 @@ def shape_on(job: ElasticJob, names: str) -> None:
 
 
 def start(folder: Path) -> Result:
-    """Measures four processes under torchrun, from their start to a loaded model."""
+    """Measures the time in which torchrun starts four processes that load a model."""
     saved, command = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
     train([*command, *shape], folder / "first", 4, LIMIT_S)
@@ -159,12 +159,12 @@ def start(folder: Path) -> Result:
 
 
 def copies(folder: Path, *, quick: bool) -> Result:
-    """Counts the steps that are lost if a node whose state is copied is killed."""
+    """Counts the steps that a job loses if a node is killed whose state was copied."""
     return _lose_nodes(folder, times=1 if quick else 4)
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Kills a node at a random time of a step, and adds another node."""
+    """Repeatedly kills a node at a random time, and adds a new node."""
     (here := folder / "copies").mkdir()
     moments = random.Random(1)
     flags = "--train-iters 99999 --save-interval 99999".split()
@@ -192,13 +192,13 @@ def _lose_nodes(folder: Path, *, times: int) -> Result:
 
 
 def _is_present(job: ElasticJob, name: str) -> bool:
-    """Returns whether the job's state lists a node as present."""
+    """Returns whether the job's state lists the node ``name`` as present."""
     machines = job.state().get("machines", [])
     return any(machine["name"] == name and machine["status"] == "present" for machine in machines)
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:
-    """Lets nodes fail at random, and prints each event."""
+    """Makes nodes fail at random, and prints each event."""
     events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
     minutes = options.minutes or (1.5 if options.quick else 55.0)
     return soaked(folder, events, minutes, options.seed)

@@ -47,7 +47,7 @@ FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the parts on the command line, and returns the exit status."""
+    """Runs the parts that the command line selects, and returns the exit status."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (1)")
     parser.add_argument(
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def look_for_secrets(seed: int) -> Result:
-    """Plants secrets in jobs and searches for them."""
+    """Plants secrets in jobs, and searches for them as a different user."""
     result = planted_secrets.measure(seed)
     if result["seen"] < 2 or result["arrived"] < result["jobs"]:
         raise RuntimeError(f"the jobs or the scanner did not work: {result}")
@@ -112,7 +112,7 @@ def look_for_secrets(seed: int) -> Result:
 
 
 def give_wrong_commands() -> Result:
-    """Runs wrong command lines, and commands on wrong files."""
+    """Runs wrong command lines, and commands with wrong files."""
     result = commands.measure()
     note = f"the slowest took {result['longest_s']:.1f} s"
     wrong = [f"{line}: {why}" for line, why in result["wrong"].items()]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("feature_sets.txt")
 _SEPARATOR = re.compile(r"\s+\|(?=\s|$)")
-"""Column separator. The bars of a layout have no spaces around them."""
+"""Pattern of the column separator. The bars of a layout have no spaces around them."""
 _RANKS = "--ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSet:
-    """Feature set of the table.
+    """Row of the table of feature sets.
 
     Attributes:
         name: Name in the table.
@@ -34,7 +34,7 @@ class FeatureSet:
 
     @property
     def own_flags(self) -> tuple[str, ...]:
-        """Flags of the reference run, which uses megatron-core's own loop.
+        """Flags of the reference run, which uses the schedule of megatron-core.
 
         With ``--keyed-dropout``, that loop would draw different random numbers, so the reference is
         another schedule of the engine.
@@ -45,7 +45,7 @@ class FeatureSet:
 
     @property
     def is_v(self) -> bool:
-        """Whether stages form a V, so that ranks sum different parts of a norm."""
+        """Whether stages form a V, in which each rank sums a different part of a norm."""
         return "--first-weights" in self.flags
 
 

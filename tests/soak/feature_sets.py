@@ -60,14 +60,14 @@ QUICK = (
 PLUGIN = ROOT / "tests" / "plugin"
 LIMIT_S = 180.0
 REL = 1e-6
-"""Maximum relative difference of a number in a V."""
+"""Maximum relative difference between the numbers of two runs in a V."""
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
     "--lr 1e-3 --eval-iters 1 --eval-interval 100 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 63 --log-interval 1 --num-workers 0 --pipeline-model-parallel-size 2 "
     "--attention-dropout 0 --hidden-dropout 0 --distributed-timeout-minutes 2 "
-    # The following options are for a machine without CUDA, Transformer Engine and apex.
+    # A machine without CUDA, Transformer Engine and apex needs the following options.
     "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion"
 ).split()
@@ -78,7 +78,7 @@ _NOISE = ("Connection closed by peer", "Broken pipe", "SIGABRT")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Results of one run.
+    """Results of training one feature set once.
 
     Attributes:
         status: Exit status of the first rank that failed, 0 if no rank failed, or ``None`` after a
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a rank has completed a step."""
+        """Whether any rank has completed a step."""
         return any(self.lines)
 
 
@@ -122,7 +122,7 @@ class Tree:
         self._compile_helpers()
 
     def run(self, feature_set: FeatureSet, kind: str) -> Run:
-        """Trains a set with ``kind`` ``own`` or ``engine``. Equal runs share their result."""
+        """Trains ``feature_set`` with ``kind`` ``own`` or ``engine``. Equal runs share a result."""
         if kind == "engine":
             return self._train(feature_set, kind, feature_set.engine_flags)
         key = (feature_set.ranks, feature_set.flags, feature_set.own_flags)
@@ -132,7 +132,8 @@ class Tree:
 
     def _train(self, feature_set: FeatureSet, kind: str, flags: Sequence[str]) -> Run:
         folder = self.folder / feature_set.name / kind
-        # Remove the folder, because ranks would append their notes to those of an earlier run.
+        # Remove the folder, because ranks would append their notes to the notes of the previous
+        # run.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         log = folder / "log.txt"
@@ -187,7 +188,7 @@ class Tree:
 
 
 def reason_of(log: str) -> tuple[str, bool]:
-    """Returns the log line with the reason of a failure, and whether this project wrote it."""
+    """Returns the line of ``log`` that states the error, and whether this project raised it."""
     errors = [line.strip() for line in log.splitlines() if _ERROR.search(line)]
     errors = [line for line in errors if not any(noise in line for noise in _NOISE)] or errors
     for line in errors:
@@ -197,7 +198,7 @@ def reason_of(log: str) -> tuple[str, bool]:
 
 
 def compare(feature_set: FeatureSet, reference: Run, engine: Run) -> tuple[str, str]:
-    """Returns the result of a set, and the reason for it."""
+    """Returns the result of a feature set, as in the table, and the reason for it."""
     if reference.status != 0:
         return "own fails", reference.reason
     if engine.status != 0:
@@ -284,10 +285,10 @@ def main() -> int:
 
 
 def measure(tree: Tree, feature_set: FeatureSet, path: Path | None = None) -> dict[str, Any]:
-    """Trains a set twice. Prints its line of the table, and adds it to a file of JSON lines."""
+    """Trains a feature set twice. Prints its line of the table, and appends it to ``path``."""
     begin_s = time.monotonic()
     reference = tree.run(feature_set, "own")
-    # If the checkout itself rejects a set, no second run is needed.
+    # If the checkout rejects the set, a second run is not needed.
     engine = tree.run(feature_set, "engine") if reference.status == 0 else reference
     result, reason = compare(feature_set, reference, engine)
     row = {

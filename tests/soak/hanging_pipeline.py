@@ -31,7 +31,7 @@ class Tower(torch.nn.Module):
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(layers - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of a batch."""
+        """Returns the loss of the batch ``x``."""
         for number, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if number < len(self.cuts):
@@ -40,7 +40,7 @@ class Tower(torch.nn.Module):
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Provides random samples. Samples of one step come from a disk that does not respond.
+    """Data set of random samples. The disk of one step's samples does not respond.
 
     Args:
         fault: Description of the hang.
@@ -62,7 +62,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def main() -> None:
-    """Trains until the job hangs or all steps are completed."""
+    """Trains until the job hangs, or until all steps are completed."""
     steps = int(sys.argv[2])
     fault = Fault(json.loads(os.environ["HANG"]))
     fault.put()

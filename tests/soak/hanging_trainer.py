@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator as device
 
-device.install()  # must be called before megatron-core is imported
+device.install()  # This call must precede the import of megatron-core.
 device.quiet_libraries()
 
 import torch.distributed as dist  # noqa: E402
@@ -35,7 +35,7 @@ LOCK = threading.Lock()
 
 
 class Fault:
-    """Makes this rank hang, if ``settings`` selects it.
+    """Makes this rank hang if ``settings`` selects this rank.
 
     Args:
         settings: Content of ``HANG``.
@@ -49,7 +49,9 @@ class Fault:
         self.pauses = Pauses(settings) if settings["kind"] == "quiet" else None
 
     def begins(self, iteration: int) -> None:
-        """Records that a step begins, and hangs if the hang must occur between steps."""
+        """Records that the step ``iteration`` begins, and hangs if the hang must occur between
+        steps.
+        """
         time.sleep(self.settings.get("step_s", 0.0))
         self.is_due = iteration == self.settings["iteration"]
         self.is_past = iteration >= self.settings["iteration"]
@@ -118,12 +120,13 @@ class Fault:
 
 
 class Pauses:
-    """Pauses a job without a hang, so that ranks show activity before the timeout.
+    """Pauses a job briefly, so that all ranks show activity again before the timeout.
 
-    All ranks draw the same pauses. In most pauses, one rank is busy and the others wait for it.
+    All ranks draw the same pauses. In most pauses, one rank is busy and the other ranks wait for
+    it.
 
     Args:
-        settings: Content of ``HANG``, whose ``rank`` is the seed.
+        settings: Content of ``HANG``. Its ``rank`` is the seed of the pauses.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -134,7 +137,7 @@ class Pauses:
         self.slow: tuple[int, int, float] = (-1, -1, 0.0)
 
     def begins(self, iteration: int) -> None:
-        """Pauses before a step. The first pause is long, like a compilation."""
+        """Pauses before the step ``iteration``. The first pause is long, like a compilation."""
         time.sleep(min(4.0, self.draw.expovariate(0.6)))
         kinds = ["none", "slow action", "rest", "computes", "writes"]
         (kind,) = self.draw.choices(kinds, (80, 12, 2, 3, 3))
@@ -152,14 +155,14 @@ class Pauses:
             dist.barrier()
 
     def performs(self, number: int) -> None:
-        """Pauses within a step, before an action."""
+        """Pauses before the action with index ``number``, if this is the slow action."""
         who, action, pause_s = self.slow
         if (who, action) == (self.rank, number):
             time.sleep(pause_s)
 
 
 def compute(long_s: float) -> None:
-    """Uses part of a processor for a number of seconds."""
+    """Uses part of a processor for ``long_s`` seconds."""
     end_s = time.monotonic() + long_s
     while time.monotonic() < end_s:
         used_s = time.thread_time()
@@ -169,7 +172,7 @@ def compute(long_s: float) -> None:
 
 
 def write(path: Path, long_s: float) -> None:
-    """Writes a file for a number of seconds."""
+    """Repeatedly writes the file ``path`` for ``long_s`` seconds."""
     end_s = time.monotonic() + long_s
     while time.monotonic() < end_s:
         path.write_bytes(bytes(1 << 19))
@@ -177,7 +180,7 @@ def write(path: Path, long_s: float) -> None:
 
 
 def split_machines(count: int) -> None:
-    """Assigns ranks to a number of machines in rank order."""
+    """Makes the ranks appear to be on ``count`` machines, in rank order."""
     here, rank, size = executor_setup.here, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def elsewhere(pp_rank: int) -> dict[str, Any]:
@@ -188,7 +191,7 @@ def split_machines(count: int) -> None:
 
 
 def wander() -> None:
-    """Sleeps outside of the collective in which the other ranks wait."""
+    """Sleeps instead of joining the collective in which the other ranks wait."""
     time.sleep(100_000)
 
 
@@ -199,14 +202,14 @@ def keep() -> None:
 
 
 def read_for_ever(folder: str) -> None:
-    """Reads a pipe without a writer, which acts like a disk that does not respond."""
+    """Reads a pipe that nobody writes to, which acts like a disk that does not respond."""
     pipe = Path(folder) / f"pipe-{os.getpid()}"
     os.mkfifo(pipe)
     pipe.read_bytes()
 
 
 def choose_order() -> None:
-    """Uses the schedule file of this rank, if there is one."""
+    """Replaces the schedule file on the rank that must hang."""
     index = sys.argv.index("--schedule-file") + 1 if "--schedule-file" in sys.argv else 0
     if index and int(os.environ["RANK"]) == json.loads(os.environ["HANG"])["rank"]:
         sys.argv[index] = sys.argv[index].replace("order.csv", "other.csv")

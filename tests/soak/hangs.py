@@ -46,7 +46,7 @@ LIMIT_S = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Job with one hang, or without a hang.
+    """Job that hangs once, or that does not hang.
 
     Attributes:
         kind: Kind of the hang, or ``none`` for a job without a hang.
@@ -75,7 +75,7 @@ class Case:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """Returns a number of hangs, cycling through all kinds."""
+    """Returns ``count`` jobs that hang, cycling through all kinds of hangs."""
     draw = random.Random(seed)
     hangs = []
     for number in range(count):
@@ -84,9 +84,10 @@ def cases(count: int, seed: int) -> list[Case]:
         shape = many[number // len(KINDS) % len(many)]
         ranks, stages, _ = shape
         rank = draw.randrange(ranks)
-        if kind == "reader":  # only the first and the last stage read data
+        if kind == "reader":  # Only the first and the last stage read data.
             rank = draw.choice([rank % (ranks // stages), ranks - 1 - rank % (ranks // stages)])
-        if kind == "schedule":  # the first stage's order does not contradict others
+        # The order of the first stage never contradicts the orders of other stages.
+        if kind == "schedule":
             shape = (ranks, stages, 1)
             rank = draw.randrange(ranks // stages, ranks)
         program = "trainer"
@@ -118,7 +119,7 @@ def run(
     on_hang: str = "report",
     server: Forkserver | None = None,
 ) -> dict[str, Any]:
-    """Runs a job until it reports a hang.
+    """Runs a job until it reports its hang.
 
     Args:
         case: Description of the job.
@@ -183,7 +184,7 @@ def start(
 
 
 def _end(job: Ranks) -> None:
-    """Kills the ranks of a job, which may ignore signals, and all their descendants."""
+    """Kills the ranks of ``job`` and all of their descendants. Ranks may ignore other signals."""
     for process in job.processes():
         process.kill()
     job.kill()
@@ -204,7 +205,7 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
 
 
 def _shares(job: Ranks) -> list[float]:
-    """Returns the fraction of a processor that each hang detector has used."""
+    """Returns the fraction of a processor that the hang detector of each rank has used."""
     shares = []
     for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -216,7 +217,7 @@ def _shares(job: Ranks) -> list[float]:
 
 
 def _orders(folder: Path, stages: int, count: int) -> list[str]:
-    """Writes two schedules that are valid alone, but not if ranks follow different schedules."""
+    """Writes two valid schedules that deadlock if ranks follow different schedules."""
     rows: dict[str, list[str]] = {"order": [], "other": []}
     for stage in range(stages):
         forwards = [f"{stage}F{m}" for m in range(count)]
@@ -230,7 +231,7 @@ def _orders(folder: Path, stages: int, count: int) -> list[str]:
 
 
 def is_named_right(case: Case, said: str) -> bool:
-    """Returns whether a line states the right rank and reason."""
+    """Returns whether the line ``said`` states the right rank and reason."""
     ranks = set(map(int, re.findall(r"rank (\d+) \(stage", said)))
     # If the only rank of a machine hangs, other machines cannot know the reason.
     if not re.search(CAUSES[case.kind], said) and (
@@ -241,7 +242,7 @@ def is_named_right(case: Case, said: str) -> bool:
 
 
 def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int = 1) -> Result:
-    """Runs jobs that hang, and jobs that do not hang.
+    """Runs jobs that hang and jobs that do not hang, and returns the rows of the table.
 
     Each finished job is a line of ``hangs.jsonl`` or ``quiet.jsonl``, and is not repeated if the
     same folder is reused.
@@ -318,7 +319,7 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
 
 
 class _Kept:
-    """Stores rows of finished jobs, so that a stopped soak test can resume.
+    """Stores the results of finished jobs, so that a stopped soak test can resume.
 
     Args:
         path: Path of the file.
@@ -330,7 +331,7 @@ class _Kept:
         self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
 
     def add(self, key: str, **row: Any) -> None:
-        """Stores a row under a key."""
+        """Stores a row of results under ``key``."""
         self.rows[key] = {"key": key, **row}
         with self._path.open("a") as file:
             file.write(json.dumps(self.rows[key]) + "\n")
@@ -342,10 +343,10 @@ QUIET_LIMITS_S = (8.0, 12.0, 20.0)
 
 
 def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
-    """Runs concurrent jobs that pause without hanging, with short timeouts.
+    """Runs jobs that pause without hanging, with short timeouts, several at a time.
 
-    Two thirds are loops around a ``Pipeline``. The others are runs of the trainer with evaluations
-    and checkpoints.
+    Two thirds of the jobs are loops around a ``Pipeline``. The other jobs run the trainer with
+    evaluations and checkpoints.
 
     Returns:
         Total minutes for which the ranks of all jobs ran, and the false alarms.
@@ -364,7 +365,7 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
             case = Case(
                 kind="quiet",
                 shape=(2, 2, 1),
-                rank=draw.randrange(1 << 30),  # seed of the pauses
+                rank=draw.randrange(1 << 30),  # The rank is used as the seed of the pauses.
                 after_s=draw.choice(QUIET_LIMITS_S),
                 machines=draw.choice((1, 2)),
                 iteration=20,
@@ -374,7 +375,7 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
             job = start(case, work, 100_000, "report", server)
             stack.callback(_end, job)
             started.append((case, work, job, time.monotonic()))
-            time.sleep(1.0)  # starting takes processor time, so jobs start one by one
+            time.sleep(1.0)  # Starting a job takes processor time, so start one job at a time.
         end_s = time.monotonic() + span_s
         while (left_s := end_s - time.monotonic()) > 0:
             server.wait([key for entry in started for key in entry[2].keys], min(left_s, 1.0))

@@ -36,7 +36,7 @@ from tests.multiprocess.launch import ROOT, environment, forking, start, tail
 
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")
-"""Names of the signals. A stopped process is continued after a while."""
+"""Names of the signals. A stopped process later resumes."""
 STOPPED_S = (0.5, 4.0)
 """Minimum and maximum time for which a process is stopped, in seconds."""
 SPAN = 1.6
@@ -91,24 +91,24 @@ class Chain:
 
     @property
     def checkpoints(self) -> StepFolders:
-        """Returns the checkpoints of all jobs of the chain."""
+        """Returns the folder with the checkpoints of all jobs of the chain."""
         path = self.folder / "checkpoints"
         return PipelineFolder(path) if self.kind == "pipeline" else CheckpointFolder(path)
 
     def newest_whole(self) -> int:
-        """Returns the step of the newest intact checkpoint, or 0 if there is none."""
+        """Returns the step of the newest intact checkpoint, or 0 if no checkpoint is intact."""
         checkpoints = self.checkpoints
         whole = (step for step in reversed(checkpoints.steps()) if not checkpoints.verify(step))
         return next(whole, 0)
 
     def progress(self, number: int) -> Path:
-        """Returns the folder for the progress files of a job."""
+        """Creates and returns the folder for the progress files of the job ``number``."""
         made = self.folder / f"progress-{number}"
         made.mkdir(exist_ok=True)
         return made
 
     def command(self, number: int, last: int | None = None) -> list[str]:
-        """Returns the command line of a job.
+        """Returns the command line of the job ``number``.
 
         Args:
             number: Index of the job in the chain.
@@ -117,8 +117,8 @@ class Chain:
         saved, progress = str(self.folder / "checkpoints"), str(self.progress(number))
         if self.kind == "pipeline":
             more = {"folder": saved, "save_interval": 3, "async_save": self.is_async}
-            # Dropout is drawn per microbatch, and jobs of a chain could otherwise choose different
-            # sizes.
+            # Dropout is drawn for each microbatch, and the jobs of a chain could otherwise choose
+            # different sizes.
             more["micro_batch_size"] = 2
             arguments = [str(SCRIPT), str(last or 20_000), "4", progress, json.dumps(more)]
             return [*_LAUNCH, "--nproc-per-node", "2", *arguments]
@@ -149,7 +149,7 @@ class Chain:
         return [*start_words, "--nproc-per-node", "2", str(TRAINER), *arguments]
 
     def losses(self, number: int) -> list[tuple[int, float]]:
-        """Returns the steps that a job completed, each with its loss, in order."""
+        """Returns (step, loss) of the steps that the job ``number`` completed, in order."""
         files = [self.progress(number) / "progress.jsonl"]
         if self.kind == "pipeline":
             files = sorted(self.progress(number).glob("epoch-*-1.jsonl"))
@@ -168,13 +168,13 @@ class Chain:
     _seen: dict[int, list[Path]] = field(default_factory=dict, init=False)
 
     def begin(self, number: int, last: int | None = None) -> RunningJob:
-        """Starts a job of the chain."""
+        """Starts the job ``number`` of the chain."""
         pattern = "elastic/epoch-*/progress.jsonl"
         self._seen[number] = sorted((self.folder / "checkpoints").glob(pattern))
         temporary = self.folder / f"tmp-{number}"
         temporary.mkdir()
-        # A Pipeline detects the exit of its launcher through its parent process, but a fork has
-        # another parent.
+        # A Pipeline detects through its parent process that the launcher has exited. The parent of
+        # a fork is not the launcher.
         is_fresh = self.is_fresh or self.kind == "pipeline"
         variables = environment() if is_fresh else forking()
         variables |= {"TMPDIR": str(temporary)}
@@ -200,7 +200,7 @@ class RunningJob:
         self._forks = variables.get("TESTS_NODE_FORKSERVERS")
 
     def processes(self) -> dict[int, str]:
-        """Returns the roles of all live processes, except processes that only represent a fork."""
+        """Returns the role of each live process by ID, except processes that stand for a fork."""
         roles: dict[int, str] = {}
         left = [(self.root.pid, 0)]
         while left:
@@ -218,7 +218,7 @@ class RunningJob:
         return {pid: role for pid, role in roles.items() if role != "stand-in"}
 
     def wait(self, limit_s: float) -> int | None:
-        """Waits until the job exits. Returns its status, or ``None`` after the timeout."""
+        """Waits until the job exits. Returns its exit status, or ``None`` after ``limit_s``."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             self.processes()
@@ -227,7 +227,7 @@ class RunningJob:
         return None
 
     def left(self) -> list[str]:
-        """Returns processes and shared memory of the job that outlived it."""
+        """Describes the processes and shared memory that are left after the job."""
         _, alive = psutil.wait_procs(list(self.family.values()), timeout=LEFT_LIMIT_S)
         lines = []
         for process in alive:
@@ -241,7 +241,7 @@ class RunningJob:
         return [*lines, *shared]
 
     def _shared_memory(self) -> list[str]:
-        """Returns new shared memory files whose names contain a process ID of the job."""
+        """Returns new files in shared memory whose names contain a process ID of the job."""
         names = set(os.listdir(_SHARED)) - self._shared
         return [
             f"{_SHARED}/{name}"
@@ -250,7 +250,7 @@ class RunningJob:
         ]
 
     def close(self) -> None:
-        """Kills all processes that are left."""
+        """Kills all processes that are still running."""
         self.processes()
         for process in self.family.values():
             with contextlib.suppress(psutil.Error):
@@ -259,16 +259,16 @@ class RunningJob:
 
 
 def _role(process: psutil.Process) -> str:
-    """Returns the role of a process from its command line and the name of a fork."""
+    """Returns the role of ``process``, from its command line or from the name of a fork."""
     name, text = process.name(), " ".join(process.cmdline()[1:5])
-    if "rank_forkserver" in text:  # its forks also contain this text
+    if "rank_forkserver" in text:  # The command lines of forks also contain this text.
         return f"fork {name.rstrip('0123456789')}"
     return text[-60:] or name
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Signal, and how the job exited.
+    """Signal that a job received, and how the job then exited.
 
     Attributes:
         description: Kind of job, signal, role, and time.
@@ -284,7 +284,7 @@ class Outcome:
 
 
 def run_chain(chain: Chain, seed: int, hits: int, report: Callable[[str], None]) -> list[Outcome]:
-    """Runs jobs of a chain, each with one signal, and a last job that is stopped normally.
+    """Runs the jobs of a chain, each with one signal, and a last job without a signal.
 
     Args:
         chain: Chain with an empty folder.
@@ -350,7 +350,7 @@ def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Stops a job after some steps. Returns the outcome and the latest time of a signal."""
+    """Stops a job after some steps. Returns its outcome and the latest time for a signal."""
     end_s = time.monotonic() + END_LIMIT_S
     while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
         pass
@@ -381,7 +381,7 @@ def _hit(chain: Chain, job: RunningJob, number: int, draw: random.Random, span_s
         f"{chain.kind}{' async' * chain.is_async} {name} to {role} {pid} after {after_s:.2f} s"
     )
     status = job.wait(AGAIN_LIMIT_S)
-    if status is None:  # the job continued, which is allowed
+    if status is None:  # The job may continue after this signal.
         job.root.send_signal(signal.SIGTERM)
         description += ", then SIGTERM"
         status = job.wait(END_LIMIT_S)
@@ -397,19 +397,19 @@ def _judge(
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
-        bad = []  # errors of a library that a user's script does not catch
+        bad = []  # These are errors of a library, which a user's script does not catch.
     is_early = not chain.losses(number) and any("KeyboardInterrupt" in line for line in lines)
     if chain.kind == "pipeline" and is_early and "SIGINT" in description:
-        bad = []  # Python's default, before the user's script trains
+        bad = []  # This is the default behaviour of Python before the user's script trains.
     if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
-        bad = []  # torch's launcher reports a signal like this
+        bad = []  # The launcher of torch reports a signal in this way.
     if any("init_import_site" in line for line in lines):
-        bad = []  # the interpreter had not started a program yet
+        bad = []  # The interpreter had not yet started a program.
     if bad:
         first = lines.index(bad[0])
         faults.append("\n".join([f"in {job.log}:", *lines[first : first + _SHOWN_LINES]]))
     reasons = [line for line in lines if _REASON.search(line)]
-    # Ranks, launcher or manager, and agents may each print a reason.
+    # The ranks, the launcher or manager, and the agents may each print a reason.
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines state a reason in {job.log}")
     is_ours = chain.kind != "torchrun" and "SIGKILL" not in description
@@ -445,7 +445,7 @@ def _judge(
 
 
 def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
-    """Compares losses with those of an undisturbed job, and returns the differences."""
+    """Returns descriptions of differences between ``losses`` and those of an undisturbed job."""
     alone = Chain(
         kind="launch" if chain.kind == "machines" else chain.kind,
         folder=chain.folder / "reference",
@@ -474,7 +474,7 @@ def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
 
 
 def measure(folder: Path, hits: int, seed: int) -> Result:
-    """Runs a chain of each kind of job.
+    """Runs chains of each kind of job, and returns the rows of the table.
 
     Args:
         folder: Empty folder for all files of the jobs.

@@ -18,13 +18,13 @@ _STEP = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Recorded step of a job.
+    """Step that a job has recorded.
 
     Attributes:
         iteration: Index of the step.
         samples: Number of samples trained so far, including this step.
         loss: Loss of the step.
-        unix_ns: Time when the step ended, or 0 if only the log contains the step.
+        unix_ns: Unix time in ns at which the step ended, or 0 if only the log contains the step.
     """
 
     iteration: int
@@ -35,14 +35,14 @@ class Step:
 
 @dataclass(kw_only=True)
 class Epoch:
-    """Steps of an incarnation.
+    """Steps of one incarnation of a job, which begins when the job starts or changes its shape.
 
     Attributes:
         name: Name of the incarnation's folder.
         start: Iteration from which the incarnation continued, or ``None`` if it has not begun.
-        begun_ns: Time when the incarnation began.
+        begun_ns: Unix time in nanoseconds at which the incarnation began.
         steps: Steps in order.
-        saved: Iterations of complete checkpoints, with their times.
+        saved: Iterations of complete checkpoints, with the times at which they were saved.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Epoch:
 
     @property
     def last_ns(self) -> int:
-        """Time when the last step ended."""
+        """Unix time in nanoseconds at which the last step ended."""
         return self.steps[-1].unix_ns if self.steps else self.begun_ns
 
 
@@ -70,12 +70,12 @@ class Record:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """Incarnations that have begun, ordered by time."""
+        """Incarnations that have begun, ordered by their start times."""
         begun = [epoch for epoch, _ in self._epochs.values() if epoch.start is not None]
         return sorted(begun, key=lambda epoch: epoch.begun_ns)
 
     def refresh(self) -> None:
-        """Reads new lines."""
+        """Reads the lines that were written since the last call."""
         for path in self._folder.glob("epoch-*/progress.jsonl"):
             name = path.parent.name
             if name not in self._epochs:
@@ -86,7 +86,7 @@ class Record:
                 _take(epoch, line)
 
     def steps_since(self, unix_ns: int) -> list[Step]:
-        """Returns the steps that ended after a time."""
+        """Returns the recent steps that ended after ``unix_ns``."""
         return [
             step
             for epoch, _ in self._epochs.values()
@@ -119,7 +119,7 @@ def _take(epoch: Epoch, entry: Mapping[str, Any]) -> None:
 
 
 def steps_of_logs(texts: Iterable[str]) -> list[Step]:
-    """Returns the steps that trainers printed, except lines that another line interrupted."""
+    """Returns the steps in the logs ``texts``, except lines that other output interrupted."""
     return [
         Step(iteration=int(match[1]), samples=int(match[2]), loss=float(match[3]))
         for text in texts
@@ -137,7 +137,7 @@ def faults(
     tolerance: float,
     damaged: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[str], float]:
-    """Returns the differences of a job from an undisturbed job.
+    """Compares a job with an undisturbed job, and returns the differences.
 
     Args:
         epochs: Incarnations of the job, ordered by time.
@@ -179,13 +179,13 @@ def faults(
 def _order(
     epochs: Sequence[Epoch], done: set[int], damaged: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Returns the faults in the order of steps, within and between incarnations."""
+    """Returns descriptions of missing, repeated or unordered steps."""
     lines: list[str] = []
     for epoch in epochs:
         last = epoch.start
         assert last is not None
         for step in epoch.steps:
-            # Steps that could not be recorded on a full disk are in the log.
+            # A step that could not be recorded because the disk was full is in the log.
             if step.iteration <= last or not done.issuperset(range(last + 1, step.iteration)):
                 lines.append(f"{epoch.name}: iteration {step.iteration} came after {last}")
             last = step.iteration

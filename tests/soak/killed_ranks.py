@@ -49,7 +49,7 @@ SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
 MOST_S = 5.0
 """Maximum time in seconds until a neighbour detects the failure."""
-# A rank sends some hundred messages before the latest kill. The RDMA lab's machines are slower.
+# A rank sends about a hundred messages before the latest kill. The machines with RDMA are slower.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
 KINDS = tuple(_LATEST_KILL_S)
 _PRIVATE = (
@@ -61,12 +61,12 @@ _FORWARD = Label(0, Action(ActionKind.F, 0, 0))
 
 
 def neighbours(rank: int) -> list[int]:
-    """Returns the ranks with which a rank has channels."""
+    """Returns the ranks that have a channel to ``rank``."""
     return [peer for peer in (rank - 1, rank + 1) if 0 <= peer < RANKS]
 
 
 def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
-    """Runs a rank, which reports its state and the reason of its exit over a connection."""
+    """Runs one rank, which reports its state, and why it exits, over ``connection``."""
     node = extension.require("the benchmark").Node(rank, bytes(16), seed, RANKS)
     connection.send(node.listen("unix") if kind == "shm" else node.listen("tcp", "127.0.0.1"))
     addresses = connection.recv()
@@ -93,7 +93,7 @@ def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
 def live(
     transport: NativeTransport, rank: int, draw: random.Random, connection: Connection
 ) -> None:
-    """Sends and receives at random until ``connection`` delivers the order to stop."""
+    """Sends and receives at random until ``connection`` delivers an order to stop."""
     payloads = [torch.ones(size, dtype=torch.uint8) for size in SIZES]
     held: list[torch.Tensor] = []
     turn = 0
@@ -115,7 +115,7 @@ def live(
 
 
 class Trial:
-    """Kills one rank, and observes the others.
+    """Kills one of three ranks, and observes the other ranks.
 
     Args:
         kind: Name of the transport.
@@ -139,7 +139,7 @@ class Trial:
             self._ranks.append(process)
 
     def run(self) -> dict[str, Any]:
-        """Kills a rank, and returns the reactions of its neighbours and their times."""
+        """Kills a rank, and returns when and how its neighbours reacted."""
         addresses = [self._expect(rank, START_S) for rank in range(RANKS)]
         for end in self._ends:
             end.send(addresses)
@@ -166,7 +166,7 @@ class Trial:
         return {"victim": victim, "outcomes": outcomes, "left": self._left()}
 
     def end(self) -> None:
-        """Kills all processes that are still running."""
+        """Kills all ranks that are still running."""
         for process in self._ranks:
             process.kill()
             process.join()
@@ -174,7 +174,8 @@ class Trial:
             end.close()
 
     def _say_stop(self, rank: int) -> None:
-        with contextlib.suppress(OSError):  # the rank detected the failure and exited
+        # The rank may already have detected the failure and exited.
+        with contextlib.suppress(OSError):
             self._ends[rank].send("stop")
 
     def _expect(self, rank: int, limit_s: float) -> Any:
@@ -183,12 +184,12 @@ class Trial:
         return self._ends[rank].recv()
 
     def _left(self) -> list[str]:
-        """Returns the processes that did not exit."""
+        """Describes the processes that did not exit."""
         return [f"process {rank.pid}" for rank in self._ranks if rank.is_alive()]
 
 
 def litter() -> set[str]:
-    """Returns shared memory, sockets, files, children and RDMA objects of processes."""
+    """Returns the names of shared memory, sockets, files, children and RDMA objects."""
     names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
     names |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
     sockets = Path("/proc/net/unix").read_text(encoding="utf-8").split()
@@ -214,7 +215,7 @@ def _open(fd: str) -> bool:
 
 
 def private() -> tuple[str, ...]:
-    """Returns the command that hides other programs' objects, or ``()`` without permission."""
+    """Returns a command prefix that hides objects of other programs, or ``()`` if not permitted."""
     try:
         done = subprocess.run([*_PRIVATE, "true"], capture_output=True, check=False)
     except FileNotFoundError:
@@ -223,10 +224,10 @@ def private() -> tuple[str, ...]:
 
 
 def measure(count: int, kind: str) -> Result:
-    """Kills ranks that are connected by a transport, in a separate process.
+    """Kills ranks that communicate over the transport ``kind``, in a separate process.
 
-    As root, the process gets its own shared memory and sockets, because :func:`litter` returns
-    those of all processes.
+    As root, the process gets a private namespace for shared memory and sockets, because
+    :func:`litter` includes the objects of all processes.
 
     Args:
         count: Number of kills.
@@ -246,7 +247,7 @@ def measure(count: int, kind: str) -> Result:
 
 
 def rows_of(result: dict[str, Any], title: str) -> list[Row]:
-    """Returns the rows of the outcomes that :func:`main` printed."""
+    """Returns table rows for the trials in ``result``, which :func:`main` printed."""
     trials = result["trials"]
     failed = [trial["failed"] for trial in trials if "failed" in trial]
     whole = [trial for trial in trials if "failed" not in trial]
@@ -311,7 +312,7 @@ def main() -> int:
             trials.append({"failed": f"{type(error).__name__}: {error}"})
         finally:
             trial.end()
-    # Files of other programs disappear after a while. Files left by this program stay.
+    # The files of other programs disappear after a while, but files left by this program stay.
     left = litter() - before
     end = time.monotonic() + END_S
     while left and time.monotonic() < end:

@@ -33,7 +33,7 @@ from tests.multiprocess.launch import ROOT
 
 RANKS, AT_ONCE = 2, 12
 REFUSED_S = 5.0
-_NUMBERS = 4096  # number of elements of a tensor
+_NUMBERS = 4096  # This is the number of elements of a tensor.
 _LIMIT_S = 90.0
 _EXIT_EXPECTED = 2
 _STATUSES = threading.Lock()
@@ -42,7 +42,7 @@ _STATUSES = threading.Lock()
 
 @dataclass
 class Seen:
-    """Observations of a soak test. Each list of strings describes faults."""
+    """Observations during a soak test. Each list of strings describes faults."""
 
     mixed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -53,20 +53,20 @@ class Seen:
     deposed: int = 0
 
     def add(self, other: Seen) -> None:
-        """Adds the values of another record."""
+        """Adds the observations in ``other``."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
 class SmallJob:
-    """Runs a job that saves checkpoints.
+    """Job of a few processes that saves small checkpoints.
 
     Args:
         folder: Folder of checkpoints.
         number: Index of the job, from 1.
         saves: Number of checkpoints that the job saves.
         seed: Seed of the times at which the job saves.
-        is_far: Whether the job appears to be on another machine.
+        is_far: Whether the job appears to be on a different machine.
     """
 
     def __init__(self, folder: Path, number: int, saves: int, seed: int, *, is_far: bool) -> None:
@@ -84,13 +84,13 @@ class SmallJob:
                 process.start()
 
     def signal(self, number: signal.Signals, ranks: int = RANKS) -> None:
-        """Sends a signal to the first ranks that are still running."""
+        """Sends the signal ``number`` to the first ``ranks`` ranks, if they are still running."""
         for process in self.ranks[:ranks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, number)
 
     def end(self, limit_s: float = _LIMIT_S) -> int | None:
-        """Waits until the job exits. Returns the status of rank 0, or ``None`` if it was killed."""
+        """Waits until the job exits. Returns the status of rank 0, or ``None`` after a kill."""
         end_s = time.monotonic() + limit_s
         while None in (statuses := self.statuses()) and time.monotonic() < end_s:
             time.sleep(0.02)
@@ -100,24 +100,24 @@ class SmallJob:
         return statuses[0]
 
     def statuses(self) -> list[int | None]:
-        """Returns the exit statuses of the ranks, with ``None`` for running ranks."""
+        """Returns the exit status of each rank, or ``None`` for a rank that is still running."""
         with _STATUSES:
             return [process.exitcode for process in self.ranks]
 
     def said(self) -> list[dict[str, Any]]:
-        """Reads the output of rank 0."""
+        """Returns the output of rank 0, one dict for each line."""
         path = self.log / "said.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def of(self, name: str) -> list[Any]:
-        """Returns the values of a name in the output of rank 0."""
+        """Returns all values that rank 0 has printed under ``name``."""
         return [line[name] for line in self.said() if name in line]
 
 
 def run_rank(
     rank: int, folder: str, log: str, number: int, saves: int, seed: int, is_far: bool
 ) -> None:
-    """Runs one rank of a :class:`SmallJob`."""
+    """Runs the rank ``rank`` of a :class:`SmallJob`."""
     import torch
     import torch.distributed as dist
 
@@ -176,7 +176,7 @@ def run_rank(
 
 
 def _state(number: int, step: int, rank: int) -> Any:
-    """Returns a small state that contains its job, step and rank."""
+    """Returns a small state that encodes the job ``number``, the ``step`` and the ``rank``."""
     import torch
 
     from megatron.adaptive.checkpoint.writer import Piece, TakenState, pickled
@@ -203,7 +203,7 @@ def _stamp(number: int, step: int, rank: int) -> int:
 
 
 def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
-    """Checks that each checkpoint is from one job, and that no reported checkpoint is missing."""
+    """Checks that each checkpoint is from one job, and that no saved checkpoint is missing."""
     checkpoints, owners = CheckpointFolder(folder), {}
     for step in checkpoints.steps():
         try:
@@ -227,7 +227,7 @@ def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
 
 
 def _refused(job: SmallJob, seen: Seen) -> None:
-    """Checks the message with which a job was rejected."""
+    """Checks the error message of a job that was rejected."""
     lines, after = job.of("error"), job.of("after")
     text = lines[0] if lines else "no line"
     if "is written by process" not in text or "since 20" not in text or "\n" in text:
@@ -237,7 +237,7 @@ def _refused(job: SmallJob, seen: Seen) -> None:
 
 
 def pair(folder: Path, seed: int) -> Seen:
-    """Runs two jobs on one folder that start at random times."""
+    """Runs two jobs that start at random times on one folder."""
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.5
     jobs = []
@@ -259,7 +259,7 @@ def pair(folder: Path, seed: int) -> Seen:
 
 
 def kill(folder: Path, seed: int) -> Seen:
-    """Kills the lease's owner, or only its first rank. The next job must start without help."""
+    """Kills the owner of the lease, or only its rank 0. Checks that a second job can start."""
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.1
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=is_far)
@@ -274,7 +274,7 @@ def kill(folder: Path, seed: int) -> Seen:
 
 
 def pause(folder: Path, seed: int) -> Seen:
-    """Pauses the lease's owner until another job takes over. The owner must then not publish."""
+    """Pauses the owner of the lease until a second job takes over. The owner must then not save."""
     chance, seen = random.Random(seed), Seen()
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=True)
     _wait_for(lambda: bool(first.of("held")), first, seen)
@@ -311,7 +311,7 @@ def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
 
 
 def trainers(folder: Path, seed: int) -> Seen:
-    """Starts two trainers with the same ``--save``, kills the running one, and starts a third."""
+    """Starts two trainers with the same ``--save``, kills the owner, and starts a third."""
     chance, seen = random.Random(seed), Seen()
     flags = [*FLAGS, "--pipeline-model-parallel-size", "1", "--save", str(folder)]
     flags += ["--save-interval", "2", "--async-save", "--keep-checkpoints", "3"]
@@ -364,13 +364,13 @@ def trainers(folder: Path, seed: int) -> Seen:
 
 
 def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> Result:
-    """Runs jobs on shared folders. Each pair and each killed job has its own folder.
+    """Runs jobs on shared folders, and returns rows for the table. Each test has its own folder.
 
     Args:
         folder: Empty folder.
         pairs: Number of pairs of jobs that start at random times.
-        kills: Number of killed owners. In addition, a tenth of this number are paused until another
-            job takes over.
+        kills: Number of killed owners. In addition, a tenth of this number are paused until a
+            second job takes over.
         seed: Seed of all random numbers.
         real: Number of pairs of trainers.
     """

@@ -36,7 +36,7 @@ BATCH, FIRST = 4, 10
 STEP_S = 0.4
 TOLERANCE = 1e-5
 DEADLINE_S, GONE_S = 450.0, 90.0
-"""Deadlines, three times the usual times because other programs may use the machine."""
+"""Time limits in seconds. They are three times the usual times, because other programs may run."""
 _TOGETHER = 0.25
 """Probability that the next event comes before the job has recovered from this event."""
 _LOOK_S = 0.2
@@ -66,7 +66,7 @@ class SoakResult:
         failures: Descriptions of all failures.
         recoveries_s: Times in seconds from an event, or from the end of a lasting event, until the
             job continued, by kind. If several events overlap, only the last is counted.
-        figures: Figures about the whole soak test.
+        figures: Measured values of the whole soak test, by name.
         tracebacks: Last lines of tracebacks in the logs, most often of ranks whose peers were
             killed.
     """
@@ -81,7 +81,7 @@ class SoakResult:
     tracebacks: list[str] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
-        """Returns a row for the recoveries of each kind of event, and a row for all failures."""
+        """Returns a row with recovery times for each kind of event, and a row with failures."""
         rows = []
         for name in [*sorted(self.counts), "join"]:
             times_s = self.recoveries_s.get(name, [])
@@ -94,7 +94,7 @@ class SoakResult:
 
 
 class Soak:
-    """Runs a soak test. Use it as a context manager, and call :meth:`run` once.
+    """Runs a job, and makes its nodes fail. Use it as a context manager, and call :meth:`run` once.
 
     Args:
         folder: Folder for logs and the shared folder.
@@ -119,10 +119,10 @@ class Soak:
         self._say = say
         self._kinds = list(kinds)
         self._draw = random.Random(seed)
-        self._told: set[str] = set()  # nodes whose exit was noticed
+        self._told: set[str] = set()  # These are the nodes whose exit was noticed.
         self._start_s = time.monotonic()
-        self._moment_ns = 0  # time of the last event, or of its end
-        self._last = "join"  # kind of the last event
+        self._moment_ns = 0  # This is the time of the last event, or of its end.
+        self._last = "join"  # This is the kind of the last event.
         self._nodes = Nodes(folder, SLOTS, SHARED_BYTES)
         self._checkpoints = self._nodes.shared / "checkpoints"
         self._events = Events(self._nodes, self._draw, self._note, self._checkpoints)
@@ -135,7 +135,7 @@ class Soak:
         self._nodes.close()
 
     def run(self, events: int, limit_s: float) -> SoakResult:
-        """Causes events until a number or a time limit is reached, then checks all results."""
+        """Causes up to ``events`` events within ``limit_s`` seconds, then checks the results."""
         self._first_checkpoint()
         for node in self._nodes.all:
             self._boot(node)
@@ -152,7 +152,7 @@ class Soak:
         return self.result
 
     def _once(self) -> None:
-        """Causes one event and checks its effect."""
+        """Causes one event, and checks that the job recovers."""
         out = self._out()
         running = [node for node in self._nodes.all if node not in out]
         if out and (len(running) < 2 or self._draw.random() < 0.5):
@@ -192,7 +192,7 @@ class Soak:
         self._moment_ns = time.time_ns()
 
     def _pass(self, seconds: float) -> None:
-        """Waits some time, and undoes events whose time is over."""
+        """Waits for ``seconds``, and undoes each event when its time is over."""
         until_s = time.monotonic() + seconds
         while True:
             now_s = time.monotonic()
@@ -205,7 +205,7 @@ class Soak:
             time.sleep(min(_LOOK_S, until_s - now_s))
 
     def _settle(self) -> None:
-        """Waits until all lasting events are over and the job trains on all running nodes.
+        """Waits until all events are over and the job trains on all running nodes.
 
         Raises:
             SoakError: The job neither continued nor ended within the deadline.
@@ -234,7 +234,7 @@ class Soak:
                 raise SoakError(f"{took_s:.0f} s after the event: {lacking}; {self._tails()}")
 
     def _lacking(self) -> str:
-        """Returns what is missing before the job has recovered, or an empty string."""
+        """Returns why the job has not recovered yet, or an empty string if it has recovered."""
         if len(self._record.steps_since(self._moment_ns)) < 2:
             return "no two new steps"
         state = self._state()
@@ -257,7 +257,7 @@ class Soak:
         return ""
 
     def _look_at_ended(self) -> None:
-        """Records nodes that exited on their own, with the reason that they printed."""
+        """Records the nodes that exited by themselves, with the reasons that they printed."""
         for node in self._nodes.all:
             if not node.is_on or node.status is None or node.name in self._told:
                 continue
@@ -275,7 +275,7 @@ class Soak:
                 self._fail(f"{node.name} exited with status 1: {_tail(node.said)}")
 
     def _all_ended(self) -> None:
-        """Checks that the job gave a reason for the exit of all nodes, and restarts them."""
+        """Checks that the job stated why all nodes exited, and restarts the nodes."""
         last = next((line for line in reversed(self.result.events) if "exited with" in line), "")
         self.result.ended.append(last.strip())
         self._gone()
@@ -284,7 +284,7 @@ class Soak:
         self._note("    the job has ended, and all nodes start again")
 
     def _gone(self) -> None:
-        """Checks that no process is left on nodes that exited.
+        """Checks that no process is left on the nodes that exited.
 
         Raises:
             SoakError: A process is left.
@@ -302,7 +302,7 @@ class Soak:
         raise SoakError(f"left behind: {left}")
 
     def _end_all(self) -> None:
-        """Stops all nodes at the same time, so that the job saves and exits."""
+        """Stops all nodes at the same time. The job then saves a checkpoint and exits."""
         self._note("end: SIGTERM to all nodes")
         for node in self._nodes.all:
             for runner in node.helpers()[:1]:
@@ -315,7 +315,7 @@ class Soak:
         self._gone()
 
     def _judge(self) -> None:
-        """Checks all files that the job has left."""
+        """Checks all files that the job wrote."""
         self._record.refresh()
         for node in self._nodes.all:
             node.off()
@@ -351,7 +351,9 @@ class Soak:
         }
 
     def _reload(self) -> int:
-        """Loads every complete checkpoint except corrupt ones, and returns their number."""
+        """Loads every complete checkpoint that is not corrupt, and returns the number of
+        checkpoints.
+        """
         folder = CheckpointFolder(self._checkpoints)
         inodes = {inode for _, _, inode in self._events.damaged}
         steps = folder.steps()
@@ -370,21 +372,21 @@ class Soak:
         return len(iterations)
 
     def _first_checkpoint(self) -> None:
-        """Trains a few steps in one process, because initial weights depend on the shape."""
+        """Trains some steps in a single process, because initial weights depend on the shape."""
         arguments = ["--save", str(self._checkpoints), "--save-interval", "10"]
         arguments += ["--exit-interval", str(FIRST)]
         run_ranks([TRAINER, *self._alone, *arguments], 1, 1800.0)
         shutil.copytree(self._checkpoints, self._folder / "first")
 
     def _undisturbed(self, last: int) -> dict[int, float]:
-        """Returns the losses of one process that continues alone from the first checkpoint."""
+        """Returns the losses of a single process that continues from the first checkpoint."""
         arguments = ["--load", str(self._folder / "first"), "--exit-interval", str(last)]
         arguments = [TRAINER, *self._alone, *arguments]
         lines = train(arguments, self._folder / "undisturbed", 1, 1800.0)
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def _guard(self, action: Callable[[], None]) -> None:
-        """Runs an action, and restarts all nodes after a failure."""
+        """Runs ``action``, and restarts all nodes if the action fails."""
         try:
             action()
         except SoakError as error:
@@ -392,7 +394,7 @@ class Soak:
             self._events.end_due(all_of_them=True)
             for node in self._nodes.all:
                 self._boot(node)
-            self._settle()  # a failure here stops the soak test
+            self._settle()  # A failure here stops the soak test.
 
     def _out(self) -> list[Node]:
         return [node for node in self._nodes.all if not node.is_running]
@@ -428,7 +430,7 @@ class Soak:
 def soaked(
     folder: Path, events: int, minutes: float, seed: int, kinds: Sequence[str] = ()
 ) -> Result:
-    """Runs a soak test and prints its events. Without root, returns a note.
+    """Runs a soak test and prints its events. Without root privileges, returns a note instead.
 
     Args:
         folder: Folder for its logs.
@@ -457,12 +459,12 @@ def soaked(
 
 
 def end_in_order(number: int, frame: object) -> None:
-    """Exits through all context managers, because namespaces and mounts would otherwise remain."""
+    """Exits by an exception, so that context managers remove namespaces and mounts."""
     raise SystemExit(128 + number)
 
 
 def _say(text: str) -> None:
-    """Prints and flushes a line, because a soak test takes long."""
+    """Prints ``text`` and flushes the output, because a soak test takes hours."""
     print(text, flush=True)
 
 

@@ -47,7 +47,7 @@ some tensors must wait.
 
 
 class Link:
-    """Connects two processes over shared memory. Each process creates one.
+    """End of a shared-memory connection between two processes.
 
     Args:
         rank: Rank of this process, 0 or 1.
@@ -62,15 +62,15 @@ class Link:
         self.transport = NativeTransport(node, {self._peer: "shm"}, device=torch.device("cpu"))
 
     def send(self, payload: torch.Tensor) -> None:
-        """Sends a tensor."""
+        """Sends ``payload`` to the other process."""
         self.transport.send(self._peer, _LABEL, payload)
 
     def settle(self) -> None:
-        """Waits until the memory of all sent payloads may be reused."""
+        """Waits until the memory of all sent payloads may be overwritten."""
         self.transport.flush(LIMIT_S)
 
     def receive(self) -> torch.Tensor:
-        """Waits for the next tensor."""
+        """Waits for the next tensor from the other process, and returns it."""
         arrival: Any = self.transport.completions.wait(time.monotonic() + LIMIT_S)
         assert arrival is not None, f"nothing arrived within {LIMIT_S:g} s"
         payload: torch.Tensor = arrival.take()
@@ -78,7 +78,7 @@ class Link:
 
 
 def be_rank(rank: int, connection: Connection, messages: int) -> None:
-    """Runs one side, and sends its figures or its error to the parent."""
+    """Runs the process ``rank``, and sends its measurements or its error to the parent."""
     try:
         link = Link(rank, connection)
         looks: list[tuple[int, int]] = []
@@ -89,14 +89,14 @@ def be_rank(rank: int, connection: Connection, messages: int) -> None:
         figures = {"looks": looks, "mapped_bytes": mapped_bytes(), "seconds": seconds}
         link.settle()
         connection.send(figures)
-        connection.recv()  # waits until the other side has also finished
+        connection.recv()  # This call waits until the other process has also finished.
         link.transport.close()
     except Exception as error:
         connection.send(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
-    """Sends messages from one forked process to another, and returns the figures of both.
+    """Sends messages between two forked processes, and returns the measurements of both.
 
     Raises:
         RuntimeError: A message was lost or wrong, or the timeout passed.
@@ -138,7 +138,7 @@ def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
 
 
 def measure(messages: int) -> Result:
-    """Sends messages, and compares the memory of both sides with the limits."""
+    """Sends messages, and compares the memory use of both processes with the limits."""
     figures = stream(messages, 60.0 + messages / 5e3)
     asked_bytes = 2 * SLOTS * SLOT_BYTES
     gains = [growth(end["looks"]) for end in figures]
@@ -168,7 +168,7 @@ def measure(messages: int) -> Result:
 
 
 def mapped_bytes() -> int:
-    """Returns the size of all shared memory channels of this process."""
+    """Returns the total size of this process's shared-memory channels, in bytes."""
     ranges = [
         line.split()[0].split("-")
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -178,13 +178,13 @@ def mapped_bytes() -> int:
 
 
 def look() -> tuple[int, int]:
-    """Returns the resident bytes and the number of descriptors of this process."""
+    """Returns the resident memory in bytes and the number of file descriptors of this process."""
     process = psutil.Process()
     return process.memory_info().rss, process.num_fds()
 
 
 def words_of(number: int) -> int:
-    """Returns the size of a message, which is the same on both sides."""
+    """Returns the size of the message ``number`` in elements, which both processes compute."""
     if number % 1009 == 1008:
         return PIECES_WORDS
     return WORDS[2] if number % 16 else WORDS[number // 16 % len(WORDS)]
@@ -201,7 +201,7 @@ def _send(link: Link, messages: int, every: int, looks: list[tuple[int, int]]) -
         turn = used[size]
         used[size] += 1
         if turn % _ROTATING == 0:
-            link.settle()  # a tensor must not be written while it is being sent
+            link.settle()  # A tensor must not be overwritten while it is being sent.
         payload = rings[size][turn % _ROTATING]
         if size:
             ctypes.c_int64.from_address(payload.data_ptr()).value = number
@@ -247,10 +247,11 @@ def _check(payload: torch.Tensor, number: int) -> None:
 
 
 def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
-    """Returns the growth in bytes and descriptors after the first fifth of the soak test.
+    """Returns how many bytes and file descriptors the process gained, ignoring the start.
 
-    The minimum of the last fifth is compared with the minimum of the second fifth, because a
-    process that leaks never returns to its former size.
+    ``looks`` contains (bytes, descriptors) at regular intervals. The minimum of the last fifth is
+    compared with the minimum of the second fifth, because a process that leaks never returns to its
+    former size.
     """
     fifth = max(1, len(looks) // 5)
     early, late = looks[fifth : 2 * fifth] or looks[:1], looks[-fifth:]

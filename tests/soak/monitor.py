@@ -27,7 +27,7 @@ MOST_STATUS = 2.0
 
 
 def of_status(options: argparse.Namespace) -> Result:
-    """Asks the monitor about generated logs."""
+    """Measures how fast the monitor reads generated logs."""
     program_s, answer_s = [], []
     with tempfile.TemporaryDirectory() as folder:
         nbytes = write_logs(Path(folder, "pods-1"), int(options.gigabytes * 1e9))
@@ -52,7 +52,7 @@ def of_status(options: argparse.Namespace) -> Result:
 
 
 def _status_s(*arguments: str) -> tuple[float, str]:
-    """Returns the duration of a call of the monitor in seconds, and its output.
+    """Runs the monitor, and returns its duration in seconds and its output.
 
     The exit status is ignored, because the job of the logs is considered stalled after a while.
     """
@@ -65,7 +65,7 @@ def _status_s(*arguments: str) -> tuple[float, str]:
 
 
 def write_logs(folder: Path, nbytes: int) -> int:
-    """Writes logs as a job of many nodes does, and returns their size in bytes.
+    """Writes logs like those of a job of many nodes, and returns their size in bytes.
 
     Args:
         folder: Folder of the logs, which is created.

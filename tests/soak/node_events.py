@@ -40,7 +40,7 @@ LASTS_S = ((1.0, 8.0), (22.0, 32.0))
 
 
 class Events:
-    """Causes events on nodes.
+    """Makes nodes fail, and repairs them after a while.
 
     Args:
         nodes: Nodes of the job.
@@ -69,7 +69,7 @@ class Events:
         return not self._undo
 
     def do(self, name: str, node: Node) -> str | None:
-        """Causes one event on a node.
+        """Causes an event of the kind ``name`` on ``node``.
 
         Args:
             name: Kind of the event.
@@ -105,7 +105,8 @@ class Events:
             description = f"the folder of {disk.name}"
             undo = partial((disk / "filler").unlink, missing_ok=True)
             fill(disk / "filler")
-        elif name == "bit-flip":  # also kills a rank, so that the checkpoint is loaded
+        # This event also kills a rank, so that the job loads the checkpoint.
+        elif name == "bit-flip":
             if not (ranks := node.ranks()) or (flipped := self._flip_bit()) is None:
                 return None
             description += f", {flipped}"
@@ -123,7 +124,7 @@ class Events:
         return f"{name} {description} for {lasts_s:.1f} s"
 
     def _flip_bit(self) -> str | None:
-        """Flips a bit of the newest complete checkpoint, and returns the file and the bit.
+        """Flips a bit of the newest complete checkpoint, and describes the file and the bit.
 
         Returns ``None`` if there is no older intact checkpoint from which the job could continue.
         """
@@ -137,7 +138,7 @@ class Events:
         return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
-        """Undoes events that have lasted long enough. Returns whether there were any."""
+        """Undoes events whose time is over. Returns whether there were any such events."""
         now_s = time.monotonic()
         due = [event for event in self._undo if all_of_them or event[0] <= now_s]
         for entry in due:
@@ -148,7 +149,7 @@ class Events:
 
 
 def role(process: psutil.Process) -> str:
-    """Returns the role of a process of the job in one word, and its state."""
+    """Returns the role (one word) and the state of a process of the job."""
     with contextlib.suppress(psutil.Error):
         command = process.cmdline()
         parent = process.parent()

@@ -83,7 +83,7 @@ class NoisyJob:
 
 @contextlib.contextmanager
 def noise(seed: int) -> Iterator[None]:
-    """Runs programs on random processors for random times, with pauses."""
+    """Runs programs on random processors for random times, until the context ends."""
     draw = random.Random(seed)
     done = threading.Event()
     processors = sorted(os.sched_getaffinity(0))
@@ -109,7 +109,7 @@ def noise(seed: int) -> Iterator[None]:
 
 
 def kept_moves(log: str) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of moves in a log, and moves that left layers uneven for too long.
+    """Returns the number of moves in ``log``, and the moves that were not undone in time.
 
     Args:
         log: Log of a job with equal ranks.
@@ -146,12 +146,12 @@ def _of_ranks(layers: list[int], *, is_v: bool) -> bool:
 
 
 def moving_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that may move layers. Returns the number of moves, and those that remained."""
+    """Trains a job that may move layers. Returns the number of moves, and moves that remained."""
     return kept_moves(_train(flags, folder, seed))
 
 
 def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that distributes microbatches. Returns 0, and its shares if they are uneven."""
+    """Trains a job that distributes microbatches. Returns 0, and its shares if they are unequal."""
     path = folder / "record.json"
     _train([*flags, "--record-schedule", str(path)], folder, seed)
     record = ScheduleRecord.load(path)
@@ -163,7 +163,7 @@ def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[s
 
 
 def _train(flags: list[str], folder: Path, seed: int) -> str:
-    """Trains two ranks while other programs run, and returns the log."""
+    """Trains a job of two ranks while other programs run, and returns its log."""
     log = folder / "log.txt"
     command = [str(TIMED_LAYERS), *COMMON, *flags]
     variables = {"LAYER_MS": random.Random(seed).choice(LAYER_MS)}
@@ -182,11 +182,11 @@ KINDS: dict[str, Callable[[Path, int], tuple[int, tuple[str, ...]]]] = {
     "auto": partial(moving_job, AUTO),
     "dealing": partial(dealing_job, DEALING),
 }
-"""Kinds of jobs, by name."""
+"""Maps the name of each kind of job to the function that runs it."""
 
 
 def run_jobs(names: list[str], minutes: float, seed: int) -> list[NoisyJob]:
-    """Runs jobs one after another until the time is up, with at least one job of each kind."""
+    """Runs at least one job of each kind, and more jobs until ``minutes`` have passed."""
     jobs: list[NoisyJob] = []
     end_s = time.monotonic() + 60 * minutes
     while time.monotonic() < end_s or len(jobs) < len(names):

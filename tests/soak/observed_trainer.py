@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator as device
 
-device.install()  # must be called before megatron-core is imported
+device.install()  # This call must precede the import of megatron-core.
 device.quiet_libraries()
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
@@ -23,7 +23,7 @@ from tests.soak.slow_trainer import slow_down  # noqa: E402
 
 
 def observe(folder: Path) -> None:
-    """Makes ranks compare clocks as on two machines, and write the port of the clock server."""
+    """Makes ranks appear to be on two machines, and write the ports of their clock servers."""
     start, serve = executor_setup.start_clock_sync, clock.ClockServer.__init__
 
     def start_between_machines(*, clock_id: str, rank: int, **more: Any) -> Any:

@@ -61,7 +61,7 @@ def _rank(name: str, steps: int, target: Path) -> None:
     example = importlib.import_module(name)
 
     def model() -> torch.nn.Module:
-        torch.manual_seed(1)  # the seed is the same on all ranks
+        torch.manual_seed(1)  # Use the same seed on all ranks.
         wide: torch.nn.Module
         wide = example.Mlp(512, 8) if name == "mlp" else example.Vit(width=128)
         return wide

@@ -60,10 +60,10 @@ TRAINER_FLAGS='--vocab-size 255'
 
 
 class Scanner:
-    """Searches for secrets as another user, until :meth:`close` is called.
+    """Searches for secrets as a different user, until :meth:`close` is called.
 
     If this process runs as root, the searching process drops all privileges. Otherwise it skips
-    files that others may not read. It is forked immediately, so create it before any threads.
+    files that other users cannot read. It is forked immediately, so create it before any threads.
 
     Args:
         secrets: Texts that must not be found.
@@ -86,7 +86,7 @@ class Scanner:
         return result
 
     def close(self) -> tuple[int, list[str]]:
-        """Stops the search. Returns the number of command lines, and the lines with secrets."""
+        """Stops the search. Returns the number of command lines, and those with secrets."""
         self._link.send("end")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
         result: tuple[int, list[str]] = self._link.recv()
@@ -123,7 +123,7 @@ def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> N
 
 
 def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterator[Path]:
-    """Yields files that were modified after a time and that others may read."""
+    """Yields files that were modified after ``since_s`` and that other users can read."""
     for folder in folders:
         for parent, below, names in os.walk(folder):
             if not is_other:
@@ -139,16 +139,16 @@ def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterat
 
 
 def measure(seed: int = 1) -> dict[str, Any]:
-    """Runs the jobs and scans them.
+    """Runs jobs with secrets, and searches for the secrets.
 
     Args:
         seed: Seed of the secrets.
 
     Returns:
-        Dict with ``found`` (places with a secret), ``commands`` and ``files`` (numbers of command
-        lines and files that were read), ``seen`` (how many of two visible secrets the scanner
-        found), ``arrived`` (number of jobs whose processes had all variables), ``jobs`` (number
-        of jobs that were run) and ``skipped`` (reasons why jobs were not run).
+        Dict with ``found`` (files and command lines with a secret), ``commands`` and ``files``
+        (numbers of command lines and files that were read), ``seen`` (how many of two visible
+        secrets the scanner found), ``arrived`` (number of jobs whose processes had all variables),
+        ``jobs`` (number of jobs that were run) and ``skipped`` (reasons why jobs were not run).
     """
     draw = random.Random(seed)
     # These characters are special in a shell, in JSON or in regular expressions.
@@ -158,7 +158,7 @@ def measure(seed: int = 1) -> dict[str, Any]:
         folder = Path(name)
         folder.chmod(0o755)
         seen = _seen_in_sight(folder)
-        # Temporary files of the jobs are also in their folders.
+        # The temporary files of the jobs are also in these folders.
         scanner = Scanner([*secrets.values()], [folder, Path("/dev/shm")])
         arrived, skipped, files, hits = 0, [], 0, list[str]()
 
@@ -190,11 +190,11 @@ def measure(seed: int = 1) -> dict[str, Any]:
 
 
 class _CannotRunError(Exception):
-    """Raised if a job needs a program that this machine lacks."""
+    """Raised if a job needs a program that is missing on this machine."""
 
 
 def _seen_in_sight(folder: Path) -> int:
-    """Plants a secret in a command line and in a file, and returns how many the scanner finds."""
+    """Makes a secret visible in two places, and returns in how many the scanner finds it."""
     (folder / "in-sight").write_text("the secret is in-plain-sight")
     scanner = Scanner(["in-plain-sight"], [folder])
     with subprocess.Popen(["sleep", "60", "in-plain-sight"], stderr=subprocess.DEVNULL) as sleeper:
@@ -212,7 +212,7 @@ def _seen_in_sight(folder: Path) -> int:
 
 
 def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Runs a job of one node that is reached by ssh. Its manager has the secrets."""
+    """Runs a job of one node that the manager reaches by ssh. The manager has the secrets."""
     if reason := sshd.why_not():
         raise _CannotRunError(reason)
     programs = _ssh_programs(folder)
@@ -252,18 +252,19 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
 
 
 def _ssh_programs(folder: Path) -> Path:
-    """Starts an sshd as this user. Returns the folder of an ssh that connects any name to it."""
+    """Starts an sshd as this user. Returns the folder of an ssh that always connects to it."""
     port = free_port()
     programs, command = sshd.prepare(folder, _SERVER.format(port=port), _CLIENT.format(port=port))
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for this folder
+        # The program sshd has no option for the path of this folder.
+        Path("/run/sshd").mkdir(exist_ok=True)
     subprocess.run(command, check=True)
     wait_until((folder / "sshd.pid").exists, lambda: "sshd", LIMIT_S)
     return programs
 
 
 def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
-    """Writes a ``conf.sh`` with the secrets, readable only by its user."""
+    """Writes a ``conf.sh`` with the secrets, which only this user can read."""
     quoted = {name: value.replace("'", "'\\''") for name, value in {**planted, **PLAIN}.items()}
     path = folder / "conf.sh"
     path.touch(0o600)
@@ -302,7 +303,7 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
 
 
 def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Submits a job to stand-ins for Slurm's programs, which record their input."""
+    """Submits a job to fake Slurm programs, which record their input."""
     programs = folder / "bin"
     programs.mkdir()
     (programs / "sinfo").write_text("#!/bin/sh\necho 'pc|(null)|4'\n")

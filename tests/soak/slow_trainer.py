@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator as device
 
-device.install()  # must be called before megatron-core is imported
+device.install()  # This call must precede the import of megatron-core.
 device.quiet_libraries()
 
 from harness.gpt_ranks import GptRank  # noqa: E402
@@ -24,7 +24,7 @@ from megatron.adaptive.gpt.train_step import Step  # noqa: E402
 
 
 def slow_down(seconds: float) -> None:
-    """Makes each step of this process begin with a sleep."""
+    """Makes each step of this process sleep for ``seconds`` at its beginning."""
     train = Step.train
 
     def slow(self: Step, *arguments: Any) -> Any:
@@ -35,7 +35,7 @@ def slow_down(seconds: float) -> None:
 
 
 def reload(iterations: Sequence[int], arguments: Sequence[str]) -> None:
-    """Loads checkpoints into one model. Exits with a message if a checkpoint has wrong content."""
+    """Loads several checkpoints into one model. Exits with a message if a content is wrong."""
     rank = GptRank(arguments)
     batch = rank.config.batch.global_batch_size
     for iteration in iterations:

@@ -34,7 +34,7 @@ from tests.multiprocess.launch import ROOT, free_port, kill_tree, start
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
-"""Time in seconds after the end of a job, after which its remaining processes are orphans."""
+"""Time in seconds after the end of a job, after which its remaining processes count as orphans."""
 WAYS = ("crash", "poweroff", "unplug")
 CONF = """
 MODEL=tiny
@@ -53,7 +53,7 @@ ITERATION = re.compile(r"^ \[[\d :-]{19}\] iteration ", re.MULTILINE)
 
 @contextlib.contextmanager
 def started_lab() -> Iterator[Lab]:
-    """Starts a Slurm cluster of two nodes, and a third node for the time after a crash."""
+    """Starts a Slurm cluster of two nodes, with a third node that is used after a crash."""
     with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
         os.chmod(folder, 0o755)
         with Lab(Path(folder, "lab"), [Kind("node", 3, 0)], accounting=True) as lab:
@@ -61,7 +61,7 @@ def started_lab() -> Iterator[Lab]:
 
 
 def until(holds: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
-    """Waits for a condition, and returns the time that this took in seconds."""
+    """Waits until ``holds()`` is true, and returns how many seconds this took."""
     begin_s = time.perf_counter()
     while not holds():
         if time.perf_counter() - begin_s > limit_s:
@@ -71,19 +71,19 @@ def until(holds: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> f
 
 
 def has_iterated(folder: Path) -> bool:
-    """Returns whether a log of a job contains an iteration line."""
+    """Returns whether any job log in ``folder`` contains an iteration line."""
     return any(ITERATION.search(path.read_text()) for path in folder.glob("*.out"))
 
 
 def conf_in(folder: Path) -> LaunchConf:
-    """Writes the configuration of all jobs of this soak test to a folder, and returns it."""
+    """Writes the configuration of all jobs of this soak test to ``folder``, and returns it."""
     folder.mkdir(parents=True)
     (folder / "conf.sh").write_text(CONF)
     return load_conf(folder / "conf.sh")
 
 
 def submitted(lab: Lab, conf: LaunchConf) -> int:
-    """Submits a job with sbatch, using the script that ``submit`` writes."""
+    """Submits a job with the script that ``submit`` writes, and returns the ID of the job."""
     settings = conf.folder / "settings.json"
     settings.write_text(settings_text(conf))
     script = conf.folder / "job.sbatch"
@@ -93,7 +93,7 @@ def submitted(lab: Lab, conf: LaunchConf) -> int:
 
 
 def first_iteration(lab: Lab, job: int, logs: Path) -> None:
-    """Waits for the first iteration of a job.
+    """Waits for the first iteration of the job ``job``.
 
     Raises:
         TimeoutError: There was no iteration. The output of Slurm and of the job is printed to
@@ -110,7 +110,7 @@ def first_iteration(lab: Lab, job: int, logs: Path) -> None:
 
 
 def finished(lab: Lab, job: int) -> None:
-    """Waits until a job has left the queue and its nodes are free."""
+    """Waits until the job ``job`` has left the queue."""
     until(lambda: not lab.output("squeue", "-h", "-j", str(job)), "end of a job")
 
 
@@ -200,7 +200,7 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Loses the second node of a job. Returns the times until reported and ended, and orphans."""
+    """Loses a node of a job. Returns the seconds until reported and ended, and the orphans."""
     conf = conf_in(folder)
     job = submitted(lab, conf)
     logs = conf.path("LOG_DIR")
@@ -264,7 +264,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def result_of(part: str, options: argparse.Namespace) -> Result:
-    """Measures a part. If this is impossible here, returns a row with the reason."""
+    """Measures the part ``part``. If this is impossible, returns a row with the reason."""
     reason = slurm_lab.why_not(accounting=True)
     if reason is not None:
         return Result(rows=[missing(part, reason)])

@@ -56,7 +56,7 @@ def batch() -> dict[str, Any]:
 
 
 def start_alone(folder: Path) -> tuple[float, float]:
-    """Loads the model with ``transformers``, and trains a step; returns its end and its loss."""
+    """Loads the model with ``transformers`` and trains a step. Returns end time and loss."""
     import torch
     import transformers
 
@@ -70,7 +70,7 @@ def start_alone(folder: Path) -> tuple[float, float]:
 
 
 def start_pipeline(folder: Path) -> tuple[float, float]:
-    """Loads the model as a pipeline, and trains a step; returns its end and its loss."""
+    """Loads the model as a pipeline and trains a step. Returns end time and loss."""
     import torch
 
     from megatron.adaptive import Pipeline
@@ -83,11 +83,11 @@ def start_pipeline(folder: Path) -> tuple[float, float]:
 
 
 def be_rank(kind: str, folder: str, output: str) -> None:
-    """Runs one process of a start, and writes its duration and its loss."""
+    """Runs one process of a start, and writes its duration in seconds and its loss to a file."""
     import torch
     import transformers
 
-    # Named here, because transformers imports the module of a model at its first use.
+    # Import the class here, because transformers imports a model's module at its first use.
     assert transformers.LlamaForCausalLM is not None
     torch.set_num_threads(int(os.environ["THREADS"]))
     start_s = time.perf_counter()
@@ -96,7 +96,7 @@ def be_rank(kind: str, folder: str, output: str) -> None:
 
 
 def start(kind: str, folder: Path, ranks: int) -> tuple[float, float]:
-    """Returns the seconds of the slowest process, and the loss of the first step."""
+    """Returns the duration in seconds of the slowest process, and the loss of the first step."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     variables = {"THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as output:
@@ -107,7 +107,7 @@ def start(kind: str, folder: Path, ranks: int) -> tuple[float, float]:
 
 
 def starts(quick: bool) -> Result:
-    """Starts in turns; returns a row for each number of processes."""
+    """Repeats all kinds of starts, and returns a row for each number of processes."""
     rows: list[Row] = []
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -50,7 +50,7 @@ _ANSWER_BYTES = 72
 _MOST_COMPARED = 300
 _TRAINER = Path(__file__).with_name("observed_trainer.py")
 _STEP_S = 0.1
-_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: choose the port on connect
+_NO_PORT = 24  # This is IP_BIND_ADDRESS_NO_PORT of <linux/in.h>, which chooses the port on connect.
 _SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
 """Fraction of the time limit for each kind of program."""
 _WORDS = (
@@ -74,7 +74,7 @@ TRAINER_FLAGS='--vocab-size 255'
 
 @dataclass
 class Visit:
-    """Connection of a stranger.
+    """Connection that a stranger opens.
 
     Attributes:
         first: Bytes that are sent immediately.
@@ -87,7 +87,7 @@ class Visit:
 
 
 def visits(draw: random.Random) -> Iterator[Visit]:
-    """Yields connections of all kinds, forever."""
+    """Yields random connections of all kinds, forever."""
     hello = Handshake("guessed", "manager", visiting=True).first
     wrong = Session(b"one", b"two")
     while True:
@@ -102,7 +102,8 @@ def visits(draw: random.Random) -> Iterator[Visit]:
             Visit(struct.pack("!I", 0xFFFFFFFF) + draw.randbytes(64)),
             Visit(shake.first[: draw.randrange(1, 40)]),
             Visit(shake.first + draw.randbytes(32) + sealed),
-            Visit(shake.first, lambda answer: answer[-32:]),  # the listener's own proof
+            # The stranger sends back the listener's own proof.
+            Visit(shake.first, lambda answer: answer[-32:]),
             Visit(shake.first, lambda answer, shake=shake: _guess(shake, answer)),  # type: ignore[misc]
             Visit(hello, lambda answer, sealed=sealed: answer[:32] + sealed),  # type: ignore[misc]
             Visit(b"\0" * 65536),
@@ -110,7 +111,7 @@ def visits(draw: random.Random) -> Iterator[Visit]:
 
 
 def hellos(draw: random.Random) -> Iterator[Visit]:
-    """Yields connections to a rank that waits for its peers, forever."""
+    """Yields random connections to a rank that waits for its peers, forever."""
     while True:
         version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
         token, purpose = draw.randbytes(16), draw.choice((b"tcp", b"shm", b"rdma", b"\xff" * 16))
@@ -130,7 +131,7 @@ def hellos(draw: random.Random) -> Iterator[Visit]:
 
 
 def _guess(shake: Handshake, answer: bytes) -> bytes:
-    """Returns the next message of a stranger that guesses the secret."""
+    """Returns the last message of a stranger that has guessed a wrong secret."""
     with contextlib.suppress(StrangerError):
         shake.advance(answer)
     return shake._prove("visitor") + Session(b"one", b"two").seal(b'{"what": "welcome"}')
@@ -138,7 +139,7 @@ def _guess(shake: Handshake, answer: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Listener of a job.
+    """Listener of a job to which strangers connect.
 
     Attributes:
         name: Name of the listener.
@@ -156,8 +157,7 @@ class Place:
 
 
 class Crowd:
-    """Connects to one listener from many addresses of this machine, with many connections at a
-    time.
+    """Opens many connections to a listener at a time, from many addresses of this machine.
 
     Args:
         place: Listener to connect to.
@@ -173,7 +173,7 @@ class Crowd:
         self.said = self.unheard = 0
 
     def speak(self, messages: int, is_over: Callable[[], bool]) -> None:
-        """Sends messages until a number is reached or a condition holds.
+        """Sends up to ``messages`` messages, and stops early if ``is_over`` returns true.
 
         Args:
             messages: Number of messages.
@@ -191,13 +191,13 @@ class Crowd:
                 self._say(connection, visit.first, is_last=visit.then is None)
             if len(self._open) >= _AT_ONCE:
                 self._finish(*self._open.popleft())
-        while self._open and not is_over():  # the listener may have stopped accepting
+        while self._open and not is_over():  # The listener may have stopped accepting connections.
             self._finish(*self._open.popleft())
         for connection in [*self._held, *(connection for connection, _ in self._open)]:
             connection.close()
 
     def _hold(self) -> None:
-        """Sends bytes on idle connections occasionally, and replaces closed connections."""
+        """Sends bytes on idle connections from time to time, and replaces closed connections."""
         if len(self._held) >= HELD:
             connection = self._held.pop(self._draw.randrange(HELD))
             with contextlib.suppress(OSError):
@@ -238,7 +238,7 @@ class Crowd:
                 connection.shutdown(socket.SHUT_WR)
 
     def _finish(self, connection: socket.socket, visit: Visit) -> None:
-        """Sends the rest after the answer, and waits until the listener closes the connection."""
+        """Sends the rest of ``visit``, and waits until the listener closes the connection."""
         try:
             answer = connection.recv(4096)
             if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
@@ -250,7 +250,7 @@ class Crowd:
         except TimeoutError:
             self.unheard += 1
         except OSError:
-            pass  # the listener reset the connection
+            pass  # The listener reset the connection, which is allowed.
         connection.close()
 
 
@@ -299,7 +299,7 @@ def crowds(
 def _speak(
     service: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
-    """Runs the process of a crowd."""
+    """Runs a process that lets strangers connect to one listener."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if service.unix:
         os.setgroups([])
@@ -312,7 +312,7 @@ def _speak(
 
 
 def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
-    """Returns the abstract Unix sockets of this package on which some processes listen.
+    """Returns the abstract Unix sockets of this package on which the processes ``pids`` listen.
 
     Ranks use stream sockets, on which they stop listening when their channels are open. Keepers use
     sockets that preserve message boundaries.
@@ -329,7 +329,7 @@ def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
-    """Returns the rows of :func:`measure`."""
+    """Returns table rows with the results of :func:`measure`."""
     result = measure(messages, limit_s, seed)
     least = min(result["said"].values())
     said = ", ".join(
@@ -360,7 +360,7 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
 
 
 def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
-    """Lets strangers connect to each listener of jobs.
+    """Lets strangers connect to each listener of several jobs.
 
     Args:
         messages: Number of messages to each listener.
@@ -399,7 +399,7 @@ def _talk(
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers connect, then calls a function while they continue without a limit."""
+    """Lets strangers connect, and then calls a function while they continue."""
     begun_s = time.monotonic()
     with crowds(places, messages, seed, result) as talking:
         while any(process.is_alive() for process in talking) and not is_over():
@@ -411,7 +411,7 @@ def _talk(
 
 
 def listening(process: psutil.Process) -> list[int]:
-    """Returns the TCP ports on which a process listens."""
+    """Returns the TCP ports on which ``process`` listens."""
     connections = process.net_connections(kind="tcp")
     return sorted(
         {
@@ -467,7 +467,7 @@ def _elastic(
         ]
         if "off" in now["copies"]:
             result["effects"].append(f"elastic: snapshots are {now['copies']}")
-        # one warning per minute and listener
+        # Each listener may print one warning per minute.
         lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)
         result["effects"] += _complaints(job.said(), lines)
         job.stop()
@@ -495,7 +495,7 @@ def _elastic(
 
 
 def _complaints(said: str, most: int) -> list[str]:
-    """Returns what a job should not have printed about strangers."""
+    """Returns what a job wrongly printed because of strangers, or an empty list."""
     warnings = [line for line in said.splitlines() if "does not belong to this job and" in line]
     complaints = ["a traceback"] if "Traceback" in said else []
     return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
@@ -505,7 +505,7 @@ def _complaints(said: str, most: int) -> list[str]:
 def _started(
     log: Path, *command: str | Path, **variables: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a program until the context exits."""
+    """Runs the program ``command`` until the context exits."""
     program = start(command, log, {**forking(), **variables})
     try:
         yield program
@@ -562,7 +562,7 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
 
         service = Place(name="doctor", port=port)
         _talk([service], messages, limit_s, seed, result, lambda: doctor.poll() is not None, come)
-        doctor.wait(LIMIT_S)  # its exit status depends on the machine
+        doctor.wait(LIMIT_S)  # The exit status of doctor depends on the machine, so ignore it.
         said = log.read_text()
         result["effects"] += _complaints(said, 0)
         if "and this node can reach each other" not in said:
@@ -570,7 +570,7 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
 
 
 def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers connect to a rank that waits for another rank, then starts that rank."""
+    """Lets strangers connect to a rank that waits for its peer, and then starts the peer."""
     if kind == "shm" and os.geteuid() != 0:
         return
     module, token = extension.require("this part"), os.urandom(16)

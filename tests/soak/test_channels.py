@@ -60,7 +60,7 @@ def test_a_stream_that_takes_too_long_is_ended() -> None:
 
 @contextlib.contextmanager
 def neighbour(name: str) -> Iterator[None]:
-    """Creates more and more sockets and shared memory, as another job on the machine does."""
+    """Keeps creating sockets and shared memory, like a different job on the machine."""
     is_over = threading.Event()
     sockets: list[socket.socket] = []
     files: list[Path] = []
@@ -89,7 +89,7 @@ def neighbour(name: str) -> Iterator[None]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_killed_ranks_leave_nothing_and_are_missed(kind: str, tmp_path: Path) -> None:
-    """Checks this while another program creates sockets and shared memory."""
+    """Checks killed ranks while a different program creates sockets and shared memory."""
     around = neighbour(tmp_path.name) if killed_ranks.private() else contextlib.nullcontext()
     with around:
         result = killed_ranks.measure(2, kind)

@@ -15,7 +15,7 @@ HITS = int(os.environ.get("INTERRUPTS", "3"))
 
 
 def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:
-    """Returns all faults, each with the signal that preceded it."""
+    """Returns descriptions of all faults, each with the signal that caused it."""
     outcomes = run_chains(chain, seed, hits, print)
     return [f"{outcome.description}: {fault}" for outcome in outcomes for fault in outcome.faults]
 

@@ -1,4 +1,4 @@
-"""Tests on little text that each tokenizer returns the same tokens as its library."""
+"""Tests on a short text that each tokenizer returns the same tokens as its library."""
 
 from __future__ import annotations
 

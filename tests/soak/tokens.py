@@ -30,7 +30,7 @@ Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
 
 
 def compare(megabytes: float) -> Result:
-    """Tokenizes a text of this size with every kind of tokenizer and with its library."""
+    """Tokenizes ``megabytes`` of text with every kind of tokenizer and with its library."""
     texts = mixed_text(megabytes)
     nbytes = sum(len(text.encode()) for text in texts)
     note = f"{nbytes / 1e6:.1f} MB in {len(texts)} documents"
@@ -40,7 +40,7 @@ def compare(megabytes: float) -> Result:
 
 
 def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
-    """Trains tokenizers. The Hugging Face tokenizer is in the folder ``hf``."""
+    """Trains the tokenizers and writes them to ``folder``. Returns their settings and encoders."""
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -63,7 +63,7 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
         sentence_iterator=(line for text in texts for line in text.splitlines()[:50]),
         model_prefix=str(folder / "pieces"),
         vocab_size=4000,
-        hard_vocab_limit=False,  # a short text has fewer pieces
+        hard_vocab_limit=False,  # A short text has fewer pieces than this vocabulary.
         byte_fallback=True,
         minloglevel=2,
     )
@@ -94,7 +94,7 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
 
 
 def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Writes a byte-pair vocabulary as tiktoken ranks, and returns the number of tokens."""
+    """Writes the byte-pair ``vocabulary`` in the format of tiktoken, and returns its size."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letter_of: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
 
 
 def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[Row]:
-    """Returns the number of documents whose tokens differ from the library's, for each kind."""
+    """Returns a row for each kind of tokenizer, with the number of documents that differ."""
     rows = []
     for kind, (settings, encode) in kinds.items():
         config = TokenizerConfig(tokenizer_type=kind, **settings)

@@ -48,7 +48,7 @@ STEP = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 
 
 def model_of(vocabulary: int) -> str:
-    """Returns the flags of the model."""
+    """Returns the flags of a model with the given vocabulary size."""
     return (
         "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128"
         f" --max-position-embeddings 128 --vocab-size {vocabulary}"
@@ -56,7 +56,7 @@ def model_of(vocabulary: int) -> str:
 
 
 def peak_bytes(pid: int) -> int:
-    """Returns the peak resident memory of a process, or 0 if it has exited."""
+    """Returns the peak resident memory of the process ``pid`` in bytes, or 0 if it has exited."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
@@ -65,7 +65,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def rank_of(pid: int) -> int | None:
-    """Returns the rank of a process, or ``None`` if the process is not a rank."""
+    """Returns the rank of the process ``pid``, or ``None`` if the process is not a rank."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -75,7 +75,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[float]]:
-    """Trains with a plan. Returns the peak of each rank in bytes, and the steps in milliseconds.
+    """Trains with a plan. Returns each rank's peak memory in bytes and the step times in ms.
 
     Raises:
         RuntimeError: The job failed or took too long.
@@ -111,7 +111,7 @@ def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[fl
 
 
 def try_ranks(plan: Path, model: str) -> dict[str, Any]:
-    """Tries each rank in a separate process, and returns the entry ``tried`` of the plan.
+    """Tries each rank in a separate process, and returns the results from the plan file.
 
     Raises:
         RuntimeError: A trial failed.
@@ -134,7 +134,7 @@ def try_ranks(plan: Path, model: str) -> dict[str, Any]:
 
 
 def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
-    """Compares a job with its trials."""
+    """Compares the memory and step time of a job with the trials of its ranks (``plan --try``)."""
     model = model_of(vocabulary)
     memory: dict[int, list[float]] = {rank: [] for rank in range(RANKS)}
     steps: list[float] = []
@@ -158,7 +158,7 @@ def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
 
 
 def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> list[Row]:
-    """Returns a row with ratios of tried to real values, and a row with their difference from 1."""
+    """Returns a row with ratios of tried to real values, and a row with their distance from 1."""
     distance = abs(statistics.median(quotients) - 1)
     return [
         measured(title, quotients, note=note),

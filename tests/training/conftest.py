@@ -1,4 +1,4 @@
-"""Imports the fixtures for the documents that training runs read."""
+"""Imports the fixtures that create the documents for training runs."""
 
 from __future__ import annotations
 

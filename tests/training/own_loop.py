@@ -1,4 +1,4 @@
-"""Trains with megatron-core alone: its model, data and optimizer, in a separate training loop.
+"""Trains with the model, data and optimizer of megatron-core in a separate training loop.
 
     own_loop.py TASK.json LOSSES.json
 
@@ -67,7 +67,7 @@ OFF = dict.fromkeys(
 
 
 def build_model(task: Task) -> Any:
-    """Returns megatron-core's model in its data-parallel wrapper."""
+    """Returns megatron-core's model for ``task`` in its data-parallel wrapper."""
     settings = dict(task["model"])
     if settings.get("gated_linear_unit"):
         settings["activation_func"] = torch.nn.functional.silu
@@ -93,7 +93,7 @@ def build_model(task: Task) -> Any:
 
 
 def build_optimizer(task: Task, model: Any) -> Any:
-    """Returns megatron-core's optimizer of the model."""
+    """Returns megatron-core's optimizer for the parameters of ``model``."""
     dtype = torch.bfloat16 if task["bf16"] else torch.float32
     precision = {"params_dtype": dtype, "bf16": task["bf16"]}
     settings = OptimizerConfig(lr=1e-3, min_lr=0.0, clip_grad=1.0, **precision, **task["optimizer"])
@@ -101,7 +101,7 @@ def build_optimizer(task: Task, model: Any) -> Any:
 
 
 def load(task: Task, model: Any, optimizer: Any) -> None:
-    """Loads weights and optimizer state with megatron-core's own functions."""
+    """Loads weights and optimizer state from a checkpoint with megatron-core's own functions."""
     inner = model.module.module if task["bf16"] else model.module
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     layout = {
@@ -117,7 +117,7 @@ def load(task: Task, model: Any, optimizer: Any) -> None:
 
 
 def by_part(state: Any) -> Any:
-    """Adds parameter groups to the parts of muon's state that contain them in megatron-core."""
+    """Adds parameter groups to each part of muon's ``state``, as megatron-core expects."""
     if "scalars" in state:
         for part, kept in ((0, state), (1, state.pop("scalars"))):
             groups = zip(kept["param_groups"], state[part]["param_groups"], strict=True)
@@ -127,20 +127,20 @@ def by_part(state: Any) -> Any:
 
 
 def with_steps(state: Any) -> Any:
-    """Adds the number of completed steps to each part of an optimizer's state, and returns it.
+    """Adds the number of completed steps to each part of an optimizer's ``state``, and returns it.
 
     The trainer stores the number in the parameter groups, as optimizers for GPUs do. megatron-core
     reads it from this entry for torch's Adam.
     """
     parts = [state] if {"optimizer", "param_groups"} & {*state} else [*state.values()]
     for part in parts:
-        inner = part.get("optimizer", part)  # its neighbours are 32-bit weights
+        inner = part.get("optimizer", part)  # This dict is next to the 32-bit weights.
         inner["state"]["common_step"] = torch.tensor(float(inner["param_groups"][0]["step"]))
     return state
 
 
 def samples(task: Task) -> Any:
-    """Returns megatron-core's training samples of the data."""
+    """Returns megatron-core's training samples for ``task``."""
     size = task["vocabulary"]
     name = {"class": "numbers"}
     tokenizer = SimpleNamespace(eod=size - 1, pad=-1, vocab_size=size, unique_identifiers=name)
@@ -162,13 +162,14 @@ def samples(task: Task) -> Any:
 
 
 def mean_loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
-    """Returns the loss of a microbatch, and the values that the loop collects."""
+    """Returns the loss of a microbatch, and the values that the training loop collects."""
     loss = torch.sum(output.float().view(-1) * mask.view(-1)) / mask.sum()
-    return loss, {"lm loss": loss.detach().clone()}  # the loop divides the loss in place
+    # Clone the loss, because the loop divides the loss in place.
+    return loss, {"lm loss": loss.detach().clone()}
 
 
 def forward_step(batches: Any, model: Any) -> Any:
-    """Runs a microbatch of one sample through the model."""
+    """Runs the next microbatch, which has one sample, through ``model``."""
     sample = {name: tensor[None] for name, tensor in next(batches).items()}
     length = sample["tokens"].shape[1]
     later = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
@@ -180,7 +181,7 @@ def forward_step(batches: Any, model: Any) -> Any:
 
 
 def train(task: Task, model: Any, optimizer: Any) -> list[tuple[float, float]]:
-    """Runs the steps after the first step, and returns the loss and gradient norm of each."""
+    """Runs all steps after the first, and returns the loss and gradient norm of each step."""
     model.train()
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.finalize_model_grads_func = finalize_model_grads
@@ -207,7 +208,7 @@ def train(task: Task, model: Any, optimizer: Any) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    """Continues from the checkpoint and writes the losses."""
+    """Continues training from the checkpoint, and writes the losses."""
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Compares ``--optimizer muon`` with megatron-core's own loop, and moves stages.
+"""Compares ``--optimizer muon`` with megatron-core's own loop, also after stages moved.
 
 megatron-core uses muon from a package for Python 3.12 and newer. Older Pythons lack one name that
 the package imports, so ``muon_path`` adds this name.
@@ -73,7 +73,7 @@ def test_steps_are_those_of_megatron_cores_own_loop(
 
 
 def test_stages_move_with_the_state_of_both_optimizers(muon_path: str, tmp_path: Path) -> None:
-    """Checks that losses are unchanged if layers move, or if the placement changes at a restart."""
+    """Checks that losses do not change if layers move, or if a restart changes the placement."""
     plain = {"flags": FLAGS.split(), "steps": 3, "evaluate_after": 5, "after": None}
     whole = {**plain, "steps": 5}
     half = [*plain["flags"], "--bf16"]

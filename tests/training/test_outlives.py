@@ -1,4 +1,4 @@
-"""Checks that training continues after a rank was paused, or if the disk of traces is full.
+"""Checks that training continues after a rank was paused, and if the disk for traces is full.
 
 All jobs train the same model with the same data, so their losses must be equal.
 """
@@ -33,7 +33,7 @@ LOSSES: dict[int, str] = {}
 
 
 class Job:
-    """Job of two ranks that train until they are stopped.
+    """Runs a job of two ranks, which train until they are stopped.
 
     Args:
         folder: Folder in which the job runs.
@@ -69,7 +69,7 @@ class Job:
         return max(self.losses(), default=0)
 
     def rank(self, number: int) -> psutil.Process:
-        """Returns a rank, which is forked for the process that the launcher started."""
+        """Returns the process of the rank ``number``, which was forked for the launcher."""
         forks = forkserver().nodes()[0]
         (asked,) = (
             process
@@ -129,7 +129,7 @@ def test_a_stopped_rank_goes_on_within_the_limit_and_ends_the_job_beyond_it(
     stopped.send_signal(signal.SIGSTOP)
     begin_s = time.monotonic()
     status = job.process.wait(WATCHDOG_S)
-    # The launcher would wait 30 s for the paused rank.
+    # The launcher would wait 30 s for the paused rank to exit.
     assert LIMIT_S - 1 < time.monotonic() - begin_s < LIMIT_S + 20
     assert status in (1, 2)
     stopped.wait(10.0)

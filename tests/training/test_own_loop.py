@@ -51,7 +51,7 @@ ROTARY = {"share_embeddings_and_output_weights": False, "position_embedding_type
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Model described in two ways: by trainer flags, and by megatron-core settings.
+    """Model that is described by trainer flags and by megatron-core settings.
 
     Attributes:
         flags: Flags of the trainer.
@@ -120,7 +120,7 @@ NEWEST = "repeated"
 
 
 def cases() -> list[tuple[str, str]]:
-    """Returns pairs of releases and models: one model with each release, or all pairs."""
+    """Returns pairs of a release and a model: one model for each release, or all pairs."""
     if os.environ.get("OWN_LOOP") != "all":
         return [(version, CHOSEN.get(version, NEWEST)) for version in RELEASES]
     older = RELEASES[:3]
@@ -133,7 +133,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def run(command: list[str], ranks: int, log: Path, path: str) -> None:
-    """Runs a program with a release. Fails if a rank fails."""
+    """Runs ``command`` with a megatron-core release on ``path``. Fails if a rank fails."""
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)
 
@@ -149,7 +149,7 @@ def test_steps_are_those_of_its_own_loop(
 
 
 def compare(described: Model, path: str, folder: Path, write_tokens: Callable[..., str]) -> None:
-    """Trains a model with the trainer and with the program that uses megatron-core's own loop.
+    """Checks that the trainer and megatron-core's own loop compute the same losses for a model.
 
     Args:
         described: Model to train.
@@ -188,5 +188,5 @@ def compare(described: Model, path: str, folder: Path, write_tokens: Callable[..
     assert len(reference) == STEPS_TAKEN - 1
     for step, expected in zip(trained[1:], reference, strict=True):
         assert step[0] == pytest.approx(expected[0], rel=described.rel, abs=0)
-        # The log has three decimal places.
+        # The log rounds the norm to three decimal places.
         assert step[1] == pytest.approx(expected[1], abs=0.00051 + 10 * described.rel)

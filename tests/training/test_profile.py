@@ -1,4 +1,4 @@
-"""Tests how measurements of a profiling run are evaluated, without the run itself."""
+"""Tests how the measurements of a profiling run are evaluated, without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a few iterations of real work are profiled, and reads the profiles from the files."""
+"""Tests that a few iterations of a real computation are profiled, using the profiles on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(flags: str = "", world_size: int = 1) -> TrainerConfig:
 
 
 def work(iteration: int) -> None:
-    """Multiplies matrices whose shape identifies the iteration."""
+    """Multiplies matrices whose shapes identify ``iteration``."""
     torch.mm(torch.ones(iteration + 1, 3), torch.ones(3, 2))
 
 

@@ -1,4 +1,4 @@
-"""Compares steps and checkpoints of the trainer between all supported releases of megatron-core."""
+"""Compares the trainer's steps and checkpoints between the supported megatron-core releases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MODELS: Mapping[str, tuple[int, str]] = {
         "--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 2"
         " --context-parallel-size 2 --use-distributed-optimizer",
     ),
-    # Releases number the layers of multi-token prediction differently.
+    # Releases of megatron-core number the layers of multi-token prediction differently.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
     # DeepSeek-V2-Lite has compressed and normalized keys and values, but uncompressed queries.
@@ -60,7 +60,7 @@ STEPS = re.compile(r"lm loss: (\S+) .*grad norm: (\S+)")
 
 
 def path_of(release: str) -> str:
-    """Returns the path from which ranks import a release. Skips the test if it is missing."""
+    """Returns the path from which ranks import ``release``. Skips the test if it is missing."""
     if release == INSTALLED:
         return str(ROOT)
     core = UNPACKED / f"megatron-core=={release}"
@@ -73,7 +73,7 @@ def path_of(release: str) -> str:
 def train(
     release: str, model: str, folder: Path, flags: str, *, rate: str = "1e-3"
 ) -> list[tuple[str, ...]]:
-    """Trains a model with a release, and returns the loss and gradient norm of each step."""
+    """Trains a model with ``release``, and returns the loss and gradient norm of each step."""
     ranks, settings = MODELS[model]
     log = folder / f"{release}.txt"
     arguments = f"{COMMON} {settings} {flags} --lr {rate}".split()
@@ -86,7 +86,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def release(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Yields a release of megatron-core that is unpacked in addition to the installed release."""
+    """Yields a megatron-core release that was unpacked in addition to the installed release."""
     path = path_of(request.param)
     yield request.param
     forkserver(path).close()

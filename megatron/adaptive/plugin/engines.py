@@ -28,7 +28,7 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _OwnSettings:
-    """Model and the settings that were given only for this model.
+    """Settings that the user passed for a single model.
 
     Attributes:
         chunks: Chunks of the model, without wrappers.
@@ -40,7 +40,7 @@ class _OwnSettings:
 
 
 class Engines:
-    """Creates an engine at the first step of each model.
+    """Creates an engine at the first step of each model, and closes all engines.
 
     Args:
         placed: Replacements of megatron-core's functions that return the position of a stage.
@@ -55,12 +55,12 @@ class Engines:
 
     @property
     def has_own_settings(self) -> bool:
-        """Returns whether any model has its own settings."""
+        """Returns whether any model has separate settings."""
         return bool(self._own)
 
     @property
     def has_shared_settings(self) -> bool:
-        """Returns whether any model with shared settings has run a step."""
+        """Returns whether any model without separate settings has run a step."""
         return any(self._settings_of(engine.modules) is None for engine in self._engines)
 
     @property
@@ -69,7 +69,7 @@ class Engines:
         return any(engine.left_open for engine in self._engines)
 
     def give(self, model: Model, settings: Settings) -> None:
-        """Sets separate settings for one model.
+        """Makes ``settings`` the separate settings of ``model``.
 
         Raises:
             ConfigError: The model already has other settings or has run a step, or ``model`` is
@@ -99,13 +99,13 @@ class Engines:
         self._own.append(_OwnSettings(chunks=chunks, settings=settings))
 
     def settings_of(self, model: Model) -> Settings | None:
-        """Returns the settings that were given only for this model, or ``None``."""
+        """Returns the separate settings of ``model``, or ``None`` if it has the shared settings."""
         return self._settings_of(_bare(model)) if self._own else None
 
     def engine_of(
         self, model: Model, shared: Settings, traced: Callable[..., Any] | None
     ) -> Engine:
-        """Returns the engine of a model. Creates the engine at the model's first step.
+        """Returns the engine of ``model``, which is created at the model's first step.
 
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.
@@ -181,7 +181,7 @@ def _name(chunks: Sequence[torch.nn.Module]) -> str:
 
 
 def _change(entry: _OwnSettings, settings: Settings) -> str:
-    """Describes the first setting that differs, with both values."""
+    """Describes the first difference between the settings of ``entry`` and ``settings``."""
     for field in dataclasses.fields(settings):
         before, after = getattr(entry.settings, field.name), getattr(settings, field.name)
         if before != after:

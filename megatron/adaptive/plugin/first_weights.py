@@ -114,7 +114,7 @@ class FirstWeights:
 
     @contextlib.contextmanager
     def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
-        """Seeds all random generators for a part of the model, and restores them afterwards."""
+        """Seeds all random generators for the ``part`` of a model, and restores them afterwards."""
         # A layer inside another layer uses the outer layer's seed.
         if self._is_in_layer or not self._is_on():
             yield
@@ -142,7 +142,7 @@ class FirstWeights:
 
 
 def is_by_layer(model: Any) -> bool:
-    """Returns whether a model's initial weights were drawn by layer."""
+    """Returns whether the initial weights of ``model`` were drawn by layer."""
     return bool(getattr(model, _MARK, False))
 
 

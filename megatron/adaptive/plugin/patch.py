@@ -84,7 +84,7 @@ class Seam:
         self._settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepFunction:
-        """Returns the function that runs a step. Takes the arguments of megatron-core's function.
+        """Returns the function that runs a step, for the arguments of megatron-core's function.
 
         Raises:
             ConfigError: A setting is invalid, or the plugin does not support the step function that
@@ -104,7 +104,8 @@ class Seam:
 
         @functools.wraps(chosen)
         def step(**arguments: Any) -> Any:
-            if not self._in_force:  # uninstall() was called after this function was returned
+            # The program called uninstall() after this function was returned.
+            if not self._in_force:
                 return chosen(**arguments)
             model = arguments["model"]
             shared = self._settings_of_model()
@@ -140,7 +141,7 @@ class Seam:
         os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
     def _kind(self) -> PlacementKind:
-        """Returns the current kind of placement. Called several times per microbatch."""
+        """Returns the current kind of placement. It is called several times per microbatch."""
         return self._settings_of_model().kind
 
     def _draws_by_layer(self) -> bool:
@@ -189,7 +190,7 @@ def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunct
 
 
 def _keeping_outputs(run_step: StepFunction) -> StepFunction:
-    """Wraps megatron-core's own loop so that outputs are kept until they have been sent.
+    """Wraps the loop of megatron-core, so that outputs are kept until they have been sent.
 
     megatron-core frees an output as soon as its send has started. On a GPU this is safe, because
     the stream keeps the memory in use. But gloo sends directly from the output's memory, and a new

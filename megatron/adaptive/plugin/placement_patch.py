@@ -19,9 +19,9 @@ the V begins at position 0, as everywhere in this package.
   numbers and names in checkpoints.
 - Both copies of a tied embedding are on one rank. :mod:`megatron.adaptive.gpt.model_placement`
   handles this. In a checkpoint, the rank has one tensor with two names.
-- A forward step may query whether its rank is the first without specifying a chunk. The result is
-  then for the running chunk, because the first chunk needs a batch's tokens, and the second chunk
-  its labels.
+- A forward step may ask whether its rank is the first without specifying a chunk. The answer is
+  then for the running chunk, because the first chunk needs the tokens of a batch, and the second
+  chunk needs the labels.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CHUNKS = 2
 
 
 class TurnedLayout(PlacedLayout):
-    """Layers of each stage, with positions counted from the pipeline's last rank.
+    """Layout of the layers in stages, with positions counted from the pipeline's last rank.
 
     Args:
         placement: Assignment of pipeline stages to positions.
@@ -129,8 +129,8 @@ class Placed:
         return self._kind() == "v"
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Creates process groups. For a V, embedding groups include the rank of the first stage."""
-        renew_program()  # the program has imported all its modules by now
+        """Creates process groups. In a V, embedding groups include the rank of the first stage."""
+        renew_program()  # The program has imported all of its modules by now.
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
@@ -167,7 +167,7 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes rank 0 build datasets for a V, although it lacks the first and the last stage.
+        """Makes rank 0 build datasets in a V, although it has neither the first nor the last stage.
 
         Rank 0 builds the dataset's indices, which other ranks then read. If rank 0 had no data,
         Megatron-LM would not train on any rank.
@@ -179,7 +179,7 @@ class Placed:
         original(*bound.args, **bound.kwargs)
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
-        """Sets the layout of a V-shaped placement in a model's configuration."""
+        """Sets the layout of a V-shaped placement in the model configuration ``config``."""
         # This function may already have changed this configuration, or the configuration from which
         # it was copied. So restore the original layout first.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
@@ -194,7 +194,7 @@ class Placed:
             )
 
     def _set_up_embeddings(self, original: Callable[..., None], model: Any) -> None:
-        """Makes both copies of a tied embedding equal.
+        """Makes both copies of the tied embedding of ``model`` equal.
 
         megatron-core sets one of the copies to zero.
         """
@@ -220,13 +220,13 @@ class Placed:
             return loaded
         from megatron.adaptive.checkpoint.megatron_state import with_own_storage
 
-        if isinstance(loaded, tuple):  # the other elements list keys that did not match
+        if isinstance(loaded, tuple):  # The other elements list the keys that did not match.
             return (with_own_storage(loaded[0]), *loaded[1:])
         return with_own_storage(loaded)
 
 
 def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Replaces an attribute of ``owner``, and of every module that has imported it by name."""
+    """Replaces the attribute ``name`` of ``owner`` and of every module that imported it by name."""
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
         # Read the module's dictionary, because getattr would trigger imports in lazy modules.
@@ -235,7 +235,7 @@ def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
 
 
 def kind_of(config: Any) -> PlacementKind:
-    """Returns the kind of placement of a model with this configuration."""
+    """Returns the kind of placement of a model with the configuration ``config``."""
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     return layout.placement.kind if isinstance(layout, PlacedLayout) else "loop"
 
@@ -259,7 +259,7 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 
 
 def _check(config: Any) -> None:
-    """Raises an error if a configuration does not support a V-shaped placement."""
+    """Raises an error if the configuration ``config`` does not support a V-shaped placement."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     if chunks != _CHUNKS:
         raise ConfigError(
@@ -315,7 +315,7 @@ def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, stages_of(layers, config.mtp_num_layers or 0)))
 
 
-# Cache layouts, because Megatron-LM creates a configuration object for every batch that it reads.
+# Cache the layouts, because Megatron-LM creates a configuration object for every batch.
 @functools.lru_cache(maxsize=8)
 def _turned(ranks: int, stages: Sequence[Sequence[str]], original: Any) -> TurnedLayout:
     placement = Placement(num_ranks=ranks, num_chunks=_CHUNKS, kind="v")

@@ -42,7 +42,7 @@ _ENDED = "the program ended"
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:
-    """Current training step.
+    """Training step that is currently running.
 
     Attributes:
         iteration: Index of the step, from 1.
@@ -90,7 +90,7 @@ class StepTrace:
         self._rate: float | None = None
         self._done = iteration
         self._total = int(getattr(megatron_arguments(), "train_iters", None) or 0)
-        self._optimizers = 0  # nesting depth of the running optimizer steps
+        self._optimizers = 0  # This is the number of optimizer steps that are currently nested.
         self._update: AbstractContextManager[None] | None = None
         self._hooks = [
             register_optimizer_step_pre_hook(self._update_begins),
@@ -136,7 +136,7 @@ class StepTrace:
         )
 
     def returned(self, reported: Sequence[Any]) -> None:
-        """Stores the loss from the result of a training step.
+        """Stores the loss from ``reported``, the results of the loss function in a training step.
 
         Collective over replicas. On a GPU, this method does not wait for the all-reduce.
         """
@@ -233,7 +233,7 @@ class StepTrace:
 
 
 class _Timed:
-    """Wraps a data iterator and times its reads. Other attributes are those of the iterator.
+    """Wraps a data iterator and times its reads. Other attributes come from the iterator.
 
     Args:
         iterator: Iterator over microbatches.
@@ -263,11 +263,11 @@ class _Timed:
 def stage_sizes(
     job: Job, placement: Placement, pp_rank: int, chunks: Sequence[torch.nn.Module], seq_length: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns each stage's number of layers, and its compute cost in units of one layer.
+    """Returns the number of layers and the compute cost (in layers) of each stage.
 
-    Collective over all ranks. The cost is the stage's number of multiply-adds divided by the number
-    for one layer, as in the trainer of this package. Both results are empty if a chunk has no list
-    of layers.
+    Collective over all ranks. The cost is the stage's number of multiply-adds divided by that of
+    one layer, as in the trainer of this package. Both results are empty if a chunk has no list of
+    layers.
     """
     local = {
         placement.stage_of(pp_rank, chunk): _sizes_of(model, seq_length)
@@ -285,9 +285,9 @@ def stage_sizes(
 
 
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
-    """Returns a chunk's number of layers, and two costs in multiply-adds per token.
+    """Returns the number of layers of ``chunk``, and two costs in multiply-adds per token.
 
-    The first cost is that of one layer, the second cost that of the logits.
+    The first cost is the cost of one layer, and the second is the cost of the logits.
     """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)

@@ -40,7 +40,7 @@ OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
 
 @dataclass(frozen=True, kw_only=True)
 class _PluginFlags:
-    """Defines flags that only the plugin has, and model settings that are checked with flags."""
+    """Flags that exist only in the plugin, and settings of the model that are checked with them."""
 
     moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
 
@@ -118,7 +118,7 @@ class Settings:
             job.
 
     Raises:
-        ConfigError: A value is invalid, or contradicts another setting.
+        ConfigError: A value is invalid, or two settings contradict each other.
     """
 
     schedule: str = "adaptive"
@@ -155,7 +155,7 @@ class Settings:
         self.require()
 
     def require(self, **model: Any) -> None:
-        """Checks that the settings do not contradict each other or the model.
+        """Checks that the settings contradict neither each other nor the model.
 
         Args:
             **model: Settings of the model and of its division into chunks.
@@ -190,7 +190,7 @@ class Settings:
             _require_iterations(self.profile_step_start, self.profile_step_end)
 
     def kernel_iterations(self, rank: int, arguments: Any) -> range:
-        """Returns the iterations whose kernels a rank records, or an empty range.
+        """Returns the iterations in which ``rank`` records kernels, or an empty range.
 
         Args:
             rank: Global rank.
@@ -246,7 +246,7 @@ class Settings:
         return splits == "always" or bool(self.split_backward)
 
     def in_process_of(self, shared: Settings) -> Settings:
-        """Returns a copy of one model's settings, with the process-wide settings of ``shared``.
+        """Returns a copy of these settings with the process-wide settings of ``shared``.
 
         Args:
             shared: Settings of models without separate settings.
@@ -258,7 +258,7 @@ class Settings:
         return dataclasses.replace(self, **common)
 
     def require_of_model(self) -> None:
-        """Checks that these settings are allowed for a single model.
+        """Checks that these settings may be set for a single model.
 
         Raises:
             ConfigError: A setting that all models of the process share differs from its default.
@@ -287,7 +287,7 @@ class Settings:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the plugin's flags to a parser.
+    """Adds the plugin's flags to ``parser``.
 
     Pass this function as ``extra_args_provider`` to Megatron-LM's ``pretrain``.
 
@@ -304,7 +304,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _require_iterations(first: int, end: int) -> None:
-    """Raises ``ConfigError`` if the range from ``first`` up to ``end``, exclusive, is empty."""
+    """Raises ``ConfigError`` if the range from ``first`` to ``end`` (exclusive) is empty."""
     if first >= end:
         raise ConfigError(
             "profile_step_end must be greater than profile_step_start, got "

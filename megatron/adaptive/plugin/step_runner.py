@@ -71,7 +71,7 @@ class Watch:
         self._guard: HangGuard | None = None
 
     def begin(self, job: Job, settings: Settings) -> None:
-        """Starts the hang detector when a model has been connected. Collective over all ranks."""
+        """Starts the hang detector, once a model is connected. Collective over all ranks."""
         # Python runs exit functions in reverse order of registration. So register this function
         # after those of the model's channels and trace, to make it run before them.
         atexit.unregister(self._close)
@@ -148,10 +148,11 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        self._step: int | None = None  # number of microbatches of the current training step
-        # Times of the last training step, and the step's number of microbatches.
+        # This is the number of microbatches in the current training step.
+        self._step: int | None = None
+        # This tuple contains the times of the last training step, and its number of microbatches.
         self._done: tuple[RankTimes, int] | None = None
-        self._runs = False  # True while a step is running
+        self._runs = False  # This is true while a step is running.
         self.left_open = False
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
@@ -210,7 +211,7 @@ class Engine:
             self._runs = False
 
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Counts the step, and adds keyed dropout and traced data reads to its arguments."""
+        """Counts the step, and adds keyed dropout and traced data reads to ``arguments``."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
         # Use Megatron-LM's iteration if it exists, because Megatron-LM may repeat a step to check
         # that the results are the same.
@@ -227,7 +228,7 @@ class Engine:
         return arguments
 
     def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a forward step so that ``placed`` knows which chunk is running."""
+        """Wraps ``forward_step_func`` so that ``placed`` knows which chunk is running."""
         numbers = {id(chunk): number for number, chunk in enumerate(self._chunks)}
         placed = self._placed
 
@@ -265,7 +266,7 @@ class Engine:
             self.left_open = True
 
     def _check_same_pipeline(self, groups: ModelGroups, num_chunks: int) -> None:
-        """Raises an error if ranks or chunks differ from those of the model's first step."""
+        """Raises an error if ranks or chunks differ from those in the model's first step."""
         placement = self._orders.placement
         num_ranks = groups.pp.size()
         if num_ranks == placement.num_ranks and num_chunks == placement.num_chunks:
@@ -326,7 +327,7 @@ class Engine:
         self._watch.begin(self._job, settings)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns this rank's current activity. The hang detector's thread calls this method."""
+        """Returns what this rank is doing. The hang detector's thread calls this method."""
         activity = {} if self._trace is None else self._trace.tracing.now()
         if self._wiring is not None:
             activity |= self._wiring.executor.evidence()
@@ -358,7 +359,7 @@ class Engine:
             work=work,
             pp_rank=orders.pp_rank,
             model_groups=self._groups,
-            # megatron-core's own schedule sends its messages itself.
+            # The schedule of megatron-core sends its messages itself.
             transport="" if self._traced is not None else self._settings.channels.forced or "",
             collector=self._settings.trace_otlp,
         )
@@ -425,14 +426,14 @@ class Engine:
             loads=None,
             gain=None,
             cap=settings.activation_cap,
-            # Megatron-LM has already built the model, so its placement cannot change
+            # Megatron-LM has already built the model, so its placement cannot change.
             can_turn=False,
             timeout_s=settings.timeout_s,
             say=self._say,
         )
 
     def _tune(self) -> None:
-        """Passes the last training step's times to the tuner, which may choose another schedule."""
+        """Passes the times of the last step to the tuner, which may choose a different schedule."""
         done = self._done
         self._done = None
         if self._tuner is None or done is None:
@@ -443,7 +444,7 @@ class Engine:
             self._tuner = None
 
     def _choose_split(self, config: Any) -> bool:
-        """Returns whether weight gradients are separate actions. The result is equal on all ranks.
+        """Returns whether weight gradients are separate actions, which is equal on all ranks.
 
         Collective over all ranks.
         """
@@ -531,7 +532,7 @@ class Engine:
         )
 
     def _finish_step(self) -> None:
-        """Waits until the device has completed the current training step, if any, and ends it."""
+        """Waits until the device has completed the current training step, and ends the step."""
         step = self._step
         self._step = None
         waits = self._trace is not None or self._tuner is not None
@@ -560,9 +561,9 @@ def _this_device() -> Accelerator:
 
 
 def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
-    """Returns the settings, including those of MoE layers, that must be equal on all ranks."""
+    """Returns all settings that must be equal on all ranks, including those of MoE layers."""
     shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    for name in ("trace_dir", "schedule_file"):  # paths may differ between ranks
+    for name in ("trace_dir", "schedule_file"):  # Paths may differ between ranks.
         shared.pop(name, None)
     for name in ("overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type"):
         shared[name] = getattr(config, name, None)

@@ -47,7 +47,7 @@ _SEVERAL_INPUTS = {
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
-    """Raises an error if the engine does not support the arguments of a step.
+    """Raises an error if the engine does not support ``arguments``, the arguments of a step.
 
     Args:
         arguments: Arguments for megatron-core's function that runs a step.
@@ -150,7 +150,7 @@ def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
 
 
 def _check_fp8(config: Any, settings: Settings, groups: ModelGroups) -> None:
-    """Raises an error for fp8 with delayed scaling under a run-time rule.
+    """Raises an error if fp8 with delayed scaling is combined with a run-time rule.
 
     With delayed scaling, each forward pass reduces scaling factors over replicas. Under a run-time
     rule, replicas may run their forward passes in different orders.
@@ -206,7 +206,7 @@ def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> No
 def why_not_by_default(
     config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
 ) -> str | None:
-    """Returns the reason why separate weight gradients may not pay off, or ``None`` if they do.
+    """Returns why separate weight gradients may not pay off, or ``None`` if they do.
 
     Usually, a backward by inputs (B) frees more memory than it keeps for the later backward by
     weights (W), so the limit on activations still holds. In the cases that this function detects, B

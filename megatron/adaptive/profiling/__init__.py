@@ -1,1 +1,1 @@
-"""Measures times of layers and links, and free memory, for planning and choosing schedules."""
+"""Measures layers, links and free memory, for the planner and for the choice of schedules."""

@@ -30,14 +30,14 @@ _QUARTILES_OF_SIGMA = 1.349
 
 
 def now(device: torch.device) -> float:
-    """Waits until the device has completed all work, then reads a monotonic clock, in seconds."""
+    """Waits until ``device`` is idle, and returns the value of a monotonic clock in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def time_call(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Returns the median time of a function call in seconds.
+    """Returns the median time of ``call`` in seconds.
 
     Args:
         call: Function to time.
@@ -75,7 +75,7 @@ def time_microbatches(
         device: Device on which the stages run.
         repeats: Maximum number of microbatches to time, after the warm-up.
         split: Whether weight gradients are computed as a separate action W.
-        enough_s: Duration of a microbatch in seconds from which nothing is repeated.
+        enough_s: If a microbatch takes at least this time in seconds, it is not repeated.
 
     Returns:
         Three lists of durations in seconds (forward passes, backward passes, and weight-gradient
@@ -107,7 +107,7 @@ def time_microbatches(
 
 
 def spread(lanes: Iterable[Sequence[float]]) -> float:
-    """Returns the relative standard deviation of durations.
+    """Returns the relative standard deviation of the durations in ``lanes``.
 
     Each duration is divided by the median of its own sequence. The result is the standard deviation
     of the logarithms. It is computed from quartiles, so that a few actions that the operating

@@ -17,7 +17,7 @@ _LIMIT_S = 30.0
 
 
 class CheckJob:
-    """This rank's part of a job that only checks the cluster.
+    """Connects this rank to a job that only checks the cluster.
 
     Args:
         environment: Rank of this process, number of ranks, and address of the rendezvous.
@@ -26,7 +26,7 @@ class CheckJob:
             backend that training would use.
 
     Attributes:
-        job: Environment of this process: ranks, device, process groups.
+        job: Ranks, device and process groups of this process.
 
     Raises:
         TransportError: The rendezvous failed.
@@ -64,7 +64,7 @@ class CheckJob:
         )
 
     def close(self) -> None:
-        """Disconnects from the other ranks. Rank 0 is last, because it serves the store."""
+        """Disconnects from the other ranks. Rank 0 exits last, because it serves the store."""
         environment = self.job.environment
         dist.barrier(group=self.job.control_group)
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Briefly measures one rank's device: matmuls, memory, copies to and from a GPU, and clock."""
+"""Briefly measures the device of a rank: its matmuls, memory, copies and clock rate."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _CPU_FOLDER = Path("/sys/devices/system/cpu")
 
 
 def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> list[Figure]:
-    """Measures the device of this process.
+    """Measures the device of this process for about ``seconds`` per quantity.
 
     Args:
         accelerator: Device of this process.
-        ranks: Tuple of this process's global rank, stored in the figures.
+        ranks: Tuple that contains only the global rank of this process. It is stored in the
+            results.
         seconds: Minimum duration of each measurement in seconds.
 
     Returns:
-        Figures of the device. Some figures are missing if a GPU has too little free memory to
-        measure them.
+        Measurements of the device. Some are missing if a GPU has too little free memory.
     """
     device = accelerator.device
     gpu = known_gpu(accelerator.name) if device.type == "cuda" else None
@@ -72,16 +72,16 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
         source = torch.zeros(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         speed = 0.0 if gpu is None or shared else gpu.memory_bytes_per_s
-        # counts both the read and the write
+        # The copied bytes count twice, because each byte is read and written.
         add(MEMORY, 2.0 * size, lambda: target.copy_(source), speed)
         if device.type == "cuda":
-            # torch keeps pinned memory for later tensors, so allocate only a little.
+            # torch caches pinned memory for later tensors, so allocate only a small tensor.
             host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
             part = target[:_COPIED_BYTES]
             add(TO_DEVICE, float(len(host)), lambda: part.copy_(host, non_blocking=True))
             add(FROM_DEVICE, float(len(host)), lambda: host.copy_(part, non_blocking=True))
     except torch.cuda.OutOfMemoryError:
-        return figures  # during training, a GPU may have too little memory for the probe
+        return figures  # During training, a GPU may have too little free memory for the probe.
     if clock_hz:
         figures.append(
             Figure(measure=CLOCK, ranks=ranks, peers=peers, value=clock_hz, sheet=most_hz)
@@ -90,10 +90,10 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
 
 
 def _mean_s(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Returns the mean time of a call in seconds, over calls repeated for ``seconds``.
+    """Returns the mean time of ``call`` in seconds, over calls repeated for ``seconds``.
 
-    A quota or another program may interrupt a process for some milliseconds, often longer than a
-    call takes. The median would hide such interruptions.
+    A quota or a different program may interrupt a process for some milliseconds, often longer than
+    a call takes. The median would hide such interruptions.
     """
     call()
     count = 0
@@ -106,7 +106,7 @@ def _mean_s(call: Callable[[], Any], device: torch.device, seconds: float) -> fl
 
 
 def _clock_hz(device: torch.device) -> tuple[float, float]:
-    """Returns the current and the maximum frequency of a device in Hz, or 0 if unknown."""
+    """Returns the current and the maximum clock rate of ``device`` in Hz, or 0 if unknown."""
     if device.type == "cuda":
         try:
             return torch.cuda.clock_rate(device) * 1e6, 0.0
@@ -127,7 +127,7 @@ def _clock_hz(device: torch.device) -> tuple[float, float]:
 
 
 def _listed_clock_hz() -> float:
-    """Returns the mean frequency in ``/proc/cpuinfo`` in Hz, or 0 if the file lists none."""
+    """Returns the mean frequency in ``/proc/cpuinfo`` in Hz, or 0 if the file has no frequency."""
     try:
         lines = _CPU_INFO.read_text().splitlines()
         listed = [float(line.rpartition(":")[2]) for line in lines if line.startswith("cpu MHz")]

@@ -1,4 +1,4 @@
-"""Finds the nodes that a probe measured as slow, and the figures with which they pass again.
+"""Finds the nodes that a probe measured as slow, and the limits for using them again.
 
 A slow rank, link or group within a node is the fault of that node. A slow link between two nodes is
 the fault of the node with the larger share of slow links::
@@ -21,14 +21,14 @@ from megatron.adaptive.profiling.probe_findings import MEASURES, OF_DEVICE, OF_L
 
 @dataclass(frozen=True, kw_only=True)
 class FailedNode:
-    """Node that failed a probe.
+    """Node that was too slow in a probe.
 
     Attributes:
         node: Name of the node.
-        text: Description of the node's worst outlier: subject, quantity, figure, and the median of
-            other subjects.
-        limits: Minimum figure of each quantity with which the node passes again, in bytes/s, FLOP/s
-            or Hz. Empty if the node cannot measure the quantity alone, as for a slow link.
+        text: Description of the node's worst outlier, with the measured value and the median of
+            comparable measurements.
+        limits: Minimum value of each quantity for using the node again, in bytes/s, FLOP/s or Hz.
+            Empty if the node cannot measure the quantity alone, as for a slow link.
     """
 
     node: str
@@ -36,12 +36,12 @@ class FailedNode:
     limits: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the node's entry in ``progress.jsonl``."""
+        """Returns this object as a dict, for the node's entry in ``progress.jsonl``."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, entry: Any) -> FailedNode | None:
-        """Reads an entry of ``progress.jsonl``. Returns ``None`` if the entry is damaged."""
+        """Reads ``entry`` of ``progress.jsonl``. Returns ``None`` if it is damaged."""
         if not isinstance(entry, dict):
             return None
         node = entry.get("node")
@@ -62,7 +62,7 @@ def find_failed_nodes(
 
     Args:
         outliers: Outliers of the probe.
-        figures: All figures of the probe.
+        figures: All measurements of the probe.
         nodes: Name of the node of each global rank.
     """
     shares = _slow_shares(outliers, figures, nodes)
@@ -82,7 +82,7 @@ def find_failed_nodes(
 def _slow_shares(
     outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
 ) -> dict[str, float]:
-    """Returns each node's fraction of slow links, among its links to other nodes."""
+    """Returns the fraction of slow links among the links of each node to other nodes."""
 
     def links_of(ranks: set[tuple[int, ...]]) -> Counter[str]:
         pairs = ({nodes[rank] for rank in link} for link in ranks)
@@ -94,7 +94,7 @@ def _slow_shares(
 
 
 def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str]) -> str | None:
-    """Returns the node that caused an outlier, or ``None`` if it is unknown."""
+    """Returns the node that caused ``outlier``, or ``None`` if it is unknown."""
     involved = list(dict.fromkeys(nodes[rank] for rank in outlier.ranks))
     if len(involved) == 1:
         return involved[0]
@@ -106,7 +106,7 @@ def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str
 
 
 def _limit(outlier: Outlier) -> float:
-    """Returns the minimum figure that is not an outlier, in the figure's own unit."""
+    """Returns the smallest value that is not an outlier, in s, bytes/s, FLOP/s or Hz."""
     measure = MEASURES[outlier.measure]
     reference = outlier.median / measure.scale
     if outlier.is_against_sheet:

@@ -1,4 +1,4 @@
-"""Measures the memory that a process may still allocate, and describes its node for the planner.
+"""Measures the memory that a process may still allocate, for the planner.
 
 ::
 
@@ -49,7 +49,7 @@ The kernel writes a value of almost 2**63 in this case.
 
 
 def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
-    """Returns the size in bytes that this process may allocate beyond its current tensors.
+    """Returns the number of bytes that this process may allocate in addition to its tensors.
 
     Args:
         accelerator: Device of this process.
@@ -72,7 +72,7 @@ def available_host_bytes() -> int:
     """Returns the host memory in bytes that all ranks of this machine may still allocate.
 
     The result is the minimum of the machine's available memory and the remaining memory of each
-    control group. Page cache that the kernel can reclaim is treated as free.
+    control group. Page cache that the kernel can reclaim counts as free.
     """
     candidates = [*_meminfo("MemAvailable")]
     for limit, usage, cached in _groups():
@@ -81,7 +81,7 @@ def available_host_bytes() -> int:
 
 
 def process_bytes(accelerator: Accelerator) -> int:
-    """Returns the memory in bytes that this process uses besides tensors.
+    """Returns the number of bytes that this process uses in addition to its tensors.
 
     On a GPU, this is the CUDA context. It cannot be distinguished from memory of other processes,
     so no other process should use the GPU. On a CPU, it is the resident memory of the process, so
@@ -97,7 +97,7 @@ def process_bytes(accelerator: Accelerator) -> int:
 
 
 def total_host_bytes() -> int:
-    """Returns this machine's memory in bytes, or the limit of a control group if it is lower."""
+    """Returns the machine's memory in bytes, or the limit of a control group if it is lower."""
     return min([*_meminfo("MemTotal"), *(limit for limit, _, _ in _groups())], default=0)
 
 
@@ -128,13 +128,13 @@ def _groups() -> list[tuple[int, int, int]]:
 
 
 def gpu_name(accelerator: Accelerator) -> str:
-    """Returns the device's name in profile files and cluster descriptions."""
+    """Returns the name of the device for profile files and cluster descriptions."""
     gpu = known_gpu(accelerator.name)
     return accelerator.name.lower().replace(" ", "-") if gpu is None else gpu.name
 
 
 def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
-    """Returns this process's node as an entry of ``nodes`` in a profile file.
+    """Returns the entry of this process's node in ``nodes`` of a profile file.
 
     Args:
         accelerator: Device of this process.
@@ -146,8 +146,8 @@ def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
 
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
         if accelerator.backend == "nccl":
-            # NCCL channels of a job need GPU memory. None of them are open yet, so their size is
-            # added.
+            # The NCCL channels of a job also need GPU memory. They are not open yet, so their size
+            # is added here.
             process["context_bytes"] += CHANNELS_BYTES
     else:
         memory = total_host_bytes() // ranks_here

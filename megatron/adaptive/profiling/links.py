@@ -1,4 +1,4 @@
-"""Measures links between ranks, and all-reduces within nodes, as a training run would use them.
+"""Measures links between ranks and all-reduces within nodes, as a training run uses them.
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. It separates the
 latency of a message from its occupancy, which is the additional time of each further message::
@@ -42,10 +42,10 @@ NO_STEP = -1
 
 _BURST = 4
 _GO = 0
-"""Index of the chunk in the label of a message, used as a signal that another round follows."""
+"""Index of the chunk in the label of a message. It signals that a further round follows."""
 
 _STOP = 1
-"""Index of the chunk in the label of a message, used as a signal that this round is the last."""
+"""Index of the chunk in the label of a message. It signals that this round is the last."""
 
 _LONG_S = 0.2
 """Maximum time of a message in seconds. After a slower message, no larger message is sent, because
@@ -139,7 +139,7 @@ def _send(transport: Transport, peer: int, payload: torch.Tensor, count: int, ch
 
 
 def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
-    """Waits for the next message from a peer during a measurement.
+    """Waits for the next message from ``peer`` during a measurement, and returns it.
 
     Raises:
         DeadlineError: No message arrived within ``timeout_s``.
@@ -249,7 +249,7 @@ def measure_links(
 
 
 def sizes_up_to(most_bytes: float) -> tuple[int, ...]:
-    """Returns at least two message sizes to measure, if no message exceeds ``most_bytes``."""
+    """Returns the message sizes to measure if messages have at most ``most_bytes`` bytes."""
     needed = sum(size < most_bytes for size in SIZES) + 1
     return SIZES[: max(2, needed)]
 

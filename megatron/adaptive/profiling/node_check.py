@@ -1,8 +1,8 @@
-"""Measures a node that an elastic job does not use. The node's forkserver runs this program.
+"""Measures a node that is not used by its elastic job. The node's forkserver runs this program.
 
 The program measures the device that ``LOCAL_RANK`` selects. Its argument is a JSON object with
-``limits``, the minimum figure of each quantity. Its exit status is 0 if the device reaches all
-limits, otherwise :data:`STATUS_FAILS`.
+``limits``, the minimum value of each quantity. It exits with status 0 if the device reaches all
+limits, otherwise with :data:`STATUS_FAILS`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.profiling.device_probe import measure_device
 
 STATUS_FAILS = 3
-"""Exit status of the program if the device is still too slow."""
+"""Exit status of the program if the device is too slow."""
 _TRIES = 5
 _SECONDS = 0.05
 _PAUSE_S = 0.2
 
 
 def passes(limits: Mapping[str, float]) -> bool:
-    """Returns whether this process's device reaches each limit at least once in five tries.
+    """Returns whether the device of this process reaches each limit in one of five tries.
 
     Args:
-        limits: Minimum figure of each quantity, in bytes/s, FLOP/s or Hz.
+        limits: Minimum value of each quantity, in bytes/s, FLOP/s or Hz.
     """
     environment = Environment.read()
     if environment.omp_num_threads is None:
@@ -48,7 +48,7 @@ def passes(limits: Mapping[str, float]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures the device and returns the exit status."""
+    """Measures the device with ``arguments[0]`` (JSON), and returns the exit status."""
     limits = parse_json(arguments[0])["limits"]
     return 0 if passes(limits) else STATUS_FAILS
 

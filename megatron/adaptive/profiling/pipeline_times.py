@@ -2,9 +2,9 @@
 
 Each rank measures its stages. The measurements of all ranks are combined into a
 :class:`~megatron.adaptive.schedule.workload.StageProfile`, which the planner and
-``schedule.choose_by_simulation`` use. The first stage also computes the embedding, and the last
-stage the loss, so their actions take longer than their layers. Therefore :class:`LayerShare`
-measures the layers with hooks on the modules.
+``schedule.choose_by_simulation`` use. Actions of the first stage include the embedding, and actions
+of the last stage include the loss. Therefore :class:`LayerShare` measures the layers with hooks on
+the modules.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Sample:
     links: dict[int, Link] = field(default_factory=dict)
 
     def add(self, actions: Iterable[tuple[Action, int]], num_slices: int = 1) -> None:
-        """Adds the measurements of a step.
+        """Adds the durations of one step.
 
         Args:
             actions: Pairs of an action and its duration in nanoseconds.
@@ -127,7 +127,7 @@ def profile_of(
 def _microbatch_factors(
     samples: Sequence[Sample], placement: Placement, num_microbatches: int
 ) -> tuple[list[list[float]], float]:
-    """Separates the effect of microbatches' lengths from the random variation of actions.
+    """Separates the effect of microbatch lengths on durations from random variation.
 
     All ranks of a replica process the same microbatches. A longer microbatch takes longer on all of
     them, while noise differs between ranks. Therefore a microbatch's factor is its time divided by
@@ -173,7 +173,7 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns how many microbatches' activations fit into memory on all ranks in another layout.
+    """Returns how many microbatches fit into memory on all ranks in another layout.
 
     Args:
         samples: Measurements under ``present``, at least one from every rank.
@@ -254,7 +254,7 @@ class LayerShare:
             marks.clear()
 
     def share(self, chunk: int) -> float:
-        """Returns the median fraction of a forward pass that a chunk's layers take.
+        """Returns the median fraction of a forward pass that the layers of ``chunk`` take.
 
         The result is 1 for a chunk that is not measured. The device must have completed the forward
         passes, as is the case between two steps.
@@ -265,7 +265,7 @@ class LayerShare:
         return statistics.median(shares) if shares else 1.0
 
     def parts(self, chunk: int) -> tuple[float, ...]:
-        """Returns each layer's fraction of the time of all layers in a chunk.
+        """Returns each layer's fraction of the time of all layers in ``chunk``.
 
         The result is empty if the chunk's layers are not measured separately.
         """
@@ -284,7 +284,7 @@ class LayerShare:
         return 4 + len(self._layers.get(chunk, ()))
 
     def _times(self, chunk: int) -> list[list[int]]:
-        """Returns the times of each complete forward pass, in nanoseconds.
+        """Returns the times of each complete forward pass through ``chunk``, in nanoseconds.
 
         The times are, in order: start of the model, start of the block of layers, end of each
         measured layer, end of the block, end of the model.
@@ -295,7 +295,7 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Creates a hook that records the time. With ``begins``, it starts a new forward pass."""
+        """Returns a hook that records the time. With ``begins``, it starts a new forward pass."""
         complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:

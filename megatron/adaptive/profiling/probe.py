@@ -1,6 +1,6 @@
-"""Briefly measures every rank, link and group of a job, to find slow subjects before training.
+"""Briefly measures every rank, link and group of a job, to find slow hardware before training.
 
-This table lists the measurements. Figures of the same class are compared with each other:
+This table lists the measurements. Measurements of the same class are compared with each other:
 
 =================  ==============================================  ============================
 figure             measurement                                     class
@@ -16,9 +16,9 @@ all-to-all         median over an expert-parallel group            same kind, si
 checkpoint folder  a file written, flushed and read again          all nodes
 =================  ==============================================  ============================
 
-Subjects are measured in batches (see ``probe_layout``). Each subject is measured twice, and the
-better figure is used. Outliers are measured again. ``doctor --probe`` connects the ranks itself.
-The trainer probes over its own channels and groups.
+Measurements are made in batches (see ``probe_layout``). Each measurement is made twice, and the
+better value is used. Outliers are measured again. ``doctor --probe`` connects the ranks itself. The
+trainer probes over its own channels and groups.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _REDUCED_BYTES = {"cpu": 256 << 10, "cuda": 16 << 20}
 _FILE_BYTES = 16 << 20
 _LEAST_REPEATS = 3
 _ROUNDS = Rounds(burst=4, least=4)
-_MOST_IN_FLIGHT = 8  # maximum number of messages in flight in one direction
+_MOST_IN_FLIGHT = 8  # This is the maximum number of messages in flight in one direction.
 _WAIT_S = 10.0
 _CONFIRMATIONS = 3
 
@@ -79,7 +79,7 @@ def _message_bytes(accelerator: Accelerator) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedGroup:
-    """Process group of this rank.
+    """Process group that contains this rank.
 
     Attributes:
         ranks: Global ranks of the group's members, in ascending order.
@@ -92,7 +92,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """Subjects (ranks to measure), and the function that these ranks call for each of them."""
+    """One kind of measurement, with the ranks on which it is made."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -100,11 +100,12 @@ class _Check:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReport:
-    """Result of a probe.
+    """Result of measuring the ranks, links and groups of a job.
 
     Attributes:
-        figures: Figures of all subjects, each the better of two measurements.
-        outliers: Figures that are much worse than expected.
+        figures: Measurements of all ranks, links and groups. Each is the better of two
+            measurements.
+        outliers: Measurements that are much worse than expected.
         seconds: Duration of the probe in seconds.
     """
 
@@ -165,8 +166,8 @@ class Probe:
     def run(self) -> ProbeReport:
         """Measures everything twice and looks for outliers. Collective over all ranks.
 
-        Outliers are measured again, because on a busy machine both measurements of a subject may
-        have been disturbed.
+        Outliers are measured again, because other programs on a busy machine may have disturbed
+        both measurements.
 
         Returns:
             Figures and outliers, equal on all ranks.
@@ -192,7 +193,7 @@ class Probe:
         )
 
     def _checks(self) -> list[_Check]:
-        """Returns the measurements to make and their subjects, which are equal on all ranks."""
+        """Returns the measurements to make, which are equal on all ranks."""
         world = range(dist.get_world_size())
         links = {
             (min(rank, peer), max(rank, peer))
@@ -212,7 +213,7 @@ class Probe:
         return checks
 
     def _each(self, check: _Check) -> list[Figure]:
-        """Measures all subjects in batches and returns their figures. Collective over all ranks."""
+        """Makes the measurement ``check`` on all its ranks. Collective over all ranks."""
         most_busy = [facts["most_busy"] for facts in self._facts]
         turns = batches(check.subjects, self._machines, most_busy)
         measured = [figure for ranks in self._turns.each(turns) for figure in check.measure(ranks)]
@@ -226,11 +227,11 @@ class Probe:
         ]
 
     def _rank(self, ranks: Ranks) -> list[Figure]:
-        """Measures this rank's device."""
+        """Measures the device of this rank."""
         return measure_device(self._job.accelerator, ranks, self._seconds)
 
     def _link(self, ranks: Ranks) -> list[Figure]:
-        """Measures the link between this rank and another rank."""
+        """Measures the link between the two ranks in ``ranks``, of which this rank is one."""
         assert self._transport is not None
         peer = sum(ranks) - self._job.rank
         kind = self._facts[ranks[0]]["links"][ranks[1]]
@@ -261,7 +262,7 @@ class Probe:
         return figures
 
     def _payloads(self) -> dict[str, torch.Tensor]:
-        """Returns the messages to send over a link, by the figure that each message measures."""
+        """Returns the messages to send over a link, by the quantity that each message measures."""
         if self._message is not None:
             return {LARGE_MESSAGE: self._message}
         accelerator = self._job.accelerator
@@ -272,7 +273,7 @@ class Probe:
         }
 
     def _group(self, ranks: Ranks, *, kind: str) -> list[Figure]:
-        """Measures the collectives of one of this rank's groups."""
+        """Measures the collectives of this rank's group of the given ``kind``."""
         device = self._job.accelerator.device
         group = self._groups[kind].group
         nodes = len({self._machines[rank] for rank in ranks})
@@ -297,7 +298,7 @@ class Probe:
         return figures
 
     def _files(self, ranks: Ranks) -> list[Figure]:
-        """Writes a file to the checkpoint folder, reads it, and removes it."""
+        """Measures how fast this rank writes a file to the checkpoint folder and reads it."""
         assert self._folder is not None
         path = self._folder / f".probe-{self._job.rank}"
         try:
@@ -338,10 +339,10 @@ class ProbeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class JobReport:
-    """Result of probing a job.
+    """Result of a probe, with the host names of the ranks.
 
     Attributes:
-        report: Figures and outliers.
+        report: Measurements and outliers.
         hosts: Host name of each global rank.
     """
 
@@ -398,7 +399,7 @@ def probe_job(
 
 
 def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
-    """Creates a layout's process groups, and returns this rank's groups. Collective."""
+    """Creates the process groups of ``layout``, and returns those of ``rank``. Collective."""
     made: dict[str, ProbedGroup] = {}
     for kind, groups in layout.groups().items():
         for ranks in groups:
@@ -432,13 +433,13 @@ class Turns:
         self._series = 0
 
     def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
-        """Yields each of this rank's subjects when its turn comes.
+        """Yields the ranks of each measurement that includes this rank, when its turn comes.
 
-        The turn of a subject ends when the caller requests the next subject. The caller must
-        iterate to the end.
+        A turn ends when the caller requests the next element. The caller must iterate to the end.
 
         Args:
-            batches: Subjects of each turn, which have no rank in common. Equal on all ranks.
+            batches: Ranks of each measurement, by turn. The measurements of a turn have no rank in
+                common. Equal on all ranks.
         """
         self._series += 1
         for number, batch in enumerate(batches):
@@ -450,18 +451,18 @@ class Turns:
                     self._end(number, sum(map(len, batch)))
 
     def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
-        """Deletes the keys of the last series. All its turns must have ended."""
+        """Deletes the keys of the last series. All of its turns must have ended."""
         if self._job.is_first:
             for number in range(len(batches)):
                 self._store.delete_key(self._key(number, "done"))
                 self._store.delete_key(self._key(number + 1, "go"))
 
     def note(self, text: str) -> None:
-        """Makes :meth:`is_noted` return true for this text on all ranks, in later turns."""
+        """Makes :meth:`is_noted` return true for ``text`` on all ranks in later turns."""
         self._store.set(f"noted/{text}", "")
 
     def is_noted(self, text: str) -> bool:
-        """Returns whether any rank has called :meth:`note` with this text in an earlier turn."""
+        """Returns whether any rank called :meth:`note` with ``text`` in an earlier turn."""
         return bool(self._store.check([f"noted/{text}"]))
 
     def _end(self, number: int, count: int) -> None:
@@ -473,12 +474,12 @@ class Turns:
 
 
 def _kinds_of(transport: Transport) -> dict[int, str]:
-    """Returns the kind of transport that is used for each peer."""
+    """Returns the kind of transport to each peer of ``transport``."""
     return {peer: str(link["kind"]) for peer, link in transport.describe_links().items()}
 
 
 def _write_and_read(path: Path) -> tuple[float, float]:
-    """Returns the times in seconds to write and flush a file, and to read it from the disk."""
+    """Returns the times in seconds to write and flush the file ``path``, and to read it."""
     block = bytes(1 << 20)
     begin_s = time.perf_counter()
     with path.open("wb", buffering=0) as file:

@@ -1,18 +1,19 @@
-"""Compares the figures of a probe, and finds the ranks, links and groups that are outliers.
+"""Finds outliers among the measurements of a probe.
 
-A figure is compared with the median of the other figures of its class, for example of all links
-between two nodes. A figure is an outlier if both conditions hold:
+A measurement is compared with the median of the other measurements of its class, for example of all
+links between two nodes. It is an outlier if both conditions hold:
 
-- It is worse than the others' median by at least the factor of its measure (:data:`MEASURES`).
+- It is worse than the median of the other measurements by at least the factor of its quantity
+  (:data:`MEASURES`).
 - Its distance from the median is more than four times the usual distance. The usual distance is
   1.4826 times the median of the absolute distances from the median. For normally distributed
-  figures, it equals the standard deviation. Speeds are converted to times for this comparison,
-  because a slow rank's time may be far from the others, but its speed is never below 0.
+  measurements, it equals the standard deviation. Speeds are converted to times for this comparison,
+  because the time of a slow rank may be far from the median, but its speed is never below 0.
 
-The first condition matters on quiet machines, where figures hardly differ, and the second on noisy
-machines. If there is a data sheet, all other figures are compared with it. Every figure is the
-better of two measurements at different times, because a program that runs briefly disturbs at most
-one measurement.
+The first condition matters on quiet machines, where measurements hardly differ, and the second on
+noisy machines. If there is a data sheet, the measurements are also compared with it. Every
+measurement is the better of two measurements at different times, because a program that runs
+briefly disturbs at most one of them.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _SLOW_DISK = "check the folder's mount on this node, and which other programs us
 
 @dataclass(frozen=True)
 class Measure:
-    """Quantity that a probe measures.
+    """Quantity that a probe measures, with the limits for outliers.
 
     Attributes:
-        unit: Unit in which figures are printed.
-        scale: Factor that converts a figure from s, bytes/s, FLOP/s or Hz to ``unit``.
+        unit: Unit in which measurements are printed.
+        scale: Factor that converts a measurement from s, bytes/s, FLOP/s or Hz to ``unit``.
         least_factor: Minimum factor by which an outlier is worse than the median of its class.
         least_sheet: Minimum value as a fraction of the data sheet's value, or 0 without a data
             sheet.
@@ -92,14 +93,14 @@ OF_LINK = (SMALL_MESSAGE, LARGE_MESSAGE)
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Result of one measurement.
+    """Measured value of a rank, link or group.
 
     Attributes:
         measure: Name of the quantity, a key of :data:`MEASURES`.
-        ranks: Global ranks of the subject.
-        peers: Class of subjects with which this subject is compared.
+        ranks: Global ranks that were measured.
+        peers: Class of measurements with which this measurement is compared.
         value: Measured value in seconds, bytes/s, FLOP/s or Hz, or 0 if the measurement failed.
-        sheet: Value of the data sheet in the same unit, or 0 if there is none.
+        sheet: Value of the data sheet in the same unit, or 0 if it is unknown.
         error: Error message if the measurement failed, otherwise empty.
     """
 
@@ -113,16 +114,16 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlier:
-    """Figure that is much worse than expected.
+    """Measurement that is much worse than expected.
 
     Attributes:
         measure: Name of the quantity, a key of :data:`MEASURES`.
-        ranks: Global ranks of the subject.
+        ranks: Global ranks that were measured.
         nodes: Host name of each rank in ``ranks``, in the same order.
-        peers: Class of subjects with which this subject was compared.
+        peers: Class of measurements with which this measurement was compared.
         value: Measured value in ``unit``, or 0 if the measurement failed.
-        median: Median of the class without this figure, in ``unit``, or the data sheet's value. It
-            is 0 if the measurement failed.
+        median: Median of the other measurements of the class, in ``unit``, or the data sheet's
+            value. It is 0 if the measurement failed.
         unit: Unit of ``value`` and ``median``.
         is_against_sheet: Whether ``median`` is the data sheet's value.
         text: Finding for the user, in one line.
@@ -142,15 +143,15 @@ class Outlier:
 
 
 def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]:
-    """Combines two measurements of the same subjects, and keeps the better figure of each.
+    """Returns the better of two measurements of each rank, link and group.
 
     Args:
         first: Figures of the first measurement.
         second: Figures of the second measurement.
 
     Returns:
-        Figure of each subject, in the order of the first measurement. If one of the two
-        measurements failed, the figure is the failed one.
+        Better measurement of each pair, in the order of ``first``. If one of the two measurements
+        failed, the failed measurement is returned.
     """
     again = {(figure.measure, figure.ranks, figure.peers): figure for figure in second}
     kept = []
@@ -165,14 +166,13 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
 
 
 def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
-    """Returns the outliers among the figures of a probe, worst first within each quantity.
+    """Returns the outliers among ``figures``. Within a quantity, the worst outlier is first.
 
     A slow rank also slows down its links and groups, and a slow link also slows down its groups.
-    Such links and groups are not reported as outliers, and other figures are not compared with
-    theirs.
+    Such links and groups are not reported as outliers, and no measurements are compared with them.
 
     Args:
-        figures: Figures of all subjects.
+        figures: All measurements of the probe.
         hosts: Host name of each global rank.
     """
     of_ranks = [f for f in figures if len(f.ranks) == 1]
@@ -190,7 +190,7 @@ def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outli
 
 
 def _of_all(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
-    """Returns the outliers among figures of several classes."""
+    """Returns the outliers among ``figures``, which may belong to several classes."""
     classes: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         classes.setdefault((figure.measure, figure.peers), []).append(figure)
@@ -204,7 +204,7 @@ def _of_all(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
 
 
 def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
-    """Returns the outliers among figures that are comparable with each other."""
+    """Returns the outliers among ``figures``, which belong to one class."""
     outliers = [_failed(figure, hosts) for figure in figures if figure.error]
     valid = sorted((figure for figure in figures if not figure.error), key=lambda f: f.value)
     if not valid:
@@ -229,7 +229,7 @@ def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
 
 
 def _is_far(times: Sequence[float], index: int) -> bool:
-    """Returns whether a time exceeds all others by much more than they differ from each other."""
+    """Returns whether ``times[index]`` is much longer than the other times, despite noise."""
     others = times
     if len(times) <= _FEW:
         others = [time_s for number, time_s in enumerate(times) if number != index]
@@ -241,7 +241,7 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 
 
 def _median_without(values: Sequence[float], left_out: int) -> float:
-    """Returns the median of sorted values without one of them. Returns a single value unchanged."""
+    """Returns the median of the sorted ``values`` without the value at index ``left_out``."""
     count = len(values) - 1
     if not count:
         return values[0]
@@ -259,7 +259,7 @@ def _times_slower(value: float, reference: float, measure: Measure) -> float:
 
 
 def _name(ranks: Ranks, hosts: Sequence[str]) -> str:
-    """Returns the name of a subject, which consists of its ranks and their nodes."""
+    """Returns a description of ``ranks`` and their nodes, for a message."""
     nodes = list(dict.fromkeys(hosts[rank] for rank in ranks))
     label = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(nodes[:4])}"
     label += ", ..." if len(nodes) > 4 else ""

@@ -1,13 +1,13 @@
-"""Lists the subjects of a probe: each rank, link and group of ranks that a job would use.
+"""Lists the ranks, links and groups that a probe measures, and divides them into batches.
 
-The subject of a measurement is a tuple of global ranks: one rank for a device, two ranks for a
-link, or all members of a group. Ranks are numbered as in the trainer::
+A measurement is identified by a tuple of global ranks: one rank for a device, two ranks for a link,
+or all members of a group. Ranks are numbered as in the trainer::
 
     rank = tensor + TP * (context + CP * (data + DP * stage))
 
-Subjects are measured in batches. The subjects of a batch have no rank in common. A batch uses at
-most as many ranks of a machine as the machine has processors, so that subjects do not slow each
-other down::
+Measurements are made in batches. The measurements of a batch have no rank in common. A batch uses
+at most as many ranks of a machine as the machine has processors, so that measurements do not slow
+each other down::
 
     4 ranks on 2 processors     links  0-1, 1-2, 2-3      batches  [0-1]  [1-2]  [2-3]
     4 ranks on 4 processors     links  0-1, 1-2, 2-3      batches  [0-1, 2-3]  [1-2]
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from megatron.adaptive.errors import ConfigError
 
 Ranks = tuple[int, ...]
-"""Global ranks of a subject."""
+"""Global ranks of a device, link or group that is measured."""
 
 TENSOR = "tensor-parallel"
 CONTEXT = "context-parallel"
@@ -76,7 +76,8 @@ class ProbeLayout:
         """Returns the pairs of ranks that send each other activations and gradients."""
         width = self.world_size // self.pipeline
         pairs: list[Ranks] = [(rank, rank + width) for rank in range(self.world_size - width)]
-        if self.chunks > 1 and self.pipeline > 2:  # the last rank also sends to the first rank
+        # The last rank also sends messages to the first rank.
+        if self.chunks > 1 and self.pipeline > 2:
             pairs += [(rank, self.world_size - width + rank) for rank in range(width)]
         return pairs
 
@@ -105,16 +106,16 @@ def _groups(world_size: int, stride: int, size: int) -> list[Ranks]:
 def batches(
     subjects: Sequence[Ranks], machines: Sequence[str], most_busy: Sequence[int]
 ) -> list[list[Ranks]]:
-    """Divides subjects into batches that can be measured at the same time.
+    """Divides ``subjects`` into batches of measurements that can be made at the same time.
 
     Args:
-        subjects: Ranks of each subject.
+        subjects: Global ranks of each measurement.
         machines: ID of each rank's machine.
-        most_busy: Maximum number of busy ranks on each rank's machine. A subject with more ranks is
-            measured alone on that machine.
+        most_busy: Maximum number of busy ranks on each rank's machine. A measurement with more
+            ranks is made alone on that machine.
 
     Returns:
-        All subjects, divided into batches. Within a batch, subjects keep their order.
+        All elements of ``subjects``, divided into batches. Within a batch, they keep their order.
     """
     left = list(subjects)
     done: list[list[Ranks]] = []

@@ -28,11 +28,13 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-_LEAST_ROUNDS = 3  # low enough to hardly exceed the requested time on a slow network
+_LEAST_ROUNDS = 3  # This is low enough to hardly exceed the requested time on a slow network.
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
-_PATTERN = 251  # period of the test data: a prime, so that data shifted by a slot is detected
+# The test data repeats after this number of bytes. It is a prime, so that data shifted by a slot is
+# detected.
+_PATTERN = 251
 
 
 class TransportCheck:
@@ -160,12 +162,12 @@ class TransportCheck:
         }
 
     def close(self) -> None:
-        """Disconnects from the other ranks. Rank 0 is last, because it serves the store."""
+        """Disconnects from the other ranks. Rank 0 exits last, because it serves the store."""
         self._check_job.close()
 
 
 def check_contents(transport: Transport, peer: int, device: torch.device) -> None:
-    """Exchanges messages of several sizes with a peer, and compares each received message bitwise.
+    """Exchanges messages of several sizes with ``peer``, and compares them bit by bit.
 
     The peer must call this function at the same time.
 

@@ -1,1 +1,1 @@
-"""Changes the schedule, placement of stages, and number of layers per stage of a running job."""
+"""Changes the schedule, the placement of stages and the layers per stage of a running job."""

@@ -4,12 +4,13 @@ Steps 2 to 4 are measured, and step 1 is warm-up. Before step 5, all ranks of al
 replicas switch to the schedule with the shortest simulated step. Losses and gradients do not depend
 on the order of actions, so the switch does not change them.
 
-With two chunks per rank, another placement (assignment of stages to ranks) may be chosen. If layers
-can move, another partition (number of layers per stage) may also be chosen. In these cases, the
-training loop moves the stages before the switch (``move_stages.py``).
+With two chunks per rank, a different placement (assignment of stages to ranks) may be chosen. If
+layers can move, a different partition (number of layers per stage) may also be chosen. In these
+cases, the training loop moves the stages before the switch (``move_stages.py``).
 
 Rank 0 simulates while all other ranks wait, so there is a time limit. When the limit is reached,
-rank 0 chooses the best schedule simulated so far, or keeps the current schedule if there is none.
+rank 0 chooses the best schedule simulated so far. If no schedule was simulated, it keeps the
+current schedule.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ FIRST, LAST = 2, 4
 
 @dataclass(kw_only=True)
 class Tuner:
-    """Measures the first steps of a pipeline and chooses its schedule. Every rank has a tuner.
+    """Measures the first steps of a pipeline and chooses its schedule. Every rank has one.
 
     Attributes:
         job: Environment of this process: its ranks, device and process groups.
@@ -78,13 +79,13 @@ class Tuner:
             must not move.
         cap: User's limit on the number of microbatches whose activations a rank keeps, or ``None``
             for as many as fit into memory.
-        can_turn: Whether another placement of stages may be chosen.
+        can_turn: Whether a different placement of stages may be chosen.
         timeout_s: Maximum time in seconds to wait for a message from a neighbour.
         attention_share: Attention's fraction of the time of a forward pass, from 0 to 1. Used only
             if microbatches are divided into slices.
         slice_cut: Rule by which microbatches are divided into slices.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
-        trial: Earlier measurements with another number of slices, or ``None``.
+        trial: Earlier measurements with a different number of slices, or ``None``.
         only_pace: Whether to keep the schedule, and to change only its pace (the times of messages,
             B and W relative to a forward) to the measured values. ``hinted`` uses the pace to
             choose the order that it follows.
@@ -216,7 +217,7 @@ class Tuner:
         kind: PlacementKind,
         others: Sequence[int],
     ) -> float:
-        """Returns how many microbatches' activations a rank may keep under another layout.
+        """Returns how many microbatches a rank may keep in memory under another layout.
 
         Args:
             samples: Measurements of all ranks.
@@ -292,7 +293,7 @@ class Tuner:
             return _recut(_without_more(chosen, error), num_slices)
 
     def _kinds(self, present: Placement) -> tuple[PlacementKind, ...]:
-        """Returns the placements to compare, beginning with the current placement."""
+        """Returns the placements to compare, starting with ``present``, the current placement."""
         if self.can_turn and present.num_chunks == 2:
             return (present.kind, "loop" if present.kind == "v" else "v")
         return (present.kind,)
@@ -340,7 +341,7 @@ def measure_neighbours(
 
 
 def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
-    """Returns the decision if no schedule was simulated for the chosen number of slices.
+    """Returns the decision if no schedule could be simulated.
 
     Args:
         chosen: Chosen number of slices, with the fastest schedule that was simulated for the
@@ -355,7 +356,7 @@ def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
 
 
 def _recut(decision: Decision, present: int) -> Decision:
-    """Changes a decision so that the run is rebuilt if the number of slices changes.
+    """Changes ``decision`` so that the run is rebuilt if the number of slices changes.
 
     Args:
         decision: Decision about schedule, placement and layers.
@@ -383,5 +384,5 @@ def memory_of(
 
 
 def held_bytes(module: torch.nn.Module) -> int:
-    """Returns the size in bytes of a module's weights, gradients and optimizer state."""
+    """Returns the size in bytes of the weights, gradients and optimizer state of ``module``."""
     return sum(map(trained_bytes, module.parameters()))

@@ -63,12 +63,12 @@ class LengthTrial:
 
 
 class LengthTuner:
-    """Measures the first steps, and chooses the slice length. Every rank has a tuner.
+    """Measures the first steps, and chooses the slice length. Every rank has one.
 
     Args:
         run: Run to measure.
-        before: Measurements of all ranks with another length, or ``None`` for the first length or
-            if the user sets the length.
+        before: Measurements of all ranks with a different slice length, or ``None`` for the first
+            length or if the user sets the length.
         say: Function that writes a line to the log. It is called on all ranks.
     """
 
@@ -80,13 +80,13 @@ class LengthTuner:
         self._say = say
         self._steps = 0
         tokens = run.job.config.slice_tokens
-        assert tokens is not None  # this class is for --slice-tokens
+        assert tokens is not None  # The trainer creates this object only with --slice-tokens.
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         self._trial = LengthTrial(tokens=tokens, sample=Sample(pp_rank=pp_rank))
         self.trials: list[LengthTrial] = []
 
     def after_step(self, times: RankTimes, lengths: Sequence[int]) -> TokensChoice | None:
-        """Adds the times of a training step. After the last measured step, makes a decision.
+        """Adds the times of a training step, and decides after the last measured step.
 
         The call after the last measured step is collective.
 
@@ -131,7 +131,8 @@ class LengthTuner:
         slices, placement = self._run.slices, self._run.placement
         assert slices is not None
         totals: dict[tuple[ActionKind, int, int], int] = defaultdict(int)
-        for action, nanoseconds in times.actions:  # a W may be divided into several pieces
+        # The weight gradient (W) of a microbatch may be divided into several actions.
+        for action, nanoseconds in times.actions:
             totals[action.kind, action.chunk, action.microbatch] += nanoseconds
         trial = self._trial
         for (kind, chunk, item), nanoseconds in totals.items():

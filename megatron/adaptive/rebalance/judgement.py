@@ -90,7 +90,7 @@ class StepMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Move(PartitionMove):
-    """Move of layers between ranks, which takes place before the next step.
+    """Move of layers between ranks before the next step.
 
     Attributes:
         why: Reason for the move, printed in the log.
@@ -106,7 +106,7 @@ class Move(PartitionMove):
 
 
 def trained_bytes(parameter: torch.Tensor) -> int:
-    """Returns the size in bytes of a parameter.
+    """Returns the size in bytes of ``parameter``.
 
     The size of a trained parameter includes its gradient and optimizer state.
     """
@@ -117,7 +117,7 @@ def trained_bytes(parameter: torch.Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOutcome:
-    """Conclusions from the measured gain of a move.
+    """What follows from the measured gain of a move.
 
     Attributes:
         gain: Minimum predicted gain of the next move, as a fraction of the step time.
@@ -218,7 +218,7 @@ def judge(
 def _with_least(
     step_s: Callable[[Partition], float], least_layers: int
 ) -> Callable[[Partition], float]:
-    """Wraps ``step_s`` to return infinity if a stage has too few layers."""
+    """Wraps ``step_s`` so that it returns infinity if a stage has too few layers."""
 
     def limited(partition: Partition) -> float:
         return step_s(partition) if min(partition) >= least_layers else math.inf
@@ -266,7 +266,7 @@ def compare(
 
 
 def step_seconds(spans_s: Sequence[Sequence[float]]) -> float:
-    """Returns the median step time in seconds. The time of a step is that of its slowest rank.
+    """Returns the median step time in seconds, where a step takes as long as its slowest rank.
 
     Args:
         spans_s: Time of each step in seconds, by rank.
@@ -283,7 +283,7 @@ def loads_of(
     units: float,
     steps: slice = slice(None),
 ) -> Loads:
-    """Computes the time of a layer on each rank, and the time of embedding and loss on each stage.
+    """Computes the time per layer on each rank, and the other work of each stage.
 
     If there are several data-parallel replicas, the slowest replica is used, because all replicas
     wait for it. A rank without layers is assumed to be as fast as the median rank.
@@ -352,7 +352,7 @@ def _slowest_replicas(
     partition: Sequence[int],
     steps: slice,
 ) -> list[_Stage]:
-    """Returns each stage's times on the slowest of the data-parallel ranks that run it."""
+    """Returns the times of each stage on the slowest data-parallel rank that runs it."""
     stages = [_Stage()] * placement.num_stages
     for of_rank in measured:
         for chunk in range(placement.num_chunks):
@@ -405,7 +405,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns a chunk's median time in seconds for forward, backward and weight-gradient pass."""
+    """Returns the median times of ``chunk`` in seconds for F, B and W, by kind."""
     medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
@@ -420,7 +420,7 @@ def _most_layers(
     units: float,
     kinds: Sequence[int],
 ) -> tuple[float, tuple[float, ...]]:
-    """Returns the number of layers that fit into a rank's memory, at least the current number.
+    """Returns how many layers fit into the memory of a rank, at least the current number.
 
     Args:
         measured: Measurements of the rank.
@@ -447,7 +447,7 @@ def _most_layers(
 
 
 def reason_of(loads: Loads) -> str:
-    """Returns a clause for the log that states the slow ranks, or the rank with the most work."""
+    """Returns a clause for the log that names the slow ranks or the rank with the most work."""
     slow = [
         f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
         for rank, factor in enumerate(loads.slowness)

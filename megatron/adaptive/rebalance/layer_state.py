@@ -53,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """State that a rank has before a move and needs after it. Every rank gets all tables.
+    """Parts of the state that a rank has before a move and needs after it.
 
     Attributes:
         replica: Index of the rank among data- and context-parallel ranks.
@@ -94,8 +94,8 @@ def shares_of(
 ) -> dict[str, Share]:
     """Returns this rank's shares by name. Their tensors are views of the tensors in use.
 
-    Each parameter has a share for its weight, and another for its optimizer state if this rank
-    holds any part of it.
+    Each parameter has a share for its weight. It has a second share for its optimizer state if this
+    rank holds any part of that state.
 
     Args:
         optimizer: megatron-core's optimizer over the parameters of ``chunks``.
@@ -107,11 +107,11 @@ def shares_of(
     for name, weight in _named(chunks, stages):
         shares[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
         if not isinstance(weight, torch.nn.Parameter):
-            continue  # a buffer, such as a router's bias, has no optimizer state
-        main = getattr(weight, "main_param", None)  # 32-bit copy of a 16-bit weight
+            continue  # A buffer, such as the bias of a router, has no optimizer state.
+        main = getattr(weight, "main_param", None)  # This is the 32-bit copy of a 16-bit weight.
         leaf = held_by.get(weight) or held_by.get(main)
         if leaf is None:
-            continue  # the weight is frozen, or only other replicas update it
+            continue  # The weight is frozen, or only other replicas update it.
         held, start, end = _held(leaf, weight)
         state = leaf.optimizer.state.get(held, {})
         parts = [
@@ -145,7 +145,7 @@ def _leaf_of_each(leaves: Sequence[Any]) -> dict[torch.Tensor | None, Any]:
 
 
 def _is_spread(weight: torch.Tensor) -> bool:
-    """Returns whether a parameter belongs to experts that are distributed over ranks."""
+    """Returns whether ``weight`` belongs to experts that are distributed over ranks."""
     return not getattr(weight, "allreduce", True)
 
 
@@ -187,7 +187,7 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int]:
-    """Returns the tensor that the optimizer updates for a parameter, and its range of elements."""
+    """Returns the tensor that ``leaf`` updates for ``weight``, and its range of elements."""
     if not isinstance(leaf, DistributedOptimizer):
         main = getattr(weight, "main_param", None)
         return (weight if main is None else main), 0, weight.numel()
@@ -201,7 +201,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def steps_of(optimizer: Any) -> float:
-    """Returns the number of updates that an optimizer has made, or 0 if it does not count them."""
+    """Returns the number of updates that ``optimizer`` made, or 0 if it does not count them."""
     counted = []
     for leaf in optimizer.chained_optimizers:
         inner = leaf.optimizer
@@ -213,9 +213,9 @@ def steps_of(optimizer: Any) -> float:
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
     """Lists the elements that each rank needs, and the rank that sends them.
 
-    Every rank computes the same list from the same tables. If the target rank itself holds the
-    elements, it is the source. Otherwise a rank of the same replica is preferred as the source.
-    Shares whose range does not change on a rank are omitted.
+    Every rank computes the same list from the same tables. If the target rank already holds the
+    elements, it is also the source. Otherwise a rank of the same replica is preferred. Shares whose
+    range does not change on a rank are omitted.
 
     Args:
         tables: Tables of all ranks, by global rank.
@@ -276,7 +276,7 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Sends and receives the elements of all passages. All sources and targets must call it.
+    """Sends and receives the elements of all passages. Called on all sources and targets.
 
     Blocks until all messages from and to this rank have been transferred.
 
@@ -331,7 +331,7 @@ def exchange(
 
 
 def _parts(shares: Mapping[str, Share], passage: Passage) -> list[torch.Tensor]:
-    """Returns views of a passage's elements, one for each tensor of the share."""
+    """Returns views of the elements of ``passage``, one for each tensor of the share."""
     share = shares[passage.name]
     chosen = slice(passage.start - share.start, passage.end - share.start)
     return [tensor[chosen] for tensor in share.tensors]

@@ -41,7 +41,7 @@ def rows_with_tokens(config: TrainerConfig, tokens: int, lengths: Sequence[int])
 
 
 class ReplicaDealing:
-    """Assigns the microbatches of each step to replicas, and gathers the step's times.
+    """Distributes the microbatches of each step over replicas, and gathers the step's times.
 
     Every rank has such an object. Its constructor is collective over all ranks.
 
@@ -76,7 +76,7 @@ class ReplicaDealing:
         self.shares: Shares = ()
 
     def take(self, loader: Any, num_microbatches: int, iteration: int) -> tuple[Any, Dealt]:
-        """Assigns the next step's microbatches to replicas, and returns this rank's microbatches.
+        """Distributes the microbatches of the next step, and returns those of this rank.
 
         Args:
             loader: Data loader, or ``None`` on a rank that does not need data.
@@ -96,7 +96,7 @@ class ReplicaDealing:
         return microbatches, Dealt(self.shares[self._replica], sum(map(len, self.shares)))
 
     def after_step(self, times: RankTimes) -> None:
-        """Starts to gather a step's times from all ranks. :meth:`finish` waits for the result.
+        """Starts to gather the times of a step. :meth:`finish` waits for the result.
 
         Args:
             times: Durations of this rank's actions in the step.

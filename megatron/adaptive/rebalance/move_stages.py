@@ -57,7 +57,7 @@ def with_schedule(
     slices: int | None = None,
     tokens: int | None = None,
 ) -> TrainingJob:
-    """Returns a copy of the job with another partition, placement of stages, or slice size.
+    """Returns a copy of ``job`` with a different partition, placement of stages, or slice size.
 
     Args:
         job: Job to copy.
@@ -146,7 +146,7 @@ def move_stages(
 
 
 def take_down(run: Run) -> None:
-    """Shuts down a run by closing its channels and traces. All ranks must call this function.
+    """Shuts down ``run`` by closing its channels and traces. Called on all ranks.
 
     This function also drops the tensors that MoE token dispatchers keep from their last microbatch.
     The autograd graph of these tensors refers to the model in a cycle that the garbage collector
@@ -176,7 +176,7 @@ class _State:
         shares: This rank's elements of each parameter and of its optimizer state, by name.
         steps: Number of updates that the optimizer has made.
         groups: Settings of the parameter groups (such as learning rates) of each chained optimizer.
-        scalers: Loss scaler of each chained optimizer, or ``None`` if it has none.
+        scalers: Loss scaler of each chained optimizer, or ``None`` for an optimizer without one.
     """
 
     shares: dict[str, Share]
@@ -186,7 +186,7 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Copies a rank's state within its GPU, or to the host if the GPU has too little memory.
+    """Copies the state of this rank within its GPU, or to the host if the GPU is too full.
 
     Raises:
         DeviceMemoryError: On some rank, neither the GPU nor the host has enough free memory.
@@ -232,7 +232,7 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _give(run: Run, state: _State) -> None:
-    """Loads the state that all ranks have kept into the new run. Collective over all ranks."""
+    """Loads ``state``, which all ranks kept, into the new run. Collective over all ranks."""
     job = run.job
     old = state.shares
     leaves = run.optimizer.chained_optimizers

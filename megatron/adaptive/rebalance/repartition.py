@@ -60,16 +60,16 @@ _WARM_UP = 1
 _JUDGED_STEPS = 8
 """Number of steps after which a move by ``auto`` is checked.
 
-If the check leads to another move, that move is checked after the same number of steps.
+If the check leads to a second move, that move is checked after the same number of steps.
 """
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
-    """Returns a copy of the job with the partition of the checkpoint that the job loads.
+    """Returns a copy of ``job`` with the partition of the checkpoint that it loads.
 
-    Returns the job itself without ``--repartition auto``, without a checkpoint to load, or if the
-    checkpoint has a different number of pipeline ranks, chunks or layers. An unreadable checkpoint
-    is ignored here, because loading it later reports the error. Collective over all ranks.
+    Returns ``job`` unchanged without ``--repartition auto`` or a checkpoint, or if the checkpoint
+    has a different number of pipeline ranks, chunks or layers. An unreadable checkpoint is ignored
+    here, because loading it later reports the error. Collective over all ranks.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
@@ -122,7 +122,7 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Starts to measure a run that has just been built, initially or after a move."""
+        """Starts to measure ``run``, which has just been built, initially or after a move."""
         self._run = run
         self._skip = _WARM_UP
         self._partition = run.job.config.layers_per_stage
@@ -153,11 +153,11 @@ class Repartitioner:
 
     @property
     def is_needed(self) -> bool:
-        """Returns whether layers may move later, or the last move has not been checked yet."""
+        """Returns whether layers may move later, or the last move must still be checked."""
         return self._may_move or self._promise is not None
 
     def promise_of(self, decision: Decision) -> Move | None:
-        """Returns the move of layers that ``auto`` has decided on, for a later check.
+        """Returns the move of layers that ``auto`` decided on, so that it can be checked later.
 
         Collective over all ranks.
 
@@ -181,7 +181,7 @@ class Repartitioner:
         )
 
     def expect(self, promise: Move, run: Run) -> None:
-        """Starts to measure a run that ``auto`` has rebuilt, to check its move of layers.
+        """Starts to measure a run that ``auto`` rebuilt, to check whether its move paid off.
 
         The cause that slowed a rank in the first steps may have disappeared. Then layers move
         again, and each move is checked, until a check moves no layers.
@@ -200,7 +200,7 @@ class Repartitioner:
         self._share.begin()
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
-        """Adds the times of a training step. At the end of an interval, decides about a move.
+        """Adds the times of a training step, and decides at the end of an interval.
 
         The call at the end of an interval is collective over all ranks.
 
@@ -260,7 +260,7 @@ class Repartitioner:
         return replace(candidate, cap=cap, num_slices=1)
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
-        """Logs a move that was made, and starts to measure the run with its new partition.
+        """Logs a move that was made, and starts to measure the new run.
 
         Args:
             move: Move that was made.
@@ -282,7 +282,7 @@ class Repartitioner:
         self.adopt(run)
 
     def _compare(self, step_s: float) -> Move | None:
-        """Logs the gains of the last move, and sets the required gain of the next move.
+        """Logs the gain of the last move, and sets the required gain of the next move.
 
         Args:
             step_s: Step time in seconds, measured since the move.
@@ -381,7 +381,7 @@ def make_tuner(
         layers: Object that measures the layers, or ``None`` if neither stages nor layers may move.
         say: Function that writes a line to the log.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
-        trial: Earlier measurements with another number of slices, or ``None``.
+        trial: Earlier measurements with a different number of slices, or ``None``.
         only_pace: Whether to keep the schedule, and to change only its pace to the measured values
             (see :class:`Tuner`).
     """

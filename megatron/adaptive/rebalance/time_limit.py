@@ -18,7 +18,7 @@ SIMULATED_OF_LIMIT = 0.75
 
 
 def limit_of_search(limit_s: float, timeout: datetime.timedelta) -> float:
-    """Returns the maximum time in seconds of a search on rank 0, so that no other rank times out.
+    """Returns the time limit in seconds of a search on rank 0, so that no other rank times out.
 
     Args:
         limit_s: Maximum time in seconds if the timeout of the other ranks is long enough.
@@ -28,7 +28,7 @@ def limit_of_search(limit_s: float, timeout: datetime.timedelta) -> float:
 
 
 def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
-    """Runs a function in a thread, and waits for its result for a limited time.
+    """Runs ``action`` in a thread, and waits for its result for up to ``limit_s`` seconds.
 
     The function cannot be stopped. After the time limit, its thread continues in the background,
     and its result or exception is discarded.
@@ -46,7 +46,7 @@ def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
     def run() -> None:
         try:
             results.put(action())
-        except BaseException as error:  # passed on to the waiting thread, which raises it
+        except BaseException as error:  # The waiting thread raises this exception.
             results.put(error)
 
     threading.Thread(target=run, name="choice", daemon=True).start()

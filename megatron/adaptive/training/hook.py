@@ -83,7 +83,7 @@ class ProfiledWindow(Hook):
 
     def __init__(self, run: RunConfig, recording: Any) -> None:
         self._iterations = range(run.profile_step_start, run.profile_step_end)
-        self._recording = recording  # a profiler object, or None after the profiler has stopped
+        self._recording = recording  # This is the profiler, or None after the profiler has stopped.
         self._is_running = False
 
     def before_step(self, iteration: int) -> None:
@@ -104,12 +104,13 @@ class ProfiledWindow(Hook):
             self._is_running = False
             try:
                 recording.stop()
-            except (OSError, RuntimeError) as error:  # raised by torch if it cannot write
+            # torch raises these errors if it cannot write the profile.
+            except (OSError, RuntimeError) as error:
                 Outage("the profile", "profiles").begins(error)
 
 
 class _NsysRange:
-    """Starts and stops CUDA's profiler, and marks each operation with its name (NVTX)."""
+    """Starts and stops CUDA's profiler, and marks each operation with its name by NVTX."""
 
     def __init__(self) -> None:
         self._names = ExitStack()

@@ -1,7 +1,8 @@
-"""Probes the ranks, links and groups of a training run between steps, for ``--probe-interval``.
+"""Tests ranks, links and groups for slowness between training steps, for ``--probe-interval``.
 
-In an elastic job, the first probe runs before the first step, and the names of failed nodes are
-written to ``progress.jsonl``, from which the job's manager reads them.
+Such a test is called a probe. In an elastic job, the first probe runs before the first step, and
+the names of failed nodes are written to ``progress.jsonl``, from which the job's manager reads
+them.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _SECONDS = 0.02
 
 
 class Report(Protocol):
-    """Writes values to ``progress.jsonl``."""
+    """Function that writes values to ``progress.jsonl``."""
 
     def __call__(self, **values: Value) -> None: ...
 
 
 class IntervalProbe:
-    """Probes a run after each ``interval``-th iteration. All ranks must call the same methods.
+    """Probes a run after every ``interval`` iterations. All ranks must call the same methods.
 
     A probe is skipped if it would take more than 1% of the time since the previous probe.
 
@@ -51,7 +52,7 @@ class IntervalProbe:
         self._end_s = time.perf_counter()
 
     def is_due(self, iteration: int) -> bool:
-        """Returns whether to call :meth:`run` after an iteration. Equal on all ranks."""
+        """Returns whether to call :meth:`run` after ``iteration``, equal on all ranks."""
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
@@ -59,7 +60,7 @@ class IntervalProbe:
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:
-        """Runs the probe unless it takes too long. Collective, with no messages in flight."""
+        """Probes ``run``, unless this takes too long. Collective, with no messages in flight."""
         since_s = time.perf_counter() - self._end_s
         if not run.job.from_first(self._cost_s <= _MOST_SHARE * since_s):
             return
@@ -101,7 +102,7 @@ def _message(run: Run) -> torch.Tensor:
 
 
 def _groups() -> dict[str, ProbedGroup]:
-    """Returns this rank's groups of megatron-core with more than one member, by kind."""
+    """Returns this rank's megatron-core groups that have several members, by kind."""
     present = {
         TENSOR: parallel_state.get_tensor_model_parallel_group(check_initialized=False),
         CONTEXT: parallel_state.get_context_parallel_group(check_initialized=False),

@@ -42,7 +42,7 @@ class Logger:
         """Opens the tracker. An error here stops the run before its first step."""
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        """Adds a point to a curve.
+        """Adds the point (``step``, ``value``) to the curve ``tag``.
 
         Args:
             tag: Name of the curve.
@@ -51,17 +51,17 @@ class Logger:
         """
 
     def picture(self, path: Path, step: int) -> None:
-        """Adds an image file that shows a step of the pipeline."""
+        """Stores the image file ``path``, which shows a pipeline step, for iteration ``step``."""
 
     def note(self, name: str, content: Any) -> None:
-        """Stores a named document of JSON values, and replaces an earlier document of this name."""
+        """Stores the JSON-serializable ``content`` as ``name``, and replaces earlier content."""
 
     def close(self) -> None:
         """Writes all pending points and disconnects."""
 
 
 def built_in_loggers() -> dict[str, type[Logger]]:
-    """Returns this package's loggers by name, from all modules of the folder ``loggers``."""
+    """Returns the loggers defined in the folder ``loggers``, by name."""
     from megatron.adaptive.training import loggers
 
     values = [value for module in modules_in(loggers) for value in vars(module).values()]
@@ -69,7 +69,7 @@ def built_in_loggers() -> dict[str, type[Logger]]:
 
 
 def find_loggers(cfg: TrainerConfig) -> list[type[Logger]]:
-    """Returns the classes of all loggers that a run uses.
+    """Returns the classes of all loggers that a run with the settings ``cfg`` uses.
 
     Raises:
         ConfigError: A name in ``--logger`` is unknown, cannot be imported, or is not a logger.
@@ -89,7 +89,7 @@ def find_loggers(cfg: TrainerConfig) -> list[type[Logger]]:
 
 
 def make_logger(logger: type[Logger], cfg: TrainerConfig) -> Logger:
-    """Creates a logger.
+    """Creates an object of the class ``logger`` for a run with the settings ``cfg``.
 
     Raises:
         ConfigError: The logger cannot be opened.
@@ -98,7 +98,7 @@ def make_logger(logger: type[Logger], cfg: TrainerConfig) -> Logger:
         return logger(cfg)
     except AdaptiveError:
         raise
-    except Exception as error:  # a user's class may raise any exception
+    except Exception as error:  # A user's class may raise any exception.
         raise ConfigError(
             f"logger {logger.__module__}:{logger.__name__}: {line_of_error(error)} raised "
             f"{type(error).__name__}: {error}"

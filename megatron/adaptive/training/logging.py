@@ -1,13 +1,13 @@
-"""Reports a run as Megatron-LM's log lines, metrics in loggers, progress.jsonl and a bar.
+"""Reports the progress of a run in log lines, loggers, ``progress.jsonl`` and a progress bar.
 
 The training loop measures each iteration and passes an :class:`IterationReport`. This module
-decides when and how to report, and computes averages. It converts the report to a list of values
-(figures), which it writes as a log line, as points of curves and as an entry of ``progress.jsonl``.
-Loggers such as TensorBoard, Weights & Biases and MLflow (``logger.py``, ``loggers``) receive the
-curves, an image of a step and the findings of the diagnosis.
+decides when and how to report, and computes averages. It converts the report to a list of values,
+and writes each value to the log line, to a curve and to ``progress.jsonl``. Loggers such as
+TensorBoard, Weights & Biases and MLflow (``logger.py``, ``loggers``) receive the curves, an image
+of a step and the findings of the diagnosis.
 
-A single rank writes everything: the last rank that has the loss. If stages are placed round-robin,
-this is the last rank of the job, as in Megatron-LM.
+A single rank writes everything: the last of the ranks that compute the loss. If stages are placed
+round-robin, this is the last rank of the job, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from megatron.adaptive.trace.trace_format import SLICES
 from megatron.adaptive.training.logger import Logger, find_loggers, make_logger
 
 _MAIN_LOSS = "lm loss"
-_SIZES = (  # names of the parallel sizes that progress.jsonl contains
+_SIZES = (  # These are the names of the parallel sizes that progress.jsonl contains.
     "world_size",
     "data_parallel_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
 )
-_MAX_EXPONENT = 20.0  # Megatron-LM's limit: a perplexity above exp(20) is shown as exp(20)
+_MAX_EXPONENT = 20.0  # Megatron-LM also shows a perplexity above exp(20) as exp(20).
 
 
 def startup_line(cfg: TrainerConfig) -> str:
-    """Returns Megatron-LM's line about the parallel sizes.
+    """Returns the line about the parallel sizes in ``cfg``, in the format of Megatron-LM.
 
-    The numbers of ranks of unequal stages, and a context-parallel size above 1, come last, so the
-    beginning of the line always has the same format.
+    The numbers of ranks of unequal stages, and a context-parallel size above 1, come last.
+    Therefore the beginning of the line always has the same format.
     """
     parallel = cfg.parallel
     line = (
@@ -69,7 +69,7 @@ def startup_line(cfg: TrainerConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep(StepResult):
-    """Completed training step, for the hooks.
+    """Result of a completed training step, which is passed to the hooks.
 
     Attributes:
         iteration: Index of the iteration in the whole training run, from 1.
@@ -89,10 +89,10 @@ class TrainedStep(StepResult):
 
 @dataclass(frozen=True, kw_only=True)
 class IterationReport(TrainedStep):
-    """Completed training step with measurements, for the log.
+    """Result and measurements of a completed training step, for the log.
 
     Attributes:
-        consumed_samples: Number of training samples used so far, including this iteration.
+        consumed_samples: Number of training samples used so far, including those of this iteration.
         elapsed_s: Wall time of the iteration in seconds.
         learning_rate: Learning rate after the iteration.
         loss_scale: Factor by which the loss is multiplied (loss scaling), after the iteration. It
@@ -118,9 +118,9 @@ class IterationReport(TrainedStep):
 
 
 class TrainingLog:
-    """Writes a run's log: text lines, metrics in loggers, and a progress bar on a terminal.
+    """Writes a run's log lines, its metrics in loggers, and a progress bar on a terminal.
 
-    Every rank makes the same calls on its own object, but only one rank writes. Not thread-safe.
+    All ranks make the same calls, but only one rank writes. This class is not thread-safe.
 
     Args:
         cfg: Settings of the run.
@@ -159,7 +159,7 @@ class TrainingLog:
         self._begun_at = start_iteration
         self._stream = sys.stdout if stream is None else stream
         self._flops_per_token: float | None = None
-        self._reports: list[IterationReport] = []  # reports since the last line
+        self._reports: list[IterationReport] = []  # These are the reports since the last log line.
         self._iteration = start_iteration
         self._gains: tuple[str, ...] = ()
         self._bar: tqdm[Any] | None = None
@@ -193,7 +193,7 @@ class TrainingLog:
     def hand_over(
         self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[Any]]
     ) -> None:
-        """Makes another rank write the log, and sends it the reports since the last line.
+        """Makes a different rank write the log, and sends it the reports since the last line.
 
         Collective over all ranks.
 
@@ -205,7 +205,7 @@ class TrainingLog:
         was_writer, self._is_writer = self._is_writer, is_writer
         gathered = gather(self._reports if was_writer else None)
         if was_writer and is_writer:
-            self._open_progress(iteration)  # the earlier file was moved together with the traces
+            self._open_progress(iteration)  # The earlier file was moved together with the traces.
         elif is_writer:
             (self._reports,) = (reports for reports in gathered if reports is not None)
             self._open(iteration)
@@ -214,15 +214,15 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Object with TensorBoard's ``add_scalar``, or ``None`` if this rank writes no metrics."""
+        """Object with TensorBoard's ``add_scalar``, or ``None`` if this rank logs no metrics."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
-        """Logs an iteration. Prints a line every ``--log-interval`` iterations.
+        """Logs the iteration in ``report``. Prints a line every ``--log-interval`` iterations.
 
         The line contains the means of time, losses and bubble over the iterations since the last
-        line, and the latest value of all other quantities. Losses of skipped iterations are
-        excluded.
+        line, and the latest value of all other quantities. The mean of the losses excludes skipped
+        iterations.
         """
         if not self._is_writer:
             return
@@ -271,7 +271,7 @@ class TrainingLog:
                 self._curves.add_scalar(tag, value, iteration)
 
     def ends(self, reason: str) -> None:
-        """Prints the reason why training ends, and writes it to ``progress.jsonl``."""
+        """Prints the ``reason`` for which training ends, and writes it to ``progress.jsonl``."""
         self.message(f"training ends: {reason}")
         folder = self._cfg.schedule.trace_dir
         if self._curves is not None and folder is not None:
@@ -298,7 +298,7 @@ class TrainingLog:
         self._curves.note("findings", findings)
 
     def message(self, text: str) -> None:
-        """Prints text immediately, above the progress bar if there is one."""
+        """Prints ``text`` immediately, above the progress bar if there is a progress bar."""
         if not self._is_writer:
             return
         if self._bar is None:
@@ -328,7 +328,7 @@ class TrainingLog:
         bar.update(report.iteration - bar.n)
 
     def _throughput(self, reports: Sequence[IterationReport]) -> _Throughput:
-        """Returns the mean throughput per rank over some iterations."""
+        """Returns the mean throughput per rank over the iterations in ``reports``."""
         length = self._cfg.model.seq_length
         each = [
             report.load.tokens if report.load else report.global_batch_size * length
@@ -336,7 +336,7 @@ class TrainingLog:
         ]
         elapsed_s = sum(report.elapsed_s for report in reports)
         tokens = sum(each) / self._cfg.world_size
-        # Avoid a division by 0, because a tiny model may take no measurable time.
+        # A tiny model may take no measurable time, so avoid a division by 0.
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self._flops_per_token is None:
             return _Throughput(tokens_per_s)
@@ -411,7 +411,7 @@ class TrainingLog:
 
 
 class _Throughput(NamedTuple):
-    """Throughput per rank.
+    """Throughput of training, per rank.
 
     Attributes:
         tokens_per_s: Number of tokens per second in the whole batch, divided by the number of
@@ -427,7 +427,7 @@ class _Throughput(NamedTuple):
 
 
 class _Figure(NamedTuple):
-    """Value of an iteration, with the destinations to which it is reported.
+    """A reported value of an iteration, with the destinations to which it is written.
 
     Attributes:
         form: Format string for the log line, or an empty string if the line does not contain the
@@ -455,7 +455,7 @@ def _perplexity(loss: float) -> float:
 
 
 class _Curves:
-    """Passes values to all loggers, except those that flags turn off.
+    """Passes values to all loggers, except values that flags exclude.
 
     Flags such as ``--log-timers-to-tensorboard`` and ``--log-memory-to-tensorboard`` turn on values
     that Megatron-LM also logs, under the same names. Speed, bubble and peak memory are always
@@ -478,12 +478,12 @@ class _Curves:
         self._loggers = [make_logger(logger, cfg) for logger in loggers]
 
     def add(self, figure: _Figure, iteration: int) -> None:
-        """Adds a value to its curve, unless flags turn the curve off."""
+        """Adds the value of ``figure`` to its curve for ``iteration``, unless flags exclude it."""
         if figure.curve and figure.value is not None and figure.curve not in self._left_out:
             self.add_scalar(figure.curve, figure.value, iteration)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Adds a point to the curve ``tag``.
+        """Adds the point (``step``, ``value``) to the curve ``tag``.
 
         The arguments are those of PyTorch's ``SummaryWriter``, because megatron-core's timers call
         this method.
@@ -491,18 +491,18 @@ class _Curves:
         self._each(lambda logger: logger.scalar(tag, float(value), step))
 
     def note(self, name: str, content: Any) -> None:
-        """Sends a JSON-serializable record, such as a diagnosis, to every logger."""
+        """Passes ``content``, a JSON-serializable record such as a diagnosis, to every logger."""
         self._each(lambda logger: logger.note(name, content))
 
     def draw(self, traces: Path, iteration: int) -> None:
-        """Draws the last traced step, and passes the image to the loggers.
+        """Draws the last traced step, and passes the image to the loggers for ``iteration``.
 
         Args:
             traces: Folder of the traces.
             iteration: Index of the iteration under which the loggers store the image.
         """
         if all(type(logger).picture is Logger.picture for logger in self._loggers):
-            return  # no logger accepts images
+            return  # Do not draw the image, because no logger stores images.
         from megatron.adaptive.trace.read import read_run
         from megatron.adaptive.trace.step_view import pipeline_step
         from megatron.adaptive.trace.views.picture import write_picture
@@ -524,7 +524,7 @@ class _Curves:
         for logger in list(self._loggers):
             try:
                 act(logger)
-            except Exception as error:  # the loggers' packages may raise errors of any type
+            except Exception as error:  # The packages of the loggers may raise errors of any type.
                 self._loggers.remove(logger)
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 name = type(logger).__name__
@@ -532,7 +532,7 @@ class _Curves:
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:
-    """Lists the values to report if documents differ in length. Empty if ``load`` is ``None``."""
+    """Returns values about document lengths in ``load``, or ``[]`` if ``load`` is ``None``."""
     if load is None:
         return []
     return [
@@ -547,15 +547,15 @@ def _load_figures(load: Load | None) -> list[_Figure]:
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
-    """Returns a progress bar on standard error."""
+    """Returns a progress bar on standard error, which starts at ``start_iteration``."""
     return tqdm(
         total=total_iterations,
         initial=start_iteration,
         file=sys.stderr,
         leave=False,
         dynamic_ncols=True,
-        # Draw after every iteration, because tqdm's own interval assumes that iterations take equal
-        # times.
+        # Draw the bar after every iteration, because tqdm's default interval assumes that all
+        # iterations take the same time.
         miniters=1,
         desc="training",
         unit="it",

@@ -47,7 +47,7 @@ from megatron.adaptive.training.slice_lengths import SliceLengths
 
 
 class Trainer:
-    """Trains a model until its last iteration or until a request to stop.
+    """Trains a model until the last iteration or until it is asked to stop.
 
     Args:
         live: Run to train, with its checkpoints, snapshots and data loader.
@@ -80,7 +80,7 @@ class Trainer:
         ]
 
     def train(self) -> None:
-        """Trains until the last iteration, or until a time limit or signal. Validates at the end.
+        """Trains until the last iteration or a request to stop, and validates at the end.
 
         Raises:
             DeviceMemoryError: The device ran out of memory.
@@ -126,12 +126,13 @@ class Trainer:
             num_microbatches = len(dealt.numbers)
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
-            num_microbatches = len(microbatches)  # packing may reduce the number of microbatches
+            # Packing may have reduced the number of microbatches.
+            num_microbatches = len(microbatches)
         lengths = getattr(microbatches, "contents", ())
         slices: tuple[int, ...] = ()
         if live.config.slice_tokens is not None and run.slices is not None:
             run.slices.plan(lengths)
-            if live.config.constant_slices == 1:  # the number may differ between steps
+            if live.config.constant_slices == 1:  # The number of slices may differ between steps.
                 slices = each_count(num_microbatches, run.slices.count)
         run.tracing.begin_iteration(
             iteration, num_microbatches, is_traced=is_traced, lengths=lengths, slices=slices
@@ -159,7 +160,7 @@ class Trainer:
         )
 
     def _early_end(self) -> str | None:
-        """Returns the reason to end early, or ``None`` to continue. It is the same on all ranks."""
+        """Returns the reason to end training early, or ``None``. It is equal on all ranks."""
         if self._stop.agreed(self._live.run.job.stop_group):
             return self._stop.reason
         interval = self._live.config.run.exit_interval
@@ -191,7 +192,7 @@ class TrainingRun:
         connect: Function that takes the run whose channels must be notified of lost ranks, or
             ``None`` while there are no channels.
         local: Local disk of this node, to which checkpoints are written first, or ``None`` if there
-            is none.
+            is no such disk.
 
     Attributes:
         run: Run that is being trained.
@@ -200,8 +201,8 @@ class TrainingRun:
         progress: Number of completed iterations and consumed samples.
         is_loaded: Whether training began from a checkpoint.
         step: Object that runs training and validation steps.
-        dealing: Object that assigns microbatches to replicas, or ``None`` if they are assigned
-            round-robin.
+        dealing: Object that distributes microbatches over replicas, or ``None`` if they are
+            distributed round-robin.
         checkpoints: Object that saves and loads checkpoints.
         snapshots: Object that takes in-memory snapshots.
         loader: Loader of this rank's microbatches, or ``None`` on a rank that does not need data.
@@ -231,8 +232,8 @@ class TrainingRun:
         """Makes ``run`` the current run, and creates the objects that belong to it."""
         self.run = run
         self.config = run.job.config
-        # Keep the saver after a move, because it may still have to report a checkpoint that it
-        # wrote, or failed to write, in the background.
+        # Keep the saver when stages move, because it may still have to report a checkpoint that it
+        # saved, or failed to save, in the background.
         self.checkpoints = Checkpoints(run, self._local, saver=self._saver)
         self._saver = self.checkpoints.saver
         self.step = Step(run)
@@ -265,10 +266,10 @@ class TrainingRun:
         slices: int | None = None,
         tokens: int | None = None,
     ) -> Run:
-        """Replaces the run by a run with other stages or slices and the same state.
+        """Replaces the current run by a run with the same state but other stages or slices.
 
-        Collective over all ranks. Connects the loader to the new trace. The rank that now has the
-        loss writes the log.
+        Collective over all ranks. Connects the data loader to the new trace. The rank that now
+        computes the loss writes the log.
 
         Args:
             iteration: Index of the last iteration.
@@ -297,15 +298,15 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no training steps are left."""
+        """Whether all training steps are completed, or training is skipped."""
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
-        """Sets counters in ``progress`` to new values, by name."""
+        """Sets the counters of ``progress`` that are named in ``changes`` to new values."""
         self.progress = dataclasses.replace(self.progress, **changes)
 
     def own_microbatches(self, num_microbatches: int) -> int:
-        """Returns the number of microbatches that this rank processes per step.
+        """Returns the number of microbatches that this rank processes in each step.
 
         Args:
             num_microbatches: Number of microbatches per step on each replica of the model.
@@ -317,7 +318,7 @@ class TrainingRun:
         return parallel.microbatches_of(pp_rank, num_microbatches)
 
     def open_loader(self) -> None:
-        """Creates a loader that starts at the first training sample that is not consumed yet."""
+        """Creates a loader that starts at the first training sample that was not used yet."""
         run = self.run
         self.loader = make_loader(
             run,
@@ -327,14 +328,14 @@ class TrainingRun:
         )
 
     def close_loader(self) -> None:
-        """Closes the loader, which stops its processes. Safe to call more than once."""
+        """Stops the processes of the loader. Safe to call more than once."""
         if self.loader is not None:
             self.loader.close()
         self.loader = None
 
 
 class OrderRecorder(RunHook):
-    """Records the order of actions in every step, for ``--record-schedule``."""
+    """Records the order of actions of every step, for ``--record-schedule``."""
 
     def __init__(self, live: TrainingRun) -> None:
         super().__init__(live)
@@ -348,7 +349,7 @@ class OrderRecorder(RunHook):
             self._recording.append(step.iteration, wiring.executor.last_codes, shares)
 
     def write(self) -> None:
-        """Writes the orders recorded so far to the file. Collective over all ranks."""
+        """Writes the recorded orders to the file. Collective over all ranks."""
         if self._recording is not None:
             self._recording.write(self._live.run.job.control_group)
 
@@ -357,18 +358,19 @@ class OrderRecorder(RunHook):
 
 
 def shares_gpus(job: Job) -> bool:
-    """Returns whether any rank shares its GPU with another rank. Collective over all ranks."""
+    """Returns whether any two ranks of ``job`` share a GPU. Collective over all ranks."""
     return any(job.gather(job.accelerator.is_shared))
 
 
 class Rebalancing(RunHook):
-    """Measures steps, and changes schedule, stage placement or layer partition if this is faster.
+    """Measures steps, and changes the schedule or the stages if this makes steps faster.
 
-    With ``--pipeline-schedule auto``, it decides once, after the first steps. The decision includes
-    the number of layers of each stage, unless ``--partition`` sets it. A move of layers is checked
-    after some steps, because a rank may have been slow only temporarily. With ``--repartition
-    auto``, it decides on the layers again after each interval. With slices, ``hinted`` gets the
-    measured times. All ranks make the same decisions. A decision takes effect before the next step.
+    With ``--pipeline-schedule auto``, this hook decides once, after the first steps. It also
+    chooses the number of layers of each stage, unless ``--partition`` sets it. After layers were
+    moved, it measures again, because a rank may have been slow only temporarily. With
+    ``--repartition auto``, it chooses the number of layers again after each interval. With slices,
+    it passes the measured times to the run-time rule ``hinted``. All ranks make the same decisions.
+    A decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -424,7 +426,7 @@ class Rebalancing(RunHook):
         self._close_if_done()
 
     def _close_if_done(self) -> None:
-        """Stops measuring layers if they will not move any more."""
+        """Stops measuring layers if they can no longer move."""
         layers = self._repartitioner
         if self._tuner is None and self._due is None and layers and not layers.is_needed:
             layers.close()
@@ -483,7 +485,7 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move | NextTrial, error: DeviceMemoryError) -> None:
-        """Keeps the current stages after a move has failed because of too little memory."""
+        """Reports that the change ``due`` needs too much memory, and keeps the current stages."""
         if isinstance(due, NextTrial):
             self._log.message(f"  the number of slices does not change: {error}")
             self._numbers = ()
@@ -497,7 +499,7 @@ class Rebalancing(RunHook):
 
 
 def _other_slices(due: Decision | Move | NextTrial, present: int) -> int | None:
-    """Returns the number of slices after a change, or ``None`` if it does not change.
+    """Returns the number of slices after the change ``due``, or ``None`` if it stays the same.
 
     Args:
         due: Change to make.
@@ -516,7 +518,7 @@ def _engine_of(run: Run) -> ForwardBackward:
 
 
 class Reporting(RunHook):
-    """Logs every step, and megatron-core's timers every ``--log-interval`` iterations.
+    """Logs each step, and logs megatron-core's timers every ``--log-interval`` iterations.
 
     Before it logs a step, this hook waits until all nodes have stored the snapshot of the previous
     step.
@@ -579,7 +581,7 @@ class Probing(RunHook):
 
 
 class Diagnosing(Hook):
-    """Analyzes the traces for causes of lost time, on the rank that writes the log."""
+    """Searches the traces for causes of lost time, on the rank that writes the log."""
 
     def __init__(self, live: TrainingRun) -> None:
         run = live.run
@@ -602,9 +604,9 @@ class Diagnosing(Hook):
 
 
 class GarbageCollection(Hook):
-    """Runs Python's garbage collector at fixed intervals, if ``--manual-gc`` is set.
+    """Runs Python's garbage collector on all ranks at the same time, if ``--manual-gc`` is set.
 
-    All ranks then collect garbage at the same time, every ``--manual-gc-interval`` iterations.
+    The garbage collector runs every ``--manual-gc-interval`` iterations.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -619,7 +621,7 @@ class GarbageCollection(Hook):
 
 
 class Validation(RunHook):
-    """Computes and reports the losses of validation and test samples."""
+    """Computes the losses of validation and test samples, and reports them in the log."""
 
     def __init__(self, live: TrainingRun, stop: StopRequest) -> None:
         super().__init__(live)
@@ -691,7 +693,8 @@ class Saving(RunHook):
         super().__init__(live)
         self._recorder = recorder
         self._saved_at = live.progress.iteration if live.is_loaded else -1
-        self._waited_s = 0.0  # time in seconds that training waited for the last save
+        # This is the time in seconds for which training waited for the last checkpoint.
+        self._waited_s = 0.0
 
     def after_step(self, step: TrainedStep) -> None:
         self._live.snapshots.take(step.iteration)
@@ -720,7 +723,7 @@ class Saving(RunHook):
         self._saved_at = live.progress.iteration
         waited_s = time.perf_counter() - begin_s
         # The background thread may have completed the previous checkpoint in the meantime. Report
-        # that checkpoint with its own waiting time.
+        # that checkpoint before its waiting time is replaced.
         self._report_completed()
         self._waited_s = waited_s
         if path is not None:

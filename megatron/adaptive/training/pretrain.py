@@ -1,4 +1,4 @@
-"""Runs one process of a training run, and stops all processes if one of them fails."""
+"""Runs one process of a training job, and stops all processes if one of them fails."""
 
 from __future__ import annotations
 
@@ -42,23 +42,24 @@ EXIT_BUG = 1
 _TOO_MUCH = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]*)")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-# Time in seconds that a rank with a broken connection waits, so that the watcher can determine
+# A rank with a broken connection waits for this time in seconds, so that the watcher can determine
 # which rank failed.
 _VERDICT_S = 2.0
-# Time in seconds in which other ranks can print their messages and exit on their own.
+# Other ranks have this time in seconds to print their messages and exit by themselves.
 _GRACE_S = 2.0
 _SILENCE = "--transport-silence-s"
-# Time in seconds to wait for other ranks to read the store, which is two polling intervals of the
-# watchers.
+# The rank that serves the store waits for this time in seconds, so that other ranks can read it.
+# The time is two polling intervals of the watchers.
 _PART_S = 4.0
 _POLL_S = 0.05
 
 
 def pretrain(config: TrainerConfig, environment: Environment) -> None:
-    """Runs a training run with the settings ``config``.
+    """Trains a model with the settings ``config``, as one process of a job.
 
-    After an error in a job with several processes, this function does not return. It reports the
-    error and exits the process, because peers that have exited may block other threads.
+    If an error occurs in a job with several processes, this function does not return. It reports
+    the error and exits the process, because other threads may be waiting for peers that have
+    exited.
 
     Raises:
         TransportError: The job's processes cannot connect to each other.
@@ -120,7 +121,7 @@ def prepare_process(config: TrainerConfig, environment: Environment) -> device.A
     if config.logging.logging_level is not None:
         python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
     if environment.omp_num_threads is None:
-        # Use one thread per rank, as torchrun does, because threads of several ranks would slow
+        # Use one thread per rank, as torchrun does, because the threads of several ranks would slow
         # each other down.
         torch.set_num_threads(1)
     return accelerator
@@ -145,7 +146,7 @@ def require_hardware_queues(
 
 
 def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list[str]:
-    """Returns one-line notes about effects of this device on training, to be printed."""
+    """Returns lines to print about the effects of this device on training."""
     lines = []
     if (
         accelerator.is_cuda
@@ -190,7 +191,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer, TrainingRun
 
-    gc.freeze()  # later collections skip imported objects, which are never freed
+    gc.freeze()  # Later collections then skip the imported objects, which are never freed.
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
@@ -205,8 +206,8 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        # Do not keep the Checkpoints object. It refers to the run, whose memory must be freed when
-        # the trainer replaces the run.
+        # Do not keep a reference to the Checkpoints object. It refers to the run, whose memory must
+        # be freed when the trainer replaces the run.
         progress = Checkpoints(run, local).load()
         log = TrainingLog(
             config,
@@ -224,7 +225,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
             live = TrainingRun(
                 run, log, progress, report_position=report_position, connect=connect, local=local
             )
-            del run  # the trainer can free the run only if no other reference exists
+            del run  # The trainer can free the run only if no other reference to it exists.
             guard.snapshot = partial(_evidence, live)
             Trainer(live, profiler, stop).train()
         finally:
@@ -235,16 +236,16 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
 
 
 def _evidence(live: Any) -> dict[str, Any]:
-    """Returns this rank's activity for a hang report. The hang detector calls this function."""
+    """Returns what this rank is doing, for a hang report. The hang detector calls this function."""
     run = live.run
     inner = run.forward_backward.snapshot if run.wiring is None else run.wiring.executor.evidence
     return {**run.tracing.now(), **inner()}
 
 
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
-    """Returns a function that makes the watcher notify a run's channels of lost ranks.
+    """Returns a function that makes the watcher notify the channels of a run about lost ranks.
 
-    The function also notifies the channels of ranks that were lost earlier.
+    The function also notifies the channels about ranks that were lost earlier.
     """
 
     def connect(run: Any) -> None:
@@ -260,10 +261,10 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
 
 
 def expected_error(error: BaseException, rank: int) -> BaseException:
-    """Converts errors with an external cause to expected errors.
+    """Converts ``error`` to an expected error if its cause is external.
 
-    External causes are full disks, missing memory, killed data loaders and lost peers. Other errors
-    are returned unchanged.
+    External causes are full disks, too little memory, killed data loaders and lost peers. Any other
+    error is returned unchanged.
     """
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f" {error.filename}" if error.filename else ""
@@ -288,7 +289,7 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Prints a thread's error, unless it is a full disk, which the main thread reports."""
+    """Prints the error of a thread. Skips full disks, because the main thread reports them."""
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _FULL_DISK):
         threading.__excepthook__(failure)
 
@@ -296,11 +297,11 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
 def _fail(
     error: BaseException, store: dist.Store, watcher: Watcher, environment: Environment
 ) -> NoReturn:
-    """Reports ``error`` once for the whole job and exits this process."""
+    """Reports ``error`` once for the whole job, and then exits this process."""
     expected = isinstance(error, AdaptiveError)
     follows = False
-    # If the error reports a silent peer, do not wait for the watcher, because it would report the
-    # same.
+    # If the error is about a silent peer, do not wait for the watcher, which would report the same
+    # error.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
         # The connection broke because another rank exited, and the watcher has reported that rank.
@@ -319,10 +320,10 @@ def _fail(
 
 
 def _part(store: dist.Store, environment: Environment) -> None:
-    """Waits, on the rank that serves the store, until all other ranks have read the error in it.
+    """Waits until all other ranks have read the error, if this rank serves the store.
 
-    Other ranks only report that they have read the error. Without this wait, they would repeat the
-    error, and report that they lost the connection to the store.
+    Other ranks write to the store when they have read the error. Without this wait, they would
+    report the error again, and report that they lost the connection to the store.
     """
     if environment.has_agent_store:
         return
@@ -334,12 +335,12 @@ def _part(store: dist.Store, environment: Environment) -> None:
             time.sleep(_POLL_S)
             parted = store.add("parted", 0)
     except RuntimeError:
-        return  # the rank that serves the store has exited
+        return  # The rank that serves the store has exited.
 
 
 def _is_first(store: dist.Store) -> bool:
-    """Returns whether this rank is the first rank in the job that reports an error."""
+    """Returns whether this rank is the first rank of the job that reports an error."""
     try:
         return store.add("error", 1) == 1
     except RuntimeError:
-        return True  # the store is gone, and printing an error twice is better than not printing it
+        return True  # The store is gone. Printing an error twice is better than not printing it.

@@ -1,6 +1,7 @@
-"""Measures each kind of layer of a GPT model, and the links between the job's ranks.
+"""Measures each kind of layer of a GPT model, and the links between the ranks of a job.
 
-A model with few layers is divided into three stages, so that each kind of layer has its own stage::
+A model with few layers is divided into three stages, so that each kind of layer has a separate
+stage::
 
     stage 0     embedding
     stage 1     layers of one kind: first 1 layer, then 3; the difference is the cost of 2 layers
@@ -70,12 +71,13 @@ with device.quiet_imports():
 
 STAGES = 3
 FEW, MANY = 1, 3
-"""Numbers of layers in two measurements of the middle stage, which differ by 2 layers."""
-_LEAST_SHARE = 0.5  # minimum cost of a layer, relative to the mean over the stage's layers
+"""Numbers of layers of the middle stage in two measurements. They differ by 2 layers."""
+# The cost of a layer is at least this fraction of the mean cost of its stage's layers.
+_LEAST_SHARE = 0.5
 _FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
 
 Figures = dict[str, float]
-"""Measured values of a stage or layer on this rank, named as in a row of the profile.
+"""Measurements of a stage or layer on this rank, by the column names of the profile.
 
 Times in seconds are medians over microbatches. ``forward_s`` is the time of the forward pass,
 ``backward_input_s`` that of the backward pass for input gradients, and ``backward_weight_s``
@@ -87,7 +89,7 @@ forward to the backward pass, in bytes.
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Selects the measurements.
+    """Settings that select what to measure.
 
     Attributes:
         name: Name of the model in the profile.
@@ -106,8 +108,8 @@ class ProfileOptions:
         links: Whether to measure links between ranks and all-reduces.
         backend: Communication backend, ``nccl`` or ``gloo``, or ``None`` for the backend that
             training would use.
-        alone: Whether this process measures without the other ranks of the job. The time of
-            collectives with these ranks is then 0.
+        alone: Whether this process measures without the other ranks of the job. If so, the time of
+            collectives with these ranks is 0.
     """
 
     name: str
@@ -203,7 +205,7 @@ def _start(options: ProfileOptions, environment: Environment) -> TrainingJob:
 def _measure_layers(
     options: ProfileOptions, job: TrainingJob, gpu: str, widths: Sequence[int]
 ) -> tuple[TrainingJob, dict[str, list[dict[str, Any]]]]:
-    """Measures layers for each tensor-parallel size. Collective over all ranks.
+    """Measures layers for each tensor-parallel size in ``widths``. Collective over all ranks.
 
     Returns:
         Tuple of the job, set up for the last tensor-parallel size, and the measurements of all
@@ -222,7 +224,7 @@ def _measure_layers(
 
 
 def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, float]:
-    """Returns the median of the value ``name`` over all measurements, for each GPU name."""
+    """Returns the median of the measurement ``name`` for each GPU name in ``measured``."""
     values = {
         gpu: [sample[name] for sample in samples if name in sample]
         for gpu, samples in measured.items()
@@ -245,7 +247,7 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterat
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Returns the tensor-parallel sizes to measure, which all divide the processes per node."""
+    """Returns the tensor-parallel sizes to measure, which divide the processes per node."""
     local = environment.local_world_size
     world = environment.world_size
     if not options.widths:
@@ -276,7 +278,7 @@ def _config(
 
 
 def _alone(kind: str, layers: int, core: CoreConfig) -> str:
-    """Returns command-line arguments for a model whose layers are all of one kind.
+    """Returns command-line arguments for a model of ``layers`` layers of one ``kind``.
 
     The kind ``experts/4`` means a layer whose experts are distributed over 4 ranks. Each rank then
     does the same work as a single rank that has a quarter of the experts, so such a smaller layer
@@ -295,7 +297,7 @@ def _alone(kind: str, layers: int, core: CoreConfig) -> str:
 def _measure(
     options: ProfileOptions, job: Any, tp: int, size: int, *, optimizer: bool
 ) -> list[dict[str, Any]]:
-    """Measures all kinds of layers on this rank, except kinds that do not fit into memory.
+    """Measures all kinds of layers that fit into memory on this rank.
 
     Args:
         options: Measurements to make.
@@ -336,21 +338,21 @@ def _measure(
 
 
 def _report(job: Any, text: str) -> None:
-    """Prints the current measurement to show progress, because measuring takes minutes."""
+    """Prints ``text``, the current measurement, because all measurements together take minutes."""
     if job.is_first:
         say(f"profile: {text}")
 
 
 def layer_sample(few: Figures, many: Figures) -> Figures:
-    """Computes the cost of a layer from measurements of two stages.
+    """Computes the cost of a layer from the measurements of two stages.
 
     Args:
         few: Measured values of a stage with :data:`FEW` layers.
         many: Measured values of a stage with :data:`MANY` layers.
 
     Returns:
-        Values of one layer, and ``launch_s``, the part of a forward pass's time in seconds that
-        does not depend on the number of layers.
+        Measurements of one layer, and ``launch_s``, the part of a forward pass's time in seconds
+        that does not depend on the number of layers.
     """
     layer = {
         # Use a lower limit, because noise may make the difference too small. The cost of a layer is
@@ -434,7 +436,7 @@ def _free_memory(accelerator: Accelerator) -> None:
 def _build_chunks(
     config: TrainerConfig, core: TransformerConfig, accelerator: Accelerator, placement: Placement
 ) -> list[Any]:
-    """Builds the model of a stage, ready for a forward pass in training mode."""
+    """Builds the model of a stage, and prepares it for a forward pass in training mode."""
     assert config.data.vocab_size is not None
     divisor = config.model.make_vocab_size_divisible_by
     ranks = config.parallel.tensor_model_parallel_size
@@ -466,7 +468,7 @@ def _on_stage(stage: int) -> Iterator[None]:
 def _keyed_forward(
     config: TrainerConfig, accelerator: Accelerator, chunks: Sequence[torch.nn.Module]
 ) -> Callable[..., Any]:
-    """Returns the forward step function, with dropout seeded as in training."""
+    """Returns the forward step function of ``chunks``, with dropout seeded as in training."""
     dropout = DropoutKeys(
         config.run.seed,
         enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,

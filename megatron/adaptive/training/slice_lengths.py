@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SliceLengths(Hook):
-    """Measures the first steps with two slice lengths, and switches to the chosen length.
+    """Measures the first steps with two slice lengths, and then uses the better length.
 
     Does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is set. If
     ``--slice-tokens`` is a number, only this length is measured, and the activation cap and the
@@ -32,7 +32,7 @@ class SliceLengths(Hook):
         self._trials: list[LengthTrial] = []
         config = live.config
         is_auto = config.schedule.pipeline_schedule == "auto" and config.slice_tokens is not None
-        # A single rank never waits for another rank.
+        # Slices only help if ranks wait for each other, so more than one rank is needed.
         if is_auto and live.run.placement.num_ranks > 1 and not config.run.skip_train:
             self._tuner = self._make_tuner(None)
 

@@ -48,7 +48,7 @@ MEASURED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """Rank to run, and the plan that it belongs to.
+    """Rank to run, and the plan that contains this rank.
 
     Attributes:
         model_arguments: Arguments of the trainer for the model and its precision.
@@ -73,18 +73,17 @@ class TrialRequest:
 
 
 def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
-    """Runs steps of a rank in this process, and then measures layers of each kind.
+    """Runs steps of the rank in ``request``, and then measures a layer of each kind.
 
     Returns:
-        Tuple of the memory and times of the rank, and the content of a profile file with the
-        layers.
+        Tuple of the rank's memory and times, and the content of a profile file with the layers.
 
     Raises:
         ConfigError: The plan cannot be run, or the rank needs more memory than the device has.
         DeviceMemoryError: The device has too little memory.
     """
     run_flags = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4"
-    # Sums lack the contributions of the other ranks, so a NaN in a sum means nothing.
+    # The sums do not include the contributions of other ranks, so a NaN in a sum means nothing.
     run_flags += f" --train-iters {WARM_UP + MEASURED} --no-check-for-nan-in-loss-and-grad"
     config = parse(
         [*request.model_arguments, *request.plan_arguments, *run_flags.split()],
@@ -141,7 +140,8 @@ def _measure_layers(request: TrialRequest, config: TrainerConfig) -> dict[str, A
     )
     environment = replace(Environment.read({}), world_size=tp, local_world_size=tp)
     document = profile_layers(options, environment)
-    assert document is not None  # this is rank 0 of that job
+    # This process is rank 0 of that job, which always returns a document.
+    assert document is not None
     return document
 
 
@@ -152,8 +152,8 @@ class _Samples:
     Attributes:
         num_slices: Number of slices of each microbatch, or 1 for whole microbatches.
         step_s: Time of each step.
-        optimizer_s: Time of each step's optimizer update.
-        busy_s: Time of each step's actions.
+        optimizer_s: Time of the optimizer update in each step.
+        busy_s: Total time of the actions in each step.
         means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
         equal_s: Times of equal actions: one list for each step, kind and chunk. The parts of a
             weight gradient, and the slices of a microbatch, are added up.
@@ -169,7 +169,7 @@ class _Samples:
     largest_bytes: int = 0
 
     def add_actions(self, actions: Sequence[tuple[Action, int]]) -> None:
-        """Adds the times of a step's actions, in nanoseconds."""
+        """Adds the actions of one step, each with its duration in nanoseconds."""
         sums: dict[tuple[ActionKind, int], dict[int, float]] = {}
         for action, duration_ns in actions:
             of_kind = sums.setdefault((action.kind, action.chunk), {})
@@ -180,16 +180,16 @@ class _Samples:
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
-        """Returns the typical time of a kind of action for each chunk, or 0 if there are no times.
+        """Returns the typical time in seconds of one ``kind`` of action, for each chunk.
 
-        The typical time is the median over the steps of the mean time in a step. The mean includes
-        actions that were delayed, because they also make a step longer.
+        The result is the median over all steps of the mean time in a step, or 0 if there are no
+        times. The mean includes actions that were delayed, because they also make a step longer.
         """
         lanes = [self.means_s.get((kind, chunk), [0.0]) for chunk in range(num_chunks)]
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time of a step that is spent outside of actions and optimizer."""
+        """Returns the median time in seconds that a step spends outside actions and optimizer."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -202,7 +202,7 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
     # Load the training loop, because its code is also in the memory of a real rank.
     importlib.import_module("megatron.adaptive.training.loop")
-    gc.freeze()  # the trainer also does this, because collections affect when memory is freed
+    gc.freeze()  # The trainer makes the same call, which affects when memory is freed.
     accelerator = job.accelerator
     context_bytes = process_bytes(accelerator) if accelerator.is_cuda else 0
     require_room(job.config, accelerator)
@@ -230,7 +230,7 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
 
 def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
-    """Runs the steps, and returns the measurements of the steps after the warm-up."""
+    """Runs all steps in ``order``, and returns the measurements of the steps after the warm-up."""
     from megatron.adaptive.gpt.setup import make_loader
     from megatron.adaptive.gpt.train_step import Step
 
@@ -250,7 +250,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
         def mark(marks_s: list[float] = marks_s) -> None:
             marks_s.append(_now(job.accelerator))
 
-        # The mode makes operations slower, so it watches a step that is not measured.
+        # This mode makes operations slower, so use it in a step that is not measured.
         watch = _LargestTensor() if iteration == WARM_UP else None
         with watch or contextlib.nullcontext():
             step.train(microbatches, count, iteration, before_update=mark)
@@ -270,7 +270,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Measures the largest tensor that an operation allocates, in bytes."""
+    """Measures the size in bytes of the largest tensor that an operation allocates."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # no types in torch
@@ -301,7 +301,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
-    """Returns the bytes of gaps that a rank of a job has in its heap, and a tried rank has not.
+    """Returns the bytes that a rank of a job loses to gaps in its heap, unlike a trial of the rank.
 
     Received messages lie between other tensors, at other positions in each step. Measured jobs of
     many steps need memory for about one more tensor of the largest size than a tried rank. The C
@@ -312,13 +312,13 @@ def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
 
 
 def _now(accelerator: device.Accelerator) -> float:
-    """Waits for the device, and returns the time of a monotonic clock in seconds."""
+    """Waits for the device, and returns the value of a monotonic clock in seconds."""
     accelerator.synchronize()
     return time.perf_counter()
 
 
 class _FixedOrder:
-    """Makes a rank run its actions in the same order in every step, like a recorded order.
+    """Makes a rank run its actions in the same order in every step.
 
     Args:
         order: Actions of the rank, in the order to run them.
@@ -329,15 +329,15 @@ class _FixedOrder:
         self._policy = Follow(order, num_slices=num_slices)
 
     def policy(self, num_microbatches: int) -> Policy:
-        """Returns the policy of the next step."""
+        """Returns the policy for the next step, which is the same for every step."""
         return self._policy
 
 
 def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[Action, ...]:
-    """Makes the run follow a fixed order of the rank's actions, and returns this order.
+    """Makes ``run`` follow a fixed order of the rank's actions, and returns this order.
 
-    A run-time rule would choose actions by the inputs that have arrived. No inputs arrive in a
-    trial, so the order is taken from a simulated step.
+    A run-time rule would choose actions by the inputs that have arrived. In a trial, no other rank
+    sends inputs, so the order is taken from a simulated step.
     """
     orders = run.forward_backward.orders
     policy = orders.policy(num_microbatches, forward_only=False)
@@ -367,7 +367,7 @@ def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[
 
 
 def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[ExpectedInput]:
-    """Returns the inputs that a rank needs from other ranks, in the order of its actions."""
+    """Returns the inputs that the rank needs from other ranks for ``order``, in the same order."""
     from megatron.core import parallel_state
 
     ranks = torch.distributed.get_process_group_ranks(

@@ -1,4 +1,4 @@
-"""Measures time and memory of reading a large run. As a script, this module is the reader."""
+"""Measures the time and memory that are needed to read a large run, in a separate process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def measure(spans: int) -> dict[str, float]:
         spans: Approximate number of spans.
 
     Returns:
-        Dict with ``spans``, ``write_s``, ``read_s``, ``diagnose_s``, and ``peak_bytes`` (memory of
-        the reader and its children).
+        Dict with ``spans`` (number of spans), ``write_s``, ``read_s`` and ``diagnose_s`` (times in
+        seconds), and ``peak_bytes`` (memory of the reading process and its children).
 
     Raises:
-        RuntimeError: The reader failed.
+        RuntimeError: The reading process failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         each = MICROBATCHES * 7 * RANKS
@@ -58,7 +58,7 @@ def main() -> int:
     run = read_run(sys.argv[1])
     run_figures(run)
     read_s = time.perf_counter() - start
-    # The system reports only the maximum memory of any child that has exited.
+    # For children that have exited, the system reports only the largest memory of any child.
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     workers = len(os.sched_getaffinity(0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + workers * children

@@ -33,7 +33,7 @@ CAUSES = {"slow-rank": "slow rank", "slow-link": "slow link", "slow-data": "slow
 
 @dataclass(frozen=True)
 class Outcome:
-    """Diagnosis of a run, compared with its fault.
+    """Diagnosis of a run, compared with the fault of the run.
 
     Attributes:
         group: Name of the fault, or ``quiet`` for a run without a fault.
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
-    """Returns a run without a fault, with random schedule, times, noise, clocks and head."""
+    """Returns a random run without a fault."""
     schedule, chunks = rng.choice(SCHEDULES)
     forward_s = rng.uniform(0.005, 0.02)
     head = rng.choice((0.0, 0.0, rng.uniform(0.3, 1.5)))
@@ -86,7 +86,7 @@ def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
 
 
 def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
-    """Returns a fault of a group, active in all iterations or from some iteration on."""
+    """Returns a random fault of the kind ``group``, which may begin in a later iteration."""
     replicas = run.replicas
     rank = rng.randrange(run.world_size)
     first = 1
@@ -115,9 +115,9 @@ def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
 
 
 def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]) -> Outcome:
-    """Compares a diagnosis with the ground truth.
+    """Compares the diagnosis ``said`` with the fault that was planted.
 
-    A last stage with a head really is uneven, so this finding is neither right nor wrong.
+    A last stage with a large head really is uneven, so this finding is neither right nor wrong.
     """
     headlines = tuple(finding.headline for finding in said.findings)
     uneven = case.get("head", 0.0) > 0

@@ -1,4 +1,4 @@
-"""Measures the error of clock alignment. As a script, it is one of the measured processes.
+"""Measures the error of clock alignment between processes, which run this module as a script.
 
 Every process shifts its clock by an offset and a drift. While the process computes, it samples the
 clock of the first process over a real connection. The true offset is known, because all processes
@@ -59,7 +59,7 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
 def sample(
     server: ClockServer, offset_s: float, drift_ppm: float, seconds: float
 ) -> dict[str, Any]:
-    """Starts a process with a wrong clock. Returns ``samples``, ``bursts`` and ``start_ns``.
+    """Starts a process with a wrong clock, and returns its measurements.
 
     Raises:
         RuntimeError: The process failed.
@@ -69,12 +69,12 @@ def sample(
 
 
 def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
-    """Returns the time of a wrong clock, which differs only by the offset at ``start_ns``."""
+    """Returns what a wrong clock shows at the time ``true``, in nanoseconds."""
     return true + round(offset_s * 1e9) + ((true - start_ns) * drift_ppm * 1e-6).astype(np.int64)
 
 
 def main() -> int:
-    """Runs a process with a wrong clock."""
+    """Runs a process with a wrong clock, and prints its measurements."""
     port, secret, offset_s, drift_ppm, seconds = sys.argv[1:]
     start_ns = time.monotonic_ns()
 
@@ -88,7 +88,7 @@ def main() -> int:
     )
     end = time.monotonic() + float(seconds)
     while time.monotonic() < end:
-        sum(range(2000))  # other threads of a rank also hold the interpreter lock
+        sum(range(2000))  # Threads of a rank also hold the interpreter lock.
     sampler.close()
     samples = [sample for burst in bursts for sample in burst.samples]
     print(json.dumps({"samples": samples, "start_ns": start_ns, "bursts": len(bursts)}))

@@ -1,4 +1,4 @@
-"""Applies repairs of the what-if analysis in real processes, and compares the predicted steps.
+"""Compares the step times that the what-if analysis predicts for repairs with real step times.
 
 Processes that sleep instead of computing (``slept_rank``) run with a fault, the what-if analysis
 reads their traces, and they run again with each repair. A predicted step is the recorded step minus
@@ -33,7 +33,7 @@ _BOTH, _LINK, _STAGES = "both: ", "links without jitter", "stages of equal work"
 
 @dataclass(frozen=True)
 class Done:
-    """Repair that was applied.
+    """Repair of a fault, with the predicted and the real step time.
 
     Attributes:
         job: Name of the fault.
@@ -71,7 +71,7 @@ def _dealt(run: SyntheticRun, _: Repair) -> SyntheticRun:
 
 
 def _moved(run: SyntheticRun, repair: Repair) -> SyntheticRun:
-    """Returns a run whose stages have the layers that a repair suggests."""
+    """Returns ``run`` with the number of layers per stage that ``repair`` suggests."""
     match = re.search(r"--partition ([\d-]+)", repair.flag)
     assert match is not None, repair.flag
     work = np.array([float(layers) for layers in match[1].split("-")])
@@ -90,7 +90,7 @@ _MENDS: dict[str, Mend] = {
 
 
 def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
-    """Returns jobs with a fault, and the repairs to try on each job, twelve in total."""
+    """Returns jobs with a fault by name, and the repairs to try on each job."""
 
     def make(**options: Any) -> SyntheticRun:
         return real_run(HALF_S, iterations=ITERATIONS, **options)
@@ -123,10 +123,11 @@ def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
 
 
 def measure() -> Iterator[Done]:
-    """Applies all repairs one after another.
+    """Runs all jobs with each of their repairs, and yields the predicted and real step times.
 
     Raises:
-        RuntimeError: A rank failed, the timeout passed, or the what-if analysis lacks a repair.
+        RuntimeError: A rank failed, the timeout passed, or the what-if analysis does not suggest
+            one of the repairs.
     """
     for job, (broken, repairs) in _jobs().items():
         before_s, answers = _run(broken)
@@ -139,7 +140,7 @@ def measure() -> Iterator[Done]:
 
 
 def _run(run: SyntheticRun) -> tuple[float, Any]:
-    """Returns the mean step of a run without its first step, and the what-if analysis."""
+    """Returns the mean step time of ``run`` without its first step, and the what-if analysis."""
     with tempfile.TemporaryDirectory() as folder:
         execute(Path(folder), run, LIMIT_S)
         trace = read_run(folder)
@@ -148,7 +149,7 @@ def _run(run: SyntheticRun) -> tuple[float, Any]:
 
 
 def ordered_right(done: list[Done]) -> tuple[int, int]:
-    """Returns how many pairs of a job's repairs are predicted in the right order, and all pairs."""
+    """Returns how many pairs of a job's repairs are in the right order, and how many exist."""
     pairs = [
         (first, other) for first, other in itertools.combinations(done, 2) if first.job == other.job
     ]

@@ -1,4 +1,4 @@
-"""Runs processes with a fault that exchange real messages, trace themselves, and sleep.
+"""Runs a rank that sleeps instead of computing, but exchanges real messages and writes traces.
 
 The durations are drawn by ``synthetic_trace.draw_step``, as for synthetic runs. Faults change the
 sleeps, the reading of data, or the arrival of messages.
@@ -69,7 +69,7 @@ class Stages(EmulatedStages):
         self.worked_s: list[tuple[float, float]] = []
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Reads data and sleeps for the time of F."""
+        """Reads data (on the first stage), and sleeps for the time of a forward pass."""
         start_ns = time.monotonic_ns()
         if self._stages[chunk] == 0:
             self._sleeper.until(start_ns / 1e9 + self._read_s[microbatch])
@@ -83,7 +83,7 @@ class Stages(EmulatedStages):
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Sleeps for the time of B and W."""
+        """Sleeps for the time of a backward pass."""
         start_s = time.monotonic()
         result = super().backward(chunk, microbatch, gradient)
         self.worked_s.append((start_s, time.monotonic()))
@@ -91,7 +91,7 @@ class Stages(EmulatedStages):
 
 
 class Rank:
-    """Runs one rank of a job.
+    """Runs one rank of a job whose ranks sleep instead of computing.
 
     Args:
         rank: Global rank. The replicas of a pipeline position are next to each other.
@@ -135,13 +135,13 @@ class Rank:
         self._sleeper = Sleeper()
 
     def close(self) -> None:
-        """Closes everything that this object has opened. Collective over all ranks."""
+        """Closes all channels and files of this rank. Collective over all ranks."""
         self._recorder.close()
         self._channels.close()
         dist.barrier(group=self._world)
 
     def iterate(self, iteration: int) -> list[tuple[float, float]]:
-        """Runs an iteration, and returns the times of its actions."""
+        """Runs the iteration ``iteration``, and returns the start and end times of its actions."""
         run, made = self._run, self._candidate
         drawn, data_s = draw_dealt(run, self._placement, iteration, self.replica)
         count = len(data_s)
@@ -188,7 +188,7 @@ class Rank:
 def draw_dealt(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int
 ) -> tuple[Workload, Any]:
-    """Draws a replica's step. Microbatches may be distributed over replicas, as in the trainer."""
+    """Draws the durations of a replica's step. Microbatches may be distributed by cost."""
     seeds = [
         random.Random(f"{run.seed}/{iteration}/{r}").randrange(2**31) for r in range(run.replicas)
     ]
@@ -202,7 +202,7 @@ def draw_dealt(
         position, of = divmod(fault.rank, run.replicas)
         for chunk in range(placement.num_chunks):
             factors[of, placement.stage_of(position, chunk)] *= fault.factor
-    # A replica is as fast as its slowest rank.
+    # A replica is only as fast as its slowest rank.
     costs = (work.sum(axis=0)[None] * factors[:, :, None]).max(axis=1)
     numbers = deal(costs.tolist())[replica]
     order = order_by_cost(costs[replica, list(numbers)].tolist(), run.num_ranks)
@@ -215,7 +215,7 @@ def draw_dealt(
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
-    """Runs one rank, and returns the times of its actions in each iteration."""
+    """Runs the rank ``rank``, and returns the times of its actions in each iteration."""
     sharpen_timers()
     faults = tuple(Fault(**fault) for fault in plan["run"]["faults"])
     run = SyntheticRun(**{**plan["run"], "faults": faults})

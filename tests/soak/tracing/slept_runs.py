@@ -1,4 +1,4 @@
-"""Diagnoses and measures runs of real processes that sleep instead of computing."""
+"""Runs jobs of processes that sleep instead of computing, and diagnoses their traces."""
 
 from __future__ import annotations
 

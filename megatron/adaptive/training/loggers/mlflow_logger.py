@@ -27,7 +27,8 @@ class MLflow(Logger):
             self._package.set_experiment(settings.mlflow_experiment)
             self._package.start_run(run_name=settings.mlflow_run_name)
             self._package.log_dict(cfg.to_dict(), "settings.json")
-        except Exception as error:  # such as an unreachable server
+        # MLflow raises errors of many types, for example if the server is unreachable.
+        except Exception as error:
             raise ConfigError(
                 f"--mlflow-experiment {settings.mlflow_experiment}: MLflow rejected the "
                 f"experiment ({' '.join(str(error).split())}); check --mlflow-tracking-uri"

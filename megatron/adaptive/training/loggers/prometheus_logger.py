@@ -32,11 +32,11 @@ _WRITE_S = 5.0
 """Minimum time in seconds between two writes of the file."""
 
 _VISITOR_S = 5.0
-"""Maximum time in seconds in which a client must send its request."""
+"""Time limit in seconds for a client to send its request."""
 
 
 class _Gauges:
-    """Gauges with the last value of each curve.
+    """Prometheus gauges that contain the last value of each curve.
 
     Args:
         flag: Flag that selected the logger, for the error message about a missing package.
@@ -48,7 +48,7 @@ class _Gauges:
         self._by_name: dict[str, Any] = {}
 
     def set(self, tag: str, value: float, step: int) -> None:
-        """Sets a curve's gauge and the gauge ``iteration``."""
+        """Sets the gauge of the curve ``tag`` to ``value``, and ``iteration`` to ``step``."""
         for curve, number in ((tag, value), ("iteration", step)):
             name = PREFIX + re.sub(r"\W+", "_", curve, flags=re.ASCII).strip("_").lower()
             if name not in self._by_name:
@@ -57,7 +57,7 @@ class _Gauges:
             self._by_name[name].set(number)
 
     def write(self, path: Path) -> None:
-        """Atomically replaces a file with the current values."""
+        """Atomically replaces the file ``path`` by a file with the current values."""
         self._package.write_to_textfile(str(path), self.registry)
 
     def application(self) -> Callable[..., Iterable[bytes]]:
@@ -67,7 +67,7 @@ class _Gauges:
 
 
 class PrometheusEndpoint(Logger):
-    """Serves the last values to a Prometheus server."""
+    """Serves the last value of each curve to a Prometheus server."""
 
     name = "prometheus"
     flag = "prometheus_address"
@@ -111,7 +111,7 @@ class PrometheusEndpoint(Logger):
 
 
 class PrometheusFile(Logger):
-    """Writes the last values to a file for the textfile collector of Prometheus' node exporter."""
+    """Writes the last values to a file for the textfile collector of Prometheus's node exporter."""
 
     name = "prometheus-file"
     flag = "prometheus_file"
@@ -139,7 +139,7 @@ class PrometheusFile(Logger):
 
 
 class _Visitor(WSGIRequestHandler):
-    """Reads a request within a time limit, without logging it."""
+    """Reads a client's request within a time limit, and does not log it."""
 
     timeout = _VISITOR_S
 
@@ -157,7 +157,7 @@ def _is_loopback(host: str) -> bool:
 def _guarded(
     application: Callable[..., Iterable[bytes]], token: str
 ) -> Callable[..., Iterable[bytes]]:
-    """Adds a check of the bearer token to an application, if there is a token."""
+    """Makes ``application`` require the bearer token ``token``, unless ``token`` is empty."""
     if not token:
         return application
     expected = f"Bearer {token}".encode()

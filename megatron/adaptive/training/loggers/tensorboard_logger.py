@@ -15,7 +15,7 @@ from megatron.adaptive.trace.files import BestEffortFile
 from megatron.adaptive.training.logger import Logger
 
 _CURVES_S = 5.0
-"""Maximum time between writes in seconds. A full queue is written earlier."""
+"""Maximum time in seconds between two writes. A full queue is written earlier."""
 
 
 class TensorBoard(Logger):

@@ -32,7 +32,9 @@ class WeightsAndBiases(Logger):
                 dir=folder,
                 config=cfg.to_dict(),
             )
-        except Exception as error:  # such as a missing account or an unreachable server
+        # wandb raises errors of many types, for example if there is no account or the server is
+        # unreachable.
+        except Exception as error:
             raise ConfigError(
                 f"--wandb-project {settings.wandb_project}: Weights & Biases rejected "
                 f"the project ({' '.join(str(error).split())}); run 'wandb login', or set "
