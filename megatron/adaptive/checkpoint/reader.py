@@ -212,12 +212,10 @@ class CheckpointReader:
         return list(self._guarded(file, lambda: read(data)))
 
     def read_values(self, name: str, former: str) -> Any:
-        """Returns the content of the file ``name``, which contains plain values.
+        """Returns the content of a file of plain values.
 
         Args:
-            former: Name of the corresponding file in checkpoints of earlier versions and of
-                megatron-core, which ``torch.save`` wrote. Checkpoints of megatron-core 0.19 and
-                newer may lack this file.
+            name: Name of the file.
             former: Name of the corresponding file in checkpoints of earlier versions and of
                 megatron-core, which ``torch.save`` wrote. Checkpoints of megatron-core 0.19 and
                 newer may not contain this file.

@@ -87,9 +87,7 @@ from megatron.adaptive.schedule.catalog import is_rule
 _FEW_LEVELS = 2000
 """Maximum number of levels (sets of nodes with a first stage) per shape during its first visit."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels of a small shape. Small shapes are searched fully during their first
-visit.
-"""
+"""Maximum number of levels of a shape that is searched fully during its first visit."""
 _CHUNKED = {
     "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
     "v-half": ((2,), ("v-half",)),
@@ -238,8 +236,7 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules have less idle time than 1F1B. Estimates assume a third of 1F1B's idle
-        # time.
+        # Other schedules have less idle time than 1F1B. Estimates assume a third of its idle time.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)

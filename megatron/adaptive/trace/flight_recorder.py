@@ -35,11 +35,11 @@ _BATCH = "coalesced"
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """Describes a call of a collective, a send or a receive on one rank.
+    """Describes a rank's call of a collective, or of a send or a receive (a message).
 
     Attributes:
         rank: Global rank.
-        number: Index of the collective in its group. For a message, each rank counts separately.
+        group: Name of the process group, with its description if it has one.
         number: Index of the collective in its group, or of the message, which each rank counts
             separately.
         name: Name of the operation, such as ``nccl:all_reduce``.
