@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import package_info, parallel_state, utils
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.adaptive.errors import SetupError
 
@@ -31,6 +32,20 @@ def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
         options["is_hybrid_cp"] = False
     part: dict[str, Any] = split(batch, **options)
     return part
+
+
+def take_prediction_losses() -> torch.Tensor | None:
+    """Removes the sums of multi-token prediction losses from megatron-core, and returns the sums.
+
+    Returns:
+        Sum over the microbatches of a step for each prediction layer, or ``None`` if no prediction
+        layer has run since the last call.
+    """
+    tracker = MTPLossLoggingHelper.tracker
+    # Since 0.19, megatron-core also counts correct predictions, and uses other keys.
+    sums = tracker.pop("values", None)
+    later = [tracker.pop(f"{name}_values", None) for name in ("loss", "correct", "total")]
+    return later[0] if sums is None else sums
 
 
 def number_in_model(layer: Any) -> int:

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.adaptive.config.megatron_core_flags import CoreConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
-from megatron.adaptive.gpt.core_releases import balancing_losses, reset_balancing_losses
+from megatron.adaptive.gpt.core_releases import (
+    balancing_losses,
+    reset_balancing_losses,
+    take_prediction_losses,
+)
 from megatron.adaptive.gpt.forward import (
     LOSS_NAME,
     TOKEN_NAME,
@@ -307,7 +310,7 @@ class Step:
         Megatron-LM.
         """
         # Remove the values even if they are not used, because they may come from an earlier model.
-        sums = MTPLossLoggingHelper.tracker.pop("values", None)
+        sums = take_prediction_losses()
         if sums is None or not num_microbatches or self._config.model.mtp_num_layers is None:
             return {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
