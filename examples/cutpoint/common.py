@@ -102,6 +102,8 @@ def _train(
         if torch.distributed.get_rank() == 0:
             if options.write_profile and pipeline.plan is not None:
                 pipeline.plan.profile.write(options.write_profile)
+            elif options.write_profile:
+                print("no profile is written, because no layout was chosen by measurements")
             print(f"segments per stage: {'-'.join(map(str, pipeline.partition))}", flush=True)
         # Train on the same batch in each step, so that the loss falls. Each replica takes its own
         # samples of the batch.

@@ -144,6 +144,11 @@ AUTO = "--pipeline-schedule auto --slice-tokens"
             "--slice-tokens 18 is not a multiple of --tensor-model-parallel-size 4",
         ),
         (f"{LENGTHS} 64 --pipeline-schedule 1f1b", "other schedules order whole microbatches"),
+        (
+            f"{LENGTHS} 64 --pipeline-schedule seq-1f1b --repartition auto "
+            "--pipeline-model-parallel-size 2",
+            "hold numbers of slices that depend on the documents",
+        ),
         (f"{LENGTHS} auto", "--slice-tokens auto with .* needs --pipeline-schedule auto"),
         (f"{AUTO} auto --pipeline-model-parallel-size 2", "auto needs --variable-seq-lengths"),
         (

@@ -423,6 +423,12 @@ def test_models_whose_documents_cannot_be_cut_are_refused(
         inputs_of(more=more, attention=attention)
 
 
+@pytest.mark.parametrize("layers", [1, 5])
+def test_models_with_an_odd_number_of_layers_are_planned(layers: int) -> None:
+    inputs = inputs_of(more=f"--num-layers {layers}")
+    assert documents_of(inputs).config.model.num_layers == layers
+
+
 def test_a_model_without_the_trainers_arguments_is_refused() -> None:
     model = replace(inputs_with().model, arguments=())
     with pytest.raises(ConfigError, match="is not described by the trainer's settings"):

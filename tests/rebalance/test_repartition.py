@@ -222,7 +222,10 @@ def test_steps_with_other_numbers_of_slices_are_scaled_and_simulated_by_slices(
         repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 3)
     assert [span_s for _, span_s in repartitioner._steps] == [6.0, 6.0, 6.0]
     candidate = Candidate(name="adaptive", placement=LOOP, cap=1.5, num_slices=1)
-    assert repartitioner._in_slices(candidate).cap == 6.0  # the last step has 4 slices per row
+    # The last step has 4 slices per row, but a rank has room for the longest row of all steps.
+    assert repartitioner._in_slices(candidate).cap == 8.0
+    wide = Candidate(name="adaptive", placement=LOOP, cap=3.0, num_slices=1)
+    assert repartitioner._in_slices(wide).cap == 12.0
     # Without packed documents, nothing is scaled.
     config.data.variable_seq_lengths = False
     other = Repartitioner(run, print)

@@ -190,7 +190,12 @@ class _Replacement:
             work = original(group, *arguments, **options)
             is_waited = not _is_async(arguments, options)
             for call in calls:
-                if call is not None and work is not None:
+                if call is None:
+                    continue
+                if work is None:
+                    # NCCL has put a collective that the caller waits for into the current stream.
+                    call.end = call.clock.mark()
+                else:
                     work = _TimedWork(work, call) if is_waited else _timed(work, call)
             return work
 

@@ -43,8 +43,10 @@ def take_prediction_losses() -> torch.Tensor | None:
     """
     tracker = MTPLossLoggingHelper.tracker
     # Since 0.19, megatron-core also counts correct predictions, and uses other keys.
-    sums = tracker.pop("values", None)
-    later = [tracker.pop(f"{name}_values", None) for name in ("loss", "correct", "total")]
+    sums: torch.Tensor | None = tracker.pop("values", None)
+    later: list[torch.Tensor | None] = [
+        tracker.pop(f"{name}_values", None) for name in ("loss", "correct", "total")
+    ]
     return later[0] if sums is None else sums
 
 

@@ -284,12 +284,16 @@ class Profiler(SampledModel):
 
         The costs of the sizes in between are interpolated.
         """
-        smallest = self._measured(1, device, split=False, enough_s=LONG_S)
+        # Repetitions of this size show by how much equal actions differ.
+        smallest = self._measured(1, device, split=False)
         if smallest is None:
             return
         tape, rows = smallest
+        # Time of a warm-up and of a measurement of all segments, per sample.
+        run_s = 2 * sum(row.seconds for row in rows)
         for power in range(most.bit_length() - 1, 0, -1):
-            if not self._fits(2**power, tape, rows, limit_bytes):
+            is_long = power > 1 and run_s * 2**power > self.time_limit_s
+            if is_long or not self._fits(2**power, tape, rows, limit_bytes):
                 continue
             largest = self._measured(2**power, device, split=self.split_backward, enough_s=LONG_S)
             if largest is not None:
@@ -315,14 +319,15 @@ class Profiler(SampledModel):
     def largest_that_fits(self, job: Job, most: int) -> int:
         """Returns the largest microbatch size (a power of two) that is expected to fit in memory.
 
-        Nothing is measured. The memory of a microbatch is estimated as the size of all values that
-        the recorded forward pass computes for one sample, times the number of samples.
+        Nothing is measured. The memory of a microbatch is estimated as twice the size of all values
+        that the recorded forward pass computes for one sample, times the number of samples, because
+        gradients and temporary values of operators need memory too.
 
         Args:
             job: Job that all ranks have joined.
             most: Maximum number of samples.
         """
-        per_sample = _recorded_bytes(self._recorded(self._microbatch(1)))
+        per_sample = 2 * _recorded_bytes(self._recorded(self._microbatch(1)))
         parameters = sum(each.numel() * each.element_size() for each in self.model.parameters())
         # The parameters, their gradients and the two states of AdamW each take this much memory.
         room = self._about(job)["limit"] - 4 * parameters
@@ -361,8 +366,10 @@ class Profiler(SampledModel):
 
 
 def _recorded_bytes(tape: Tape) -> int:
-    """Returns the size in bytes of all values of a recorded forward pass."""
-    return sum(math.prod(value.shape) * value.dtype.itemsize for value in tape.values)
+    """Returns the size in bytes of the values that a recorded forward pass computes."""
+    return sum(
+        math.prod(value.shape) * value.dtype.itemsize for value in tape.values if not value.source
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

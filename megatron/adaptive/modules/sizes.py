@@ -297,7 +297,9 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
     pipeline_size = request.pipeline_size
     # Create the orders before measuring, so that invalid settings raise an error early.
     orders = choose_orders(request, 2, 0)
-    splits = orders.weight_pieces > 0 and dist.get_world_size() > 1
+    # An elastic job may continue with more processes.
+    may_split = dist.get_world_size() > 1 or job.environment.job is not None
+    splits = orders.weight_pieces > 0 and may_split
     profiler = Profiler(
         **_sampled_model(request),
         micro_batch_sizes=None if size is None else (size,),

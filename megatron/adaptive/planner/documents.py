@@ -173,6 +173,9 @@ def make_documents(
     flags = [] if "--transformer-impl" in names else ["--transformer-impl", implementation]
     flags += ["--variable-seq-lengths", "--slice-tokens", str(LEAST_TOKENS)]
     flags += ["--pipeline-model-parallel-size", "2", "--global-batch-size", str(batch)]
+    # Without a partition, only even numbers of layers are possible.
+    num_layers = sum(model.layer(index).counted for index in range(model.num_layers))
+    flags += ["--partition", f"0-{num_layers}"]
     try:
         config = parse(
             [*ANY_RUN, *model.arguments, *flags],

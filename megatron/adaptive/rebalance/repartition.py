@@ -52,7 +52,7 @@ from megatron.adaptive.rebalance.judgement import (
 )
 from megatron.adaptive.rebalance.move_stages import with_schedule
 from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
-from megatron.adaptive.schedule.action import item_count
+from megatron.adaptive.schedule.action import each_count, item_count
 from megatron.adaptive.schedule.catalog import Candidate
 from megatron.adaptive.schedule.choose_slices import SliceTrial
 
@@ -118,6 +118,7 @@ class Repartitioner:
         self._promise: Move | None = None
         self._share: LayerShare | None = None
         self._usual_items = 0
+        self._most_slices = 0
         self._slices_per_row = 1.0
         self.adopt(run)
 
@@ -248,6 +249,8 @@ class Repartitioner:
         if slices is None or config.slice_tokens is None or not config.data.variable_seq_lengths:
             return 1.0
         items = item_count(num_microbatches, slices.count)
+        longest = max(each_count(num_microbatches, slices.count), default=0)
+        self._most_slices = max(self._most_slices, longest)
         self._usual_items = self._usual_items or items
         self._slices_per_row = items / num_microbatches
         return self._usual_items / items
@@ -256,7 +259,10 @@ class Repartitioner:
         """Returns a schedule in which each slice is a microbatch, if steps differ in slices."""
         if not self._usual_items:
             return candidate
-        cap = None if candidate.cap is None else candidate.cap * self._slices_per_row
+        cap = candidate.cap
+        if cap is not None:
+            # A rank has room for the longest row, whatever the cap is.
+            cap = max(cap * self._slices_per_row, float(self._most_slices))
         return replace(candidate, cap=cap, num_slices=1)
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:

@@ -25,7 +25,7 @@ from megatron.adaptive.config.input_files import parse_json, printable, read_byt
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.read import describe_numbers
 
-_FILE_NAME = re.compile(r"(?:.*trace_rank|_dump)_(\d+)(\.json|\.pkl|\.pickle)?")
+_FILE_NAME = re.compile(r"(?!core)(?:.*trace_rank|.*_dump)_(\d+)(\.json|\.pkl|\.pickle)?")
 _VERSION = re.compile(r"2(\.\d+)*")
 _LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
 _PEERS = re.compile(r"(\d+)(->|<-)(\d+)")

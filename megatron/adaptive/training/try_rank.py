@@ -157,7 +157,8 @@ class _Samples:
         means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
         equal_s: Times of equal actions: one list for each step, kind and chunk. The parts of a
             weight gradient, and the slices of a microbatch, are added up.
-        largest_bytes: Size of the largest tensor that an operation of a step allocates.
+        largest_bytes: Size of the largest tensor that an operation of a step allocates from the
+            heap of the C library, which does not contain tensors of 32 MiB and more.
     """
 
     num_slices: int = 1
@@ -251,7 +252,8 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
             marks_s.append(_now(job.accelerator))
 
         # This mode makes operations slower, so use it in a step that is not measured.
-        watch = _LargestTensor() if iteration == WARM_UP else None
+        is_watched = iteration == WARM_UP and not job.accelerator.is_cuda
+        watch = _LargestTensor() if is_watched else None
         with watch or contextlib.nullcontext():
             step.train(microbatches, count, iteration, before_update=mark)
         mark()
@@ -270,7 +272,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Measures the size in bytes of the largest tensor that an operation allocates."""
+    """Measures the size in bytes of the largest tensor that an operation puts into the heap."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # no types in torch
@@ -288,7 +290,8 @@ class _LargestTensor(TorchDispatchMode):
         for tensor in _tensors(result):
             if _storage(tensor) not in present:
                 size_bytes = tensor.untyped_storage().nbytes()
-                self.largest_bytes = max(self.largest_bytes, size_bytes)
+                if size_bytes < device.MAPPED_FROM_BYTES:
+                    self.largest_bytes = max(self.largest_bytes, size_bytes)
         return result
 
 
@@ -304,11 +307,10 @@ def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
     """Returns the bytes that a rank of a job loses to gaps in its heap, unlike a trial of the rank.
 
     Received messages lie between other tensors, at other positions in each step. Measured jobs of
-    many steps need memory for about one more tensor of the largest size than a tried rank. The C
-    library does not put larger tensors into the heap.
+    many steps need memory for about one more tensor of the largest size than a tried rank. On a GPU
+    there are no such gaps, because torch counts the memory of tensors.
     """
-    is_in_heap = samples.largest_bytes < device.MAPPED_FROM_BYTES and not accelerator.is_cuda
-    return samples.largest_bytes if is_in_heap else 0
+    return 0 if accelerator.is_cuda else samples.largest_bytes
 
 
 def _now(accelerator: device.Accelerator) -> float:

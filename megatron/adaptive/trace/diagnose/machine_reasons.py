@@ -450,7 +450,7 @@ def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
     """
     share = shares(m, KERNEL)
     mean = float(np.nanmean(share[chosen, column]))
-    return max(0.0, mean - _usual(m, share, KERNEL, column, chosen))
+    return min(1.0, max(0.0, mean - _usual(m, share, KERNEL, column, chosen)))
 
 
 def _reads(m: Measured, column: int, chosen: slice) -> bool:

@@ -174,6 +174,8 @@ def _slow_member(
     # in it. If ranks are late at random, every rank is sometimes last, and the totals are equal.
     spent_ns = np.zeros((len(m.iterations), len(ranks)))
     for joined in groups:
+        if joined.operation == "broadcast":
+            continue  # the sender does not wait for the other members
         rows = np.searchsorted(m.iterations, joined.step_iteration)
         spent_ns[rows] += joined.step_ns
     worst = int(spent_ns.mean(axis=0).argmin())
