@@ -90,10 +90,8 @@ sequence_slices needs pipeline_schedule={
 slice_tokens=0 needs pipeline_schedule=auto | auto measures steps and simulates others
 pipeline_schedule=auto+slice_tokens needs variable_seq_lengths
     | sequences of equal length use --sequence-slices instead
-pipeline_schedule=seq-1f1b+slice_tokens excludes repartition
-    | its ranks hold numbers of slices that depend on the documents
-pipeline_schedule=auto+slice_tokens excludes repartition
-    | auto measures slices in the first steps, in which layers must not move
+pipeline_schedule=seq-1f1b+slice_tokens excludes repartition | ranks hold different numbers of slices
+pipeline_schedule=auto+slice_tokens excludes repartition | auto measures slices of layers that stay
 slice_tokens needs pipeline_schedule={
         names(
             lambda spec: spec.orders_slices or (spec.kind in ("rule", "auto") and not spec.is_own)
