@@ -147,7 +147,7 @@ AUTO = "--pipeline-schedule auto --slice-tokens"
         (
             f"{LENGTHS} 64 --pipeline-schedule seq-1f1b --repartition auto "
             "--pipeline-model-parallel-size 2",
-            "ranks hold different numbers of slices",
+            "ranks hold unequal numbers of slices",
         ),
         (f"{LENGTHS} auto", "--slice-tokens auto with .* needs --pipeline-schedule auto"),
         (f"{AUTO} auto --pipeline-model-parallel-size 2", "auto needs --variable-seq-lengths"),

@@ -90,8 +90,8 @@ sequence_slices needs pipeline_schedule={
 slice_tokens=0 needs pipeline_schedule=auto | auto measures steps and simulates others
 pipeline_schedule=auto+slice_tokens needs variable_seq_lengths
     | sequences of equal length use --sequence-slices instead
-pipeline_schedule=seq-1f1b+slice_tokens excludes repartition | ranks hold different numbers of slices
-pipeline_schedule=auto+slice_tokens excludes repartition | auto measures slices of layers that stay
+pipeline_schedule=seq-1f1b+slice_tokens excludes repartition | ranks hold unequal numbers of slices
+pipeline_schedule=auto+slice_tokens excludes repartition | auto measures layers that must not move
 slice_tokens needs pipeline_schedule={
         names(
             lambda spec: spec.orders_slices or (spec.kind in ("rule", "auto") and not spec.is_own)
