@@ -79,7 +79,7 @@ def test_lengths_are_read_from_token_files_lists_and_distributions(tmp_path: Pat
         (f"{LONG_TAIL} --slice-tokens 512", "512 must be at most the longest document, .* 256"),
         (
             f"{LONG_TAIL} --slice-tokens x",
-            "--slice-tokens must be a list of different positive integers",
+            "must be a list of different positive integers",
         ),
         (f"{LONG_TAIL} --slice-tokens 32 --sequence-slices 4", "excludes --sequence-slices 4"),
         (f"{LONG_TAIL} --slice-tokens 32 --schedules 1f1b", "excludes --schedules 1f1b"),
