@@ -77,10 +77,7 @@ def test_lengths_are_read_from_token_files_lists_and_distributions(tmp_path: Pat
         (LONG_TAIL, "lognormal:20:1.5 is used only to choose .*; add --slice-tokens auto"),
         (f"{LONG_TAIL} --slice-tokens 8", "a slice must have at least 16 tokens"),
         (f"{LONG_TAIL} --slice-tokens 512", "512 must be at most the longest document, .* 256"),
-        (
-            f"{LONG_TAIL} --slice-tokens x",
-            "must be a list of different positive integers",
-        ),
+        (f"{LONG_TAIL} --slice-tokens x", "must be a list of different positive integers"),
         (f"{LONG_TAIL} --slice-tokens 32 --sequence-slices 4", "excludes --sequence-slices 4"),
         (f"{LONG_TAIL} --slice-tokens 32 --schedules 1f1b", "excludes --schedules 1f1b"),
         (f"{LONG_TAIL} --slice-tokens 32 --export megatron", "does not cut packed documents"),
