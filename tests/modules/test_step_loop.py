@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.adaptive.checkpoint.folder import PipelineFolder
 from megatron.adaptive.errors import CheckpointError, ConfigError
@@ -18,7 +20,7 @@ from megatron.adaptive.modules import Pipeline
 from megatron.adaptive.modules.sizes import JobEnded
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
-from .models import Training, batch_of
+from .models import Net, Tower, Training, batch_of
 
 
 def train(pipeline: Pipeline, chosen: int, do: Callable[[], object], **options: Any) -> None:
@@ -212,6 +214,22 @@ def test_settings_that_are_none_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         trained().pipeline.loop(**options)
+
+
+def test_one_process_takes_the_largest_microbatch_that_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
+    # Net has batch normalization, which needs two samples.
+    tower = {"x": torch.randn(4, 16)}
+    for model, sample in ((Net(), batch_of(0, 4)), (Tower(), tower)):
+        with Pipeline(model, sample) as pipeline:
+            assert (pipeline.micro_batch_size, pipeline.plan) == (4, None)
+        gc.collect()  # reference cycles keep process groups alive
+    assert "profile: " not in capsys.readouterr().out
+    # If the estimate leaves no room, the model is measured, and the error says what is missing.
+    with pytest.raises(ConfigError, match=r"fit into memory: .* needs .* GB of 1e-06 GB"):
+        Pipeline(Tower(), tower, memory_limit_bytes=1000.0)
 
 
 def test_a_job_tells_where_to_save_and_hears_of_steps(

@@ -320,19 +320,26 @@ class Profiler(SampledModel):
         """Returns the largest microbatch size (a power of two) that is expected to fit in memory.
 
         Nothing is measured. The memory of a microbatch is estimated as twice the size of all values
-        that the recorded forward pass computes for one sample, times the number of samples, because
+        that a recorded forward pass computes per sample, times the number of samples, because
         gradients and temporary values of operators need memory too.
+
+        Returns 0 if even one sample is not expected to fit.
 
         Args:
             job: Job that all ranks have joined.
             most: Maximum number of samples.
         """
-        per_sample = 2 * _recorded_bytes(self._recorded(self._microbatch(1)))
-        parameters = sum(each.numel() * each.element_size() for each in self.model.parameters())
-        # The parameters, their gradients and the two states of AdamW each take this much memory.
-        room = self._about(job)["limit"] - 4 * parameters
+        # Batch normalization cannot be trained on a single sample.
+        count = min(2, most)
+        per_sample = 2 * _recorded_bytes(self._recorded(self._microbatch(count))) / count
+        # A trained parameter also has a gradient and the two states of AdamW.
+        parameters = sum(
+            each.numel() * each.element_size() * (4 if each.requires_grad else 1)
+            for each in self.model.parameters()
+        )
+        room = self._about(job)["limit"] - parameters
         sizes = [2**power for power in range(most.bit_length())]
-        return max((size for size in sizes if size * per_sample <= room), default=1)
+        return max((size for size in sizes if size * per_sample <= room), default=0)
 
     def _microbatch(self, size: int) -> dict[str, torch.Tensor]:
         """Returns a microbatch of the first ``size`` samples of the sample batch."""

@@ -135,8 +135,8 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
         order = None if text is None else JobOrder.from_text(text)
         if order is not None:
             request = _ordered(job, order, request)
-        elif dist.get_world_size() == 1 and request.pipeline_size in (None, "auto", 1):
-            request = _of_one_process(job, request)
+        elif (alone := _of_one_process(job, request)) is not None:
+            request = alone
         elif request.micro_batch_size is None or request.pipeline_size == "auto":
             plan = _choose(job, request)
             best = plan.best
@@ -251,22 +251,28 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
     )
 
 
-def _of_one_process(job: Job, request: PipelineSettings) -> PipelineSettings:
-    """Returns the settings of a job of one process, which needs no measurements.
+def _of_one_process(job: Job, request: PipelineSettings) -> PipelineSettings | None:
+    """Chooses the microbatch size of a job of one process without measurements.
 
     A single process runs all segments, and is fastest with large microbatches.
+
+    Returns:
+        Settings with all sizes, or ``None`` if the model must be measured: there are several
+        processes, or even one sample may not fit in memory.
     """
-    request = dataclasses.replace(request, pipeline_size=1)
-    if request.micro_batch_size is not None:
-        return request
+    is_alone = dist.get_world_size() == 1 and request.pipeline_size in (None, "auto", 1)
+    if not is_alone or request.micro_batch_size is not None:
+        return None
     require_whole(1, batch_size=request.samples)
     profiler = Profiler(**_sampled_model(request), memory_limit_bytes=request.memory_limit_bytes)
     size = profiler.largest_that_fits(job, request.samples)
+    if not size:
+        return None
     while request.samples % size:
         size //= 2
     plural = "" if size == 1 else "s"
     print(f"plan: 1 process, microbatches of {size} sample{plural}", flush=True)
-    return dataclasses.replace(request, micro_batch_size=size)
+    return dataclasses.replace(request, pipeline_size=1, micro_batch_size=size)
 
 
 def _sampled_model(request: PipelineSettings) -> dict[str, Any]:
