@@ -12,6 +12,7 @@ from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.config.plan_file import plan_flags, world_size_of
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType, make_cluster
 from megatron.adaptive.planner.cost import predict
@@ -20,7 +21,7 @@ from megatron.adaptive.planner.model_file import arguments_model, preset
 from megatron.adaptive.planner.plan import Plan, plan_document
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import SCHEDULES, Request, complete_profile, pareto, propose
-from megatron.adaptive.planner.search import Searcher
+from megatron.adaptive.planner.search import SEARCHED, Searcher
 from megatron.adaptive.planner.search_options import Objective, SearchOptions
 from tests.support.small_clusters import better, brute_force, random_problem, searcher_of, solve
 
@@ -251,3 +252,7 @@ def test_measured_all_reduces_count_in_search_and_prediction_alike() -> None:
         for searched_s, predicted_s in found(profile):
             assert searched_s == pytest.approx(predicted_s)
     assert found(slow)[0][0] > found(free)[0][0]
+
+
+def test_every_schedule_of_the_planner_can_be_searched() -> None:
+    assert {*SEARCHED} == {*selectable_names(lambda spec: spec.planned != "no")}

@@ -188,6 +188,16 @@ def test_neighbours_have_other_numbers_of_slices() -> None:
     assert any(f"slices {number // 2}: +" in line for line in lines)
 
 
+def test_a_neighbour_that_is_refused_names_its_flag_once() -> None:
+    inputs = inputs_with()
+    row = proposed(80e9, 2, (1,)).rows[0]
+    options = replace(TRIED, tp=(), dp=(), schedules=())
+    lines = why_not(inputs, Request(global_batch=2, options=options), row)
+    refused = [line for line in lines if "GPUs are needed" in line]
+    assert "  pp 8: at least 8 GPUs are needed, but the cluster has 4; use smaller sizes" in refused
+    assert not any("--pp 8: " in line for line in refused)
+
+
 def test_models_whose_sequences_cannot_be_cut_stay_whole() -> None:
     assert usual_slices(inputs_with().model) == (1, 2, 4, 8)
     assert usual_slices(inputs_with(attention="fused").model) == (1,)

@@ -135,7 +135,9 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
             fitting = searcher_for(inputs, changed).search().plans
             plans = fitting or searcher_for(roomy, changed).search().plans
         except ConfigError as error:
-            lines.append(f"{title} {error}")
+            # Some messages begin with the flag, which the title already names.
+            flag = f"--{name.replace('_', '-')} {value}: "
+            lines.append(f"{title} {str(error).removeprefix(flag)}")
             continue
         if not plans:
             lines.append(f"{title} no plan with it uses whole nodes and divides the batch")
