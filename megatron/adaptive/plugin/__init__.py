@@ -73,8 +73,8 @@ def install(
             own code.
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V-shaped placement must be set before megatron-core's process
-            groups are created. ``None`` means ``v`` with ``zb-v`` and ``v-half``, and ``loop`` with
-            all other schedules.
+            groups are created. ``None`` means ``v`` with schedules that only support a V, such as
+            ``zb-v``, and ``loop`` with all other schedules.
         auto_candidates: Names of the user's own schedules that ``auto`` also tries, in the form
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
@@ -83,8 +83,9 @@ def install(
             unit is one microbatch in all chunks of the rank. ``None`` uses a default for the
             numbers of stages and microbatches.
         split_backward: Whether weight gradients are separate actions, instead of part of the
-            backward pass. ``None`` means true with ``zb-h1``, and with ``adaptive`` and ``hinted``
-            if the split costs nothing (see docs/reference/plugin.md).
+            backward pass. ``None`` means true with schedules that always split, such as ``zb-h1``,
+            and with ``adaptive``, ``hinted`` and ``auto`` if the split costs nothing (see
+            docs/reference/plugin.md).
         weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
             weight gradients are separate actions.
         keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
