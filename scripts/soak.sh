@@ -6,7 +6,7 @@
 #   scripts/soak.sh [--quick] [NAME ...]
 #
 # --quick runs short versions. The names and time limits are in the table below; all soak tests
-# together take at most 38 hours. "features" needs a checkout of Megatron-LM, whose path is in the
+# together take at most 39 hours. "features" needs a checkout of Megatron-LM, whose path is in the
 # variable MEGATRON_LM. Exits with status 1 if a soak test missed a goal, failed, or exceeded its
 # time limit. The test suite (scripts/test.sh --all) also runs the short versions.
 set -euo pipefail
