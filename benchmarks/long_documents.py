@@ -164,7 +164,7 @@ def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]
 
 
 def emulated(options: Any) -> Result:
-    """Compares slices with the best order of whole sequences, and with the interleaved order."""
+    """Compares slices with the best and the interleaved schedule of whole sequences."""
     counts = [4] if options.quick else list(OVER_WHOLE)
     repeats = 1 if options.quick else 3
     records = fork_ranks("benchmarks.long_documents", RANKS, LIMIT_S, counts, repeats)

@@ -210,7 +210,7 @@ def _step_s(candidate: Candidate, cell: Cell, seeds: Sequence[int]) -> float:
 
 
 def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
-    """Returns the step time of the fastest fixed order of any placement within the memory cap."""
+    """Returns the step time of the fastest fixed order of all placements within the memory cap."""
     found = []
     for name in STATIC:
         candidate = make_candidate(name, cell.ranks, 2, cell.microbatches)

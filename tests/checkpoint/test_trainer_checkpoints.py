@@ -197,7 +197,7 @@ def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = N
 
 
 def test_common_values_beside_the_tensors_are_read(make: Make, tmp_path: Path) -> None:
-    """Checks that values are read which megatron-core 0.19 writes as an object, not as a file."""
+    """Checks that values that megatron-core 0.19 writes as an object, not as a file, are read."""
     flags: dict[str, str | None] = {"attention_dropout": "0", "hidden_dropout": "0"}
     run = make(**flags)
     run.learn(0, 3)

@@ -19,7 +19,7 @@ from megatron.adaptive.cli import pretrain_gpt, run_single
 from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
 from megatron.adaptive.errors import AdaptiveError, DataError, TransportError
 
-from ..multiprocess.launch import forking, run_forked
+from ..multiprocess.launch import Ranks, forking, has_ended, run_forked, tail, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(ROOT / "pretrain_gpt.py")
@@ -147,6 +147,47 @@ def test_missing_vocabulary_is_said_once_by_two_ranks(tmp_path: Path) -> None:
     )
     assert "No such file or directory; check --vocab-file" in complaint(done)
     assert not any(tmp_path.iterdir())
+
+
+SLOW_RANK = """
+import os, sys, time
+from megatron.adaptive import accelerator
+accelerator.install()
+with accelerator.quiet_imports():
+    from megatron.adaptive.cli import pretrain_gpt
+    from megatron.adaptive.gpt import initialize
+    from megatron.adaptive.transport.liveness import here
+
+gather_places = initialize.gather_places
+
+def slow():
+    time.sleep(3)
+    return gather_places()
+
+def quick():
+    return [here(0), here(0)]
+
+initialize.gather_places = slow if os.environ["RANK"] == "1" else quick
+sys.exit(pretrain_gpt.run())
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_connects_slowly_does_not_report_a_lost_peer(tmp_path: Path) -> None:
+    """Checks that a rank is silent if another rank reported an error and exited before."""
+    (tmp_path / "slow.py").write_text(SLOW_RANK)
+    flags = SMALL.replace("--mock-data --vocab-size 100", f"--data-path {tmp_path}/corpus")
+    vocabulary = f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
+    command = [str(tmp_path / "slow.py"), *flags.split(), *vocabulary.split()]
+    log = tmp_path / "output.txt"
+    ranks = Ranks(command, world_size=2, log=log, limit_s=60.0)
+    try:
+        wait_until(lambda: all(map(has_ended, ranks.processes())), log.read_text, 60.0)
+    finally:
+        ranks.kill()
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, tail(log)
+    assert errors[0].endswith("vocab.json: No such file or directory; check --vocab-file")
 
 
 @pytest.mark.multiprocess

@@ -30,7 +30,7 @@ LIMIT_S = 900.0
 
 
 def why_not() -> str | None:
-    """Returns why the lab or the RDMA transport cannot run, or ``None`` if they can run."""
+    """Returns why the test network or the RDMA transport cannot run, or ``None`` if both can."""
     module = extension.load()
     if module is None or not getattr(module, "has_rdma", lambda: True)():
         return "the extension was built without RDMA: run bash prerequisite.sh --rdma"

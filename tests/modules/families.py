@@ -6,12 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
 
 WIDTH, HEADS, WORDS, LENGTH = 32, 4, 64, 12
 IMAGE, START = 60, 58  # Both are special tokens; ordinary tokens are below 56.
 Batch = dict[str, torch.Tensor]
 Config = dict[str, Any]
+
+RELEASE = "5.23"
+"""Release of ``transformers`` whose models are in the table of ``docs/reference/cutpoint.md``."""
+
+CHANGED = ("gemma2", "whisper", "smolvlm")
+"""Families whose code in releases before :data:`RELEASE` is recorded differently or not at all."""
+
+
+def skip_older(name: str) -> None:
+    """Skips the test if ``transformers`` is older than the family ``name`` requires."""
+    import transformers
+
+    if name in CHANGED and Version(transformers.__version__) < Version(RELEASE):
+        pytest.skip(f"{name} needs transformers {RELEASE}, got {transformers.__version__}")
 
 
 @dataclass(frozen=True, kw_only=True)

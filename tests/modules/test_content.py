@@ -15,7 +15,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline
 from megatron.adaptive.modules.recording import Forward, Forwards
 
-from .families import FAMILIES, IMAGE
+from .families import FAMILIES, IMAGE, skip_older
 from .models import SHARED, knotty, make_batch, viewed, viewer
 
 VIEWER: dict[str, Any] = {
@@ -354,6 +354,7 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None
 def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
     """Checks that the error names the line of the model that reads values of a tensor."""
     pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
+    skip_older("smolvlm")
     family = next(family for family in FAMILIES if family.name == "smolvlm")
 
     def microbatch(images: int, length: int) -> dict[str, torch.Tensor]:

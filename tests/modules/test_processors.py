@@ -20,6 +20,7 @@ from ..multiprocess.launch import run_ranks, tail
 
 pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
 from ..support.tuned_models import loss_of_transformers
+from .families import skip_older
 from .image_folders import IMAGE_FOLDERS, VIDEO_FILE, write_data, write_folder
 
 LONG = pytest.mark.long
@@ -42,6 +43,7 @@ def read(folder: Path, data: Path) -> tuple[Any, SampleFile]:
 def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
     """Checks that the model accepts the samples, and that it learns no image placeholders."""
     require_packages(name)
+    skip_older(name)
     described = IMAGE_FOLDERS[name]
     folder = write_folder(name, tmp_path / "model")
     data = write_data(tmp_path / "data", name)

@@ -1,4 +1,4 @@
-"""Tests the profile of a model that is measured in one process."""
+"""Tests the profiler in a single process."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_steps_with_other_numbers_of_slices_are_scaled_and_simulated_by_slices(
     assert repartitioner._in_slices(candidate).cap == 8.0
     wide = Candidate(name="adaptive", placement=LOOP, cap=3.0, num_slices=1)
     assert repartitioner._in_slices(wide).cap == 12.0
-    # Without packed documents, nothing is scaled.
+    # Steps without packed documents are equal, so their times are not scaled.
     config.data.variable_seq_lengths = False
     other = Repartitioner(run, print)
     assert other._step_scale(3) == 1.0

@@ -114,7 +114,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """Diagnosis of a job with a planted cause.
+    """Diagnosis of a job that was slowed down on purpose.
 
     Attributes:
         name: Name of the planted cause.

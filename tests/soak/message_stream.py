@@ -47,7 +47,7 @@ some tensors must wait.
 
 
 class Link:
-    """End of a shared-memory connection between two processes.
+    """One end of a shared-memory link between two processes.
 
     Args:
         rank: Rank of this process, 0 or 1.

@@ -23,8 +23,11 @@ from harness.report import Result, Row, measure, measured, parser_of, ratios
 MOST = 1.5
 """Upper limit of the duration of a start relative to a start of ``transformers``."""
 RANKS = (1, 2, 4)
+REPEATS = 3
 LIMIT_S = 600.0
 SAMPLES, TOKENS, VOCABULARY = 8, 64, 16000
+LAYERS = 23
+"""Number of layers of the model. Its parameters take 2 GB."""
 ALONE = "alone"
 
 
@@ -35,11 +38,11 @@ def write_model(folder: Path, layers: int) -> None:
 
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=768,
-        intermediate_size=2048,
+        hidden_size=1280,
+        intermediate_size=3456,
         num_hidden_layers=layers,
-        num_attention_heads=12,
-        num_key_value_heads=12,
+        num_attention_heads=20,
+        num_key_value_heads=20,
         max_position_embeddings=TOKENS,
     )
     torch.manual_seed(1)
@@ -87,8 +90,11 @@ def be_rank(kind: str, folder: str, output: str) -> None:
     import torch
     import transformers
 
-    # Import the class here, because transformers imports a model's module at its first use.
+    from megatron.adaptive import Pipeline
+
+    # transformers and this package import the module of a class at its first use.
     assert transformers.LlamaForCausalLM is not None
+    assert Pipeline is not None
     torch.set_num_threads(int(os.environ["THREADS"]))
     start_s = time.perf_counter()
     end_s, loss = (start_alone if kind == ALONE else start_pipeline)(Path(folder))
@@ -111,8 +117,8 @@ def starts(quick: bool) -> Result:
     rows: list[Row] = []
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name), layers=2 if quick else 12)
-        for _ in range(1 if quick else 5):
+        write_model(Path(name), layers=2 if quick else LAYERS)
+        for _ in range(1 if quick else REPEATS):
             alone_s, loss = start(ALONE, Path(name), 1)
             seconds.setdefault(ALONE, []).append(alone_s)
             for ranks in RANKS[:2] if quick else RANKS:

@@ -133,7 +133,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def run(command: list[str], ranks: int, log: Path, path: str) -> None:
-    """Runs ``command`` with a megatron-core release on ``path``. Fails if a rank fails."""
+    """Runs ``command`` with the megatron-core release in ``path``. Fails if a rank fails."""
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)
 

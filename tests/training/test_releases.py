@@ -42,7 +42,7 @@ MODELS: Mapping[str, tuple[int, str]] = {
         "--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 2"
         " --context-parallel-size 2 --use-distributed-optimizer",
     ),
-    # Releases of megatron-core number the layers of multi-token prediction differently.
+    # The numbering of multi-token prediction layers differs between releases of megatron-core.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
     # DeepSeek-V2-Lite has compressed and normalized keys and values, but uncompressed queries.

@@ -309,7 +309,7 @@ def _request(options: argparse.Namespace, inputs: PlanInputs) -> Request:
 
 
 def _slices(options: argparse.Namespace, model: Model) -> tuple[int, ...]:
-    """Returns the numbers of slices of sequences to choose from."""
+    """Returns the candidate numbers of slices per sequence."""
     if options.slice_tokens is None:
         return parse_counts("--sequence-slices", options.sequence_slices) or usual_slices(model)
     for flag, value in (("--sequence-slices", options.sequence_slices), ("--fp8", options.fp8)):
@@ -322,7 +322,7 @@ def _slices(options: argparse.Namespace, model: Model) -> tuple[int, ...]:
 
 
 def _slice_tokens(options: argparse.Namespace, inputs: PlanInputs) -> tuple[int, ...]:
-    """Returns the lengths of slices of packed documents to choose from, longest first."""
+    """Returns the candidate lengths of slices of packed documents in tokens, longest first."""
     documents, text = inputs.documents, options.slice_tokens
     if text is None and documents is not None:
         raise ConfigError(

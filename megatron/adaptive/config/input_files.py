@@ -209,7 +209,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> str:
-    """Reads a UTF-8 text file of at most :data:`MAX_BYTES`, without a leading byte order mark.
+    """Reads a UTF-8 text file of at most :data:`MAX_BYTES`, and removes a byte order mark.
 
     Args:
         path: Path of the file.

@@ -355,9 +355,9 @@ class WeightGradientStore:
         return mirrored(item, self.num_slices)
 
     def end(self, *, is_whole: bool) -> None:
-        """Ends the context of :meth:`collect`, which calls this method.
+        """Called when the context of :meth:`collect` exits.
 
-        If the backward pass failed, its tensors are discarded.
+        If ``is_whole`` is false, the backward pass failed, and the collected tensors are discarded.
         """
         tasks = self._collected
         self._collected = None

@@ -307,7 +307,7 @@ class DropoutKeys:
         return functools.wraps(forward_step_func)(forward_step)
 
     def apply(self, *, step: int, microbatch: int, number: int | None = None) -> None:
-        """Seeds the generators for a microbatch's forward pass up to the first layer.
+        """Seeds the generators for the part of a forward pass before the first layer.
 
         Args:
             step: Index of the iteration, from 0. Random numbers repeat after 2**24 iterations.

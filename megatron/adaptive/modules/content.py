@@ -337,9 +337,9 @@ class ContentBalance:
         rows = [self._content.numbers(microbatch) for microbatch in batch]
         if rule == "time" and self._fits:
             return [self._times.cost(row) for row in rows]
-        # Use a single fit for the whole model, so that the partition does not matter. A number that
-        # is equal in all microbatches cannot explain why their costs differ. So start with the
-        # unequal numbers and the last number, which is 1 for each microbatch.
+        # Fit once for the whole model, so that the result does not depend on the partition. A
+        # feature with the same value in all microbatches cannot explain why their costs differ. So
+        # start with the features that vary and the constant term, which is the last column.
         columns = list(zip(*rows, strict=True))
         unequal = {index for index, column in enumerate(columns) if len(set(column)) > 1}
         totals = [math.fsum(work) for work in self._sample_work.values()]

@@ -426,7 +426,7 @@ class KeptPart:
                     )
 
     def programs(self, cut: CutForwards) -> RankPrograms:
-        """Returns the programs of this rank's stages for the recording ``cut``."""
+        """Returns the programs that run this rank's stages, in each mode that ``cut`` recorded."""
         chunks = range(self.placement.num_chunks)
         stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
         by_mode: dict[Mode, Sequence[StageProgram]] = {}

@@ -73,8 +73,8 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
         tokenizer = getattr(source, "tokenizer", source)
         for name in _PLACEHOLDERS:
             values = [getattr(source, f"{name}_{suffix}", None) for suffix in ("id", "index")]
-            # The processor of Gemma 3 has the token before an image under the names above, so read
-            # this list too.
+            # For Gemma 3, the attributes above contain only the token that precedes an image, so
+            # also read the list of image token ids.
             values += getattr(source, f"{name}_ids", None) or ()
             token = getattr(source, name, None)
             if token is not None and hasattr(tokenizer, "get_vocab"):

@@ -182,10 +182,10 @@ class Repartitioner:
         )
 
     def expect(self, promise: Move, run: Run) -> None:
-        """Starts to measure a run that ``auto`` rebuilt, to check whether its move paid off.
+        """Starts to measure a run that ``auto`` rebuilt, to check whether moving layers paid off.
 
-        The cause that slowed a rank in the first steps may have disappeared. Then layers move
-        again, and each move is checked, until a check moves no layers.
+        A rank that was slow in the first steps may be fast again. Then layers move again, and each
+        move is checked. This ends when a check moves no layers.
 
         Args:
             promise: Move that was made.
@@ -256,7 +256,11 @@ class Repartitioner:
         return self._usual_items / items
 
     def _in_slices(self, candidate: Candidate) -> Candidate:
-        """Returns a schedule in which each slice is a microbatch, if steps differ in slices."""
+        """Returns the schedule to simulate.
+
+        If documents are packed, steps differ in their numbers of slices, so each slice counts as a
+        microbatch.
+        """
         if not self._usual_items:
             return candidate
         cap = candidate.cap

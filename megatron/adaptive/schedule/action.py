@@ -135,14 +135,14 @@ def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
 
 
 def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
-    """Returns ``num_slices`` as a tuple with the number of slices of each microbatch."""
+    """Returns the number of slices of each microbatch; a single ``num_slices`` is repeated."""
     if isinstance(num_slices, int):
         return (num_slices,) * num_microbatches
     return num_slices
 
 
 def mean_slices(num_slices: SliceCounts) -> float:
-    """Returns the mean of ``num_slices``, the numbers of slices of the microbatches."""
+    """Returns the mean number of slices per microbatch."""
     if isinstance(num_slices, int):
         return num_slices
     return sum(num_slices) / len(num_slices)

@@ -80,8 +80,8 @@ class Placement:
         """
         if not 0 <= stage < self.num_stages:
             raise ScheduleError(
-                f"stage {stage} is outside a pipeline of {self.num_stages} stages:"
-                " stages count from 0"
+                f"stage {stage} does not exist: the pipeline has {self.num_stages} stages,"
+                " which are numbered from 0"
             )
         chunk, offset = divmod(stage, self.num_ranks)
         turned = self.kind == "v" and chunk % 2 == 1

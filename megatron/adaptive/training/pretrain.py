@@ -72,8 +72,12 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         job = start_job(config, environment, accelerator)
     except (dist.DistError, MeetingError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
+    except (RuntimeError, OSError) as error:
+        if lost_peer(error, environment.rank) is not None:
+            _follow_reported_error(environment)
+        raise
     former_hook, threading.excepthook = threading.excepthook, _thread_failed
-    store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
+    store = _job_store()
     schedule = config.schedule
     guard = HangGuard(
         job,
@@ -317,6 +321,30 @@ def _fail(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_EXPECTED_ERROR if expected else EXIT_BUG)
+
+
+def _follow_reported_error(environment: Environment) -> None:
+    """Exits this process if another rank has reported an error; else returns.
+
+    A rank that is slow to connect may lose its connection with a rank that has already failed.
+    """
+    if not dist.is_initialized():
+        return
+    store = _job_store()
+    try:
+        if not store.check(["error"]):
+            return
+    except RuntimeError:
+        return  # The store is gone.
+    _part(store, environment)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_EXPECTED_ERROR)
+
+
+def _job_store() -> dist.Store:
+    """Returns the store with the keys of this program, which all ranks of the job use."""
+    return dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
 
 
 def _part(store: dist.Store, environment: Environment) -> None:

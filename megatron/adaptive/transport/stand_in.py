@@ -75,7 +75,7 @@ class _Slots:
         self._slots = itertools.cycle(slots.copy_(values).unbind())
 
     def next(self) -> torch.Tensor:
-        """Returns the next slot. It may still be in use, because no rank reads its content."""
+        """Returns the next slot, even if it is still in use. No rank reads its content."""
         return next(self._slots).detach()
 
 

@@ -71,7 +71,7 @@ def part(document: Any, keys: Sequence[str], folder: Path) -> Any:
     for at, key in enumerate(keys):
         if not isinstance(document, dict) or key not in document:
             raise ConfigError(
-                f"{folder}: no {'.'.join(keys[: at + 1])} in its JSON files;"
+                f"{folder}: the JSON files do not contain the key {'.'.join(keys[: at + 1])};"
                 " docs/reference/planner.md describes the formats of data sets"
             )
         document = document[key]

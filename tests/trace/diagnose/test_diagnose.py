@@ -45,6 +45,19 @@ def test_it_says_when_a_rank_became_slow(say: Say, when: dict[str, int], text: s
     assert finding.factor == pytest.approx(1.3, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("forward_s", "factor", "is_named"), [(0.01, 1.3, True), (0.001, 1.3, False), (0.001, 2, True)]
+)
+def test_a_brief_slowdown_without_a_reason_must_be_large(
+    say: Say, forward_s: float, factor: float, is_named: bool
+) -> None:
+    """Checks that a slowdown like those of a machine without a fault is not reported."""
+    times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), forward_s)
+    fault = Fault(kind="slow-rank", rank=0, factor=factor, first=10)
+    findings = say(fault, iterations=20, **times, data_s=0).findings
+    assert [finding.cause for finding in findings] == ["slow rank"] * is_named
+
+
 def test_a_slow_stage_without_a_plan_is_not_blamed_on_its_rank(tmp_path: Path) -> None:
     fault = Fault(kind="slow-rank", rank=3, factor=1.5)
     write_synthetic(tmp_path, SyntheticRun(faults=(fault,)))

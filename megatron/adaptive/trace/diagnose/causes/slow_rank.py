@@ -91,6 +91,16 @@ HOLDS_UP = 2.0
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
 
+BRIEF_S = 1.0
+"""Time in seconds for which a rank may be slower although nothing is wrong.
+
+Even on a machine without other programs, the speed of a processor changes by up to 30% for some
+tenths of a second.
+"""
+
+BRIEF_FACTOR = 1.5
+"""Minimum factor of a slowdown that lasts less than :data:`BRIEF_S` and has no known reason."""
+
 
 def _is_of_layer(m: Measured, finding: Finding, layer: Finding) -> bool:
     """Returns whether the slow layer in ``layer`` explains why the rank in ``finding`` is slow."""
@@ -123,15 +133,21 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
         judged.add(slow.column)
         if _is_real(baselines, slow, log_work[:, slow.column]):
             finding = _slow_rank(m, baselines, slow)
-            waited = starved(m, slow.column, slice(slow.first, slow.end))
-            # If ranks wait for processors most of the time, the differences between their times are
-            # random.
-            if finding.reason or (finding.factor or 0) >= 1 / (1 - waited):
+            if finding.reason or (finding.factor or 0) >= _least_factor(m, slow):
                 findings.append(finding)
         baselines.remove(slow)
         if slow.end - slow.first == len(m.iterations):
             baselines.distrust(slow.column)
     return sorted(findings, key=lambda finding: -(finding.factor or 0))
+
+
+def _least_factor(m: Measured, shift: Shift) -> float:
+    """Returns the minimum factor by which a rank without a known reason must be slower."""
+    chosen = slice(shift.first, shift.end)
+    # If ranks wait for processors most of the time, the differences between their times are random.
+    least = 1 / (1 - starved(m, shift.column, chosen))
+    is_brief = m.step_ns[chosen].sum() < BRIEF_S * 1e9
+    return max(least, BRIEF_FACTOR) if is_brief else least
 
 
 def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]:
