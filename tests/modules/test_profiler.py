@@ -12,10 +12,12 @@ import torch
 from megatron.adaptive.cli import plan as plan_command
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import Profiler
+from megatron.adaptive.modules.mesh import join_job
+from megatron.adaptive.modules.profiler import ModuleProfile
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.model_file import read_model
 
-from .models import SHARED, WIDTH, WORDS, Tower, knotty, make_batch
+from .models import SHARED, WIDTH, WORDS, Net, Tower, knotty, make_batch
 
 WIDE = 16
 
@@ -62,6 +64,40 @@ def test_memory_ends_the_doubling() -> None:
         Tower(), {"x": torch.randn(16, WIDE)}, memory_limit_bytes=largest * 1.6, links=False
     ).run()
     assert profile.micro_batch_sizes == (1, 2, 4)
+
+
+class Lonely(Tower):
+    """Cannot run a single sample, like a model with batch normalization."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of the batch ``x``."""
+        if len(x) < 2:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return super().forward(x)
+
+
+def measured_quickly(model: torch.nn.Module, sample: dict[str, torch.Tensor]) -> ModuleProfile:
+    """Returns the profile that a `Pipeline` measures to choose its sizes."""
+    job = join_job(60.0)
+    try:
+        return Profiler(model, sample).measure(job, is_quick=True)
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("model", [Net, Lonely])
+def test_a_model_that_needs_two_samples_is_measured_with_two(model: Any) -> None:
+    def sample(count: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(count, 4 if model is Net else WIDE)}
+
+    assert Profiler(model(), sample(5)).run().micro_batch_sizes == (2, 4)
+    assert measured_quickly(model(), sample(8)).micro_batch_sizes == (2, 4, 8)
+    assert measured_quickly(model(), sample(2)).micro_batch_sizes == (2,)
+    # A step of one sample cannot be trained.
+    with pytest.raises(ConfigError, match="more than 1 value per channel"):
+        Profiler(model(), sample(1)).run()
+    with pytest.raises(ConfigError, match="more than 1 value per channel"):
+        measured_quickly(model(), sample(1))
 
 
 def test_the_planner_reads_what_is_written(
