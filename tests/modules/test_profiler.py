@@ -85,6 +85,29 @@ def measured_quickly(model: torch.nn.Module, sample: dict[str, torch.Tensor]) ->
         job.close()
 
 
+def test_sizes_that_were_not_measured_are_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = measured_quickly(Tower(), {"x": torch.randn(8, WIDE)})
+    assert profile.micro_batch_sizes == (1, 2, 4, 8)
+    assert profile.estimated_sizes == (2, 4)
+    said = capsys.readouterr().out
+    assert "profile: 3 segments of Tower with microbatches of 1, 8 samples measured in " in said
+    assert " s; those of 2, 4 samples estimated\n" in said
+    profile.write(tmp_path / "profile.json")
+    written = profile_file.make_profile(profile_file.load(tmp_path / "profile.json")).layers
+    # The smallest size has only an estimate of the split backward pass.
+    for layers, sizes in (
+        (written, {1, 2, 4}),
+        (profile_file.make_profile(profile.document(split=False)).layers, {2, 4}),
+    ):
+        estimated = [key[-1] for key, times in layers.items() if times.source == "estimated"]
+        assert sorted(estimated) == sorted(3 * [*sizes])
+    Profiler(Tower(), {"x": torch.randn(2, WIDE)}).run().write(tmp_path / "whole.json")
+    assert "estimated" not in capsys.readouterr().out
+    assert "estimated" not in (tmp_path / "whole.json").read_text()
+
+
 @pytest.mark.parametrize("model", [Net, Lonely])
 def test_a_model_that_needs_two_samples_is_measured_with_two(model: Any) -> None:
     def sample(count: int) -> dict[str, torch.Tensor]:

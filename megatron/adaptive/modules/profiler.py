@@ -193,13 +193,7 @@ class Profiler(SampledModel):
             seconds=time.monotonic() - begin_s,
         )
         if job.rank == 0:
-            sizes = ", ".join(map(str, profile.micro_batch_sizes))
-            print(
-                f"profile: {len(profile.cut_points) + 1} segments of {profile.name} with "
-                f"microbatches of {sizes} sample{'' if sizes == '1' else 's'} measured in "
-                f"{profile.seconds:.1f} s",
-                flush=True,
-            )
+            print(f"profile: {profile}", flush=True)
         return profile
 
     def _about(self, job: Job) -> dict[str, Any]:
@@ -465,6 +459,15 @@ class ModuleProfile:
     reductions: tuple[Mapping[str, Any], ...]
     seconds: float
 
+    def __str__(self) -> str:
+        estimated = self.estimated_sizes
+        measured = [size for size in self.micro_batch_sizes if size not in estimated]
+        text = (
+            f"{len(self.cut_points) + 1} segments of {self.name} with microbatches of "
+            f"{_samples(measured)} measured in {self.seconds:.1f} s"
+        )
+        return f"{text}; those of {_samples(estimated)} estimated" if estimated else text
+
     @property
     def cut_points(self) -> tuple[str, ...]:
         """Returns the names of the cut points in the order of the forward pass."""
@@ -477,9 +480,19 @@ class ModuleProfile:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes that were measured on all types of devices, ascending."""
+        """Returns the microbatch sizes with costs on all types of devices, ascending.
+
+        A quick measurement estimates the costs of some sizes (see :attr:`estimated_sizes`).
+        """
         sizes = [{sample.micro_batch for sample in part.samples} for part in self.parts]
         return tuple(sorted(set.intersection(*sizes)))
+
+    @property
+    def estimated_sizes(self) -> tuple[int, ...]:
+        """Returns the microbatch sizes whose costs are estimated on some device, ascending."""
+        rows = [sample for part in self.parts for sample in part.samples if sample.is_estimated]
+        estimated = {row.micro_batch for row in rows}
+        return tuple(size for size in self.micro_batch_sizes if size in estimated)
 
     def document(self, *, split: bool = True) -> dict[str, Any]:
         """Returns the content of a profile file, which ``docs/reference/planner.md`` describes.
@@ -551,10 +564,15 @@ class ModuleProfile:
 
 
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
-    """Returns the row of a profile file that describes the measured segment ``sample``."""
+    """Returns the row of a profile file that describes a segment.
+
+    A row without the key ``source`` was measured.
+    """
     backward_s = (sample.backward_s, 0.0)
+    is_estimated = sample.is_estimated
     if split and sample.split_s is not None:
         backward_s = sample.split_s
+        is_estimated |= sample.is_split_estimated
     return {
         "kind": profile_file.cut_kind(sample.segment),
         "gpu": gpu,
@@ -565,7 +583,13 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
         "backward_weight_s": backward_s[1],
         "kept_bytes": sample.kept_bytes,
         "parameters": sample.parameters,
+        **({"source": "estimated"} if is_estimated else {}),
     }
+
+
+def _samples(sizes: Sequence[int]) -> str:
+    """Returns microbatch sizes as text, such as ``1, 4 samples``."""
+    return f"{', '.join(map(str, sizes))} sample{'' if list(sizes) == [1] else 's'}"
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
