@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import queue
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -47,8 +49,14 @@ class Door:
         self._in.append(sealed)
         self.came.put(sealed)
 
+    def dial(self) -> SealedSocket:
+        """Connects to the gate as a process that knows the secret."""
+        sealed = dial(self.place, SECRET, "test", WATCHDOG_S)
+        self._in.append(sealed)
+        return sealed
+
     def close(self) -> None:
-        """Closes the gate and all connections that it accepted."""
+        """Closes the gate, and all connections that it accepted or that the test opened."""
         self.gate.close()
         for sealed in self._in:
             sealed.socket.close()
@@ -82,7 +90,7 @@ def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> li
 
 
 def test_messages_pass_both_ways(door: Door) -> None:
-    sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
+    sealed = door.dial()
     other = door.came.get(timeout=WATCHDOG_S)
     for side, far in ((sealed, other), (other, sealed)):
         for payload in (b"", b"one", bytes(LONGEST)):
@@ -152,9 +160,10 @@ def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
     # These are the same bytes again, a replay of the recorded handshake.
     assert door.refuses(*recorded.sent)
     assert door.refuses(b"".join(recorded.sent))
+    recorded.socket.close()
     (said,) = door.said
     assert "a connection from 127.0.0.1 to port" in said
-    sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
+    sealed = door.dial()
     sealed.send(b"still here")
     assert door.came.get(timeout=WATCHDOG_S).receive() == b"still here"
 
@@ -173,7 +182,7 @@ class Recorder:
 
 def test_whoever_only_looks_is_no_stranger(door: Door) -> None:
     socket.create_connection(door.place, WATCHDOG_S).close()
-    sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
+    sealed = door.dial()
     sealed.socket.close()
     assert door.came.get(timeout=WATCHDOG_S)
     assert door.said == []
@@ -189,7 +198,7 @@ def test_a_crowd_that_holds_on_keeps_nobody_out(door: Door) -> None:
         for stranger in crowd:
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(b"M")
-        sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
+        sealed = door.dial()
         stack.enter_context(sealed.socket)
         assert door.came.get(timeout=WATCHDOG_S)
         assert len(door.gate._waiting) <= door.gate.most
@@ -279,4 +288,58 @@ def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
         go.set()
         closing_gate.join(WATCHDOG_S)
     assert not closing_gate.is_alive()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_a_visitor_that_nobody_can_attend_is_disconnected() -> None:
+    taken: list[SealedSocket] = []
+
+    def admit(sealed: SealedSocket) -> None:
+        taken.append(sealed)
+        raise RuntimeError("can't start new thread")
+
+    gate = Gate(bind("127.0.0.1", 0), lambda: SECRET, "test", admit, print)
+    with closing(gate):
+        address = "127.0.0.1", gate.port
+        with dial(address, SECRET, "test", WATCHDOG_S).socket as connection:
+            connection.settimeout(WATCHDOG_S)
+            assert connection.recv(1) == b""
+    assert taken[0].socket.fileno() < 0
+
+
+def test_a_gate_whose_thread_does_not_start_closes_its_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    listening = bind("127.0.0.1", 0)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Gate(listening, lambda: SECRET, "test", lambda sealed: None, print)
+    assert listening.fileno() < 0
+
+
+def test_a_visitor_that_was_dropped_at_the_end_is_disconnected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    door = Door()
+    is_ended = threading.Event()
+
+    def end() -> None:
+        door.gate._make_room()
+        door.gate.close()
+        is_ended.set()
+
+    with socket.create_connection(door.place, WATCHDOG_S) as visitor:
+        until_s = time.monotonic() + WATCHDOG_S
+        while not door.gate._waiting and time.monotonic() < until_s:
+            time.sleep(0.001)
+        door.gate._loop.call_soon_threadsafe(end)
+        assert is_ended.wait(WATCHDOG_S)
+        visitor.settimeout(WATCHDOG_S)
+        while visitor.recv(1 << 16):
+            pass
+    door.close()
+    gc.collect()
     assert [record.getMessage() for record in caplog.records] == []

@@ -397,7 +397,8 @@ class Gate:
             visitor is admitted.
         purpose: Text that states the purpose of the connections. It must be the same on both sides.
         admit: Function that is called with each admitted connection, whose socket is blocking and
-            has no timeout. The function runs in the gate's thread, so it must return quickly.
+            has no timeout. The function runs in the gate's thread, so it must return quickly. If it
+            raises an exception, the gate closes the connection.
         report: Function that prints a line about rejected visitors. It is called at most once a
             minute.
 
@@ -422,28 +423,45 @@ class Gate:
         # Maps the task that waits for a visitor's proof to the address of the visitor, starting
         # with the oldest visitor.
         self._waiting: dict[asyncio.Task[Session | None], str] = {}
+        # These tasks were cancelled to make room, but have not closed their connections yet.
+        self._dropped: set[asyncio.Task[Session | None]] = set()
+        self._is_closed = False
         self._refused = 0
         self._reported_s = float("-inf")
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = files == resource.RLIM_INFINITY
         self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))
         self.port = int(listening.getsockname()[1])
-        self._loop = asyncio.new_event_loop()
-        self._accepting = self._loop.create_task(self._accept())
-        self._thread = threading.Thread(target=self._run, name=f"{purpose}-gate", daemon=True)
-        self._thread.start()
+        self._accepting: asyncio.Task[None]  # The gate's thread creates this task.
+        # The event loop needs files and the thread may not start, so undo everything then.
+        with contextlib.ExitStack() as undo:
+            undo.callback(listening.close)
+            self._loop = asyncio.new_event_loop()
+            undo.callback(self._loop.close)
+            self._thread = threading.Thread(target=self._run, name=f"{purpose}-gate", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def close(self) -> None:
-        """Stops listening but leaves admitted connections open. A second call does nothing."""
+        """Stops listening but leaves admitted connections open. A second call does nothing.
+
+        Visitors that have not been admitted yet are disconnected.
+        """
+        self._is_closed = True
         # The event loop raises this error if it is already closed.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._accepting.cancel)
+            self._loop.call_soon_threadsafe(self._stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
+
+    def _stop(self) -> None:
+        # The loop runs only while this task exists.
+        self._accepting.cancel()
 
     def _run(self) -> None:
         ended = contextlib.suppress(asyncio.CancelledError)
         with self._listening, contextlib.closing(self._loop), ended:
+            self._accepting = self._loop.create_task(self._accept())
             self._loop.run_until_complete(self._accepting)
 
     async def _accept(self) -> None:
@@ -465,9 +483,12 @@ class Gate:
                 self._waiting[task] = address
                 task.add_done_callback(functools.partial(self._end, connection))
         finally:
-            for task in list(self._waiting):
+            self._is_closed = True
+            visitors = [*self._waiting, *self._dropped]
+            for task in visitors:
                 task.cancel()
-            await asyncio.gather(*self._waiting, return_exceptions=True)
+            # The tasks end before this returns, and have closed their connections then.
+            await asyncio.gather(*visitors, return_exceptions=True)
 
     async def _next_visitor(self) -> tuple[socket.socket, Any]:
         """Waits for the next connection, and returns its socket and the address of the peer.
@@ -506,12 +527,17 @@ class Gate:
     def _end(self, connection: socket.socket, task: asyncio.Task[Session | None]) -> None:
         """Admits the visitor of ``task`` if it proved the secret, or closes ``connection``."""
         self._waiting.pop(task, None)
-        session = None if task.cancelled() else task.result()
-        if session is None:
-            connection.close()
-        else:
-            connection.setblocking(True)
-            self._admit(SealedSocket(connection, session))
+        self._dropped.discard(task)
+        is_admitted = False
+        try:
+            session = None if task.cancelled() else task.result()
+            if session is not None and not self._is_closed:
+                connection.setblocking(True)
+                self._admit(SealedSocket(connection, session))
+                is_admitted = True
+        finally:
+            if not is_admitted:
+                connection.close()
 
     async def _prove(self, connection: socket.socket) -> Session | None:
         """Completes the handshake with a visitor, and returns the session.
@@ -541,6 +567,7 @@ class Gate:
             crowd = Counter(self._waiting.values()).most_common(1)[0][0]
             oldest = next(task for task, address in self._waiting.items() if address == crowd)
             del self._waiting[oldest]
+            self._dropped.add(oldest)
             oldest.cancel()
             self._refuse(crowd, "there were too many connections at the same time")
 

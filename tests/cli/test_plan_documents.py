@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron.adaptive.cli import plan_inputs
 from megatron.adaptive.cli.plan import main
 from megatron.adaptive.cli.plan_inputs import read_lengths
 from megatron.adaptive.cluster.conf import load_conf
 from megatron.adaptive.cluster.node_processes import check_trainer, trainer_flags
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.documents import make_documents
+from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.schedule.action import each_count
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
@@ -55,18 +59,40 @@ def write_tokens(prefix: Path, lengths: list[int]) -> None:
     Path(f"{prefix}.bin").write_bytes(np.ones(sum(lengths), "<u2").tobytes())
 
 
-def test_lengths_are_read_from_token_files_lists_and_distributions(tmp_path: Path) -> None:
+def test_lengths_are_read_from_token_files_lists_and_distributions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tokens(tmp_path / "corpus", [5, 1, 300, 0, 2])
     # A sample is one token shorter than its document, and is cut at the length of sequences.
-    assert read_lengths(str(tmp_path / "corpus"), 256) == ((4, 256, 1), 256)
+    lengths, longest = read_lengths(str(tmp_path / "corpus"), 256)
+    assert (lengths.tolist(), longest) == ([4, 256, 1], 256)
     for text in ("7 8\n300\n", "[7, 8, 300]"):
         (tmp_path / "lengths").write_text(text)
-        assert read_lengths(str(tmp_path / "lengths"), 256) == ((7, 8, 256), 256)
+        monkeypatch.setattr(plan_inputs, "_PIECE", 1)
+        lengths, longest = read_lengths(str(tmp_path / "lengths"), 256)
+        assert (lengths.tolist(), longest) == ([7, 8, 256], 256)
     lengths, longest = read_lengths("lognormal:20:1.5", 256)
     assert longest == max(lengths) == 256
     assert np.median(lengths) == pytest.approx(20, abs=1)
     # The same draws in every process.
-    assert read_lengths("lognormal:20:1.5", 256)[0] == lengths
+    assert np.array_equal(read_lengths("lognormal:20:1.5", 256)[0], lengths)
+
+
+def test_many_lengths_are_never_python_objects(tmp_path: Path) -> None:
+    """Checks the memory for a corpus: Python lists need at least 32 bytes for each document."""
+    count = 1_000_000
+    write_tokens(tmp_path / "corpus", [2] * count)
+    model = arguments_model(MODEL.split(), "m", "fp32", attention="kernel")
+    make_documents(model, [1], 16)  # The first call imports modules.
+    tracemalloc.start()
+    try:
+        lengths, _ = read_lengths(str(tmp_path / "corpus"), 256)
+        documents = make_documents(model, lengths, 16)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert documents.mean_tokens == 16
+    assert peak_bytes < 20 * count
 
 
 @pytest.mark.parametrize(

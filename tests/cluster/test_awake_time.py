@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.adaptive.cluster.awake_time import AwakeClock, result_within
+from megatron.adaptive.handshake import SealedSocket, Session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,6 +71,31 @@ def test_a_connection_that_is_closed_ends_its_own_wait() -> None:
         listener.close()
 
     asyncio.run(wait())
+
+
+def test_a_connection_for_which_nobody_waits_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.adaptive.cluster import connection
+
+    go = threading.Event()
+    dialed = socket.socket()
+
+    def dial(*arguments: Any) -> SealedSocket:
+        assert go.wait(60.0)
+        return SealedSocket(dialed, Session(b"k" * 32, b"k" * 32))
+
+    async def wait() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(
+                connection.Connection.connect("127.0.0.1", 1, 20, "s" * 32, "test"), 0.05
+            )
+        go.set()
+        end_s = time.monotonic() + 60.0
+        while dialed.fileno() >= 0 and time.monotonic() < end_s:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(connection, "dial", dial)
+    asyncio.run(wait())
+    assert dialed.fileno() < 0
 
 
 @pytest.mark.slow

@@ -116,6 +116,14 @@ def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
     assert seven.world_size == 6
 
 
+def test_no_microbatch_is_smaller_than_the_smallest_measured(tmp_path: Path) -> None:
+    whole = profile()
+    assert planned(tmp_path, 2, 2, whole=whole).micro_batch == 1
+    # The model cannot run a single sample.
+    whole["layers"] = [row for row in whole["layers"] if row["micro_batch"] == 2]
+    assert planned(tmp_path, 2, 2, whole=whole).micro_batch == 2
+
+
 def test_the_heavy_piece_gets_a_stage_of_its_own(tmp_path: Path) -> None:
     assert planned(tmp_path, 1, 1, 1, pipeline_size=3).partition == (3, 1, 2)
     even = planned(tmp_path, 1, 1, 1, pipeline_size=3, weights=(1.0,) * 6)

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.adaptive.accelerator import CpuClock
 from megatron.adaptive.engine.agreement import Agreement
@@ -18,11 +19,13 @@ from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.transport.interface import Label
 
 from .loopback import (
     B,
     Counting,
     F,
+    Loopback,
     Picks,
     Ranks,
     W,
@@ -307,6 +310,50 @@ def test_a_static_order_waits_for_no_device() -> None:
     # A device does not know the times of unfinished actions.
     assert executor.finish_step().busy_s > 0
     assert (clock.waits, clock.finished) == (1, clock.launched)
+
+
+def test_a_blocked_send_is_no_computing_time() -> None:
+    class Blocked(Loopback):
+        def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+            time.sleep(0.05)
+            super().send(peer, label, tensor)
+
+    pipeline, completions = last_rank()
+    for microbatch in range(2):
+        completions.put(forward_of(0, microbatch))
+    pipeline.transports[1] = Blocked(11, {11: completions})
+    executor = make_executor(pipeline)
+    stages = Counting(pipeline.placement, 1, lambda action: time.sleep(0.01))
+    policy = make_policies("1f1b", pipeline.placement, 2)[1]
+    executor.run(stages, policy, pipeline.state(1, 2))
+    times = executor.finish_step()
+    # The last rank sends the result of each B.
+    assert times.span_s >= 2 * (0.05 + 2 * 0.01)
+    assert all(nanoseconds >= 10_000_000 for _, nanoseconds in times.actions)
+    assert times.busy_s <= times.span_s - 2 * 0.05
+
+
+def test_the_computing_time_on_a_device_ends_before_the_send() -> None:
+    class Device(CpuClock):
+        """Simulates a device that needs one second from each mark to the next."""
+
+        def __init__(self) -> None:
+            self.marks = 0
+
+        def mark(self) -> int:
+            self.marks += 1
+            return self.marks
+
+        def resolve_ns(self, mark: int) -> int:
+            return 1_000_000_000 * mark
+
+    pipeline, completions = last_rank()
+    completions.put(forward_of(0, 0))
+    executor = make_executor(pipeline, clock=Device())
+    policy = make_policies("1f1b", pipeline.placement, 1)[1]
+    executor.run(Counting(pipeline.placement, 1), policy, pipeline.state(1, 1))
+    # F has the marks 1 and 2. B has the marks 3, 4 before its send, and 5 after it.
+    assert [nanoseconds for _, nanoseconds in executor.finish_step().actions] == [1e9, 1e9]
 
 
 def test_the_order_of_the_last_step_is_told_as_codes() -> None:

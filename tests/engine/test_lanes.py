@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import CpuClock
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import Action
@@ -55,9 +56,11 @@ class Exchanging(Writing):
                 dist.all_to_all_single(answer[0], rows[0])
 
 
-def run(policy: Policy, fails: str = "", **options: Any) -> tuple[Exchanging, Executor]:
+def run(
+    policy: Policy, fails: str = "", clock: CpuClock | None = None, **options: Any
+) -> tuple[Exchanging, Executor]:
     stages = Exchanging(fails)
-    executor = Executor(placement=ALONE, pp_rank=0, transport=None, timeout_s=5.0)
+    executor = Executor(placement=ALONE, pp_rank=0, transport=None, timeout_s=5.0, clock=clock)
     options = {"num_microbatches": 2, "beside": True, **options}
     before = dist.all_to_all_single
     try:
@@ -77,6 +80,27 @@ def test_a_pair_takes_turns_at_each_exchange() -> None:
     begun = [str(action) for action, _ in executor.finish_step().actions]
     assert begun == ["F0-0", "F0-1+", "B0-0", "W0-0", "B0-1", "W0-1"]
     assert [code % 3 for code in executor.last_codes] == [0, 0, 1, 2, 1, 2]
+
+
+def test_the_time_of_the_other_lane_is_that_of_the_device() -> None:
+    class Device(CpuClock):
+        """Simulates a device that needs one second from each mark to the next."""
+
+        def __init__(self) -> None:
+            self.marks = 0
+
+        def mark(self) -> int:
+            self.marks += 1
+            return self.marks
+
+        def resolve_ns(self, mark: int) -> int:
+            return 1_000_000_000 * mark
+
+    policy = Follow(actions("F0-0 F0-1+ B0-0 W0-0 B0-1 W0-1"))
+    _, executor = run(policy, clock=Device(), weight_pieces=1)
+    done = executor.finish_step()
+    # F and B have three parts each, and W has one. Other actions run between the parts.
+    assert [nanoseconds for _, nanoseconds in done.actions] == [3e9, 3e9, 3e9, 1e9, 3e9, 1e9]
 
 
 def test_a_rule_fills_exchanges_with_the_other_kind_and_with_weight_gradients() -> None:

@@ -12,10 +12,12 @@ import torch
 from megatron.adaptive.cli import plan as plan_command
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import Profiler
+from megatron.adaptive.modules.mesh import join_job
+from megatron.adaptive.modules.profiler import ModuleProfile
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.model_file import read_model
 
-from .models import SHARED, WIDTH, WORDS, Tower, knotty, make_batch
+from .models import SHARED, WIDTH, WORDS, Net, Tower, knotty, make_batch
 
 WIDE = 16
 
@@ -62,6 +64,63 @@ def test_memory_ends_the_doubling() -> None:
         Tower(), {"x": torch.randn(16, WIDE)}, memory_limit_bytes=largest * 1.6, links=False
     ).run()
     assert profile.micro_batch_sizes == (1, 2, 4)
+
+
+class Lonely(Tower):
+    """Cannot run a single sample, like a model with batch normalization."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of the batch ``x``."""
+        if len(x) < 2:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return super().forward(x)
+
+
+def measured_quickly(model: torch.nn.Module, sample: dict[str, torch.Tensor]) -> ModuleProfile:
+    """Returns the profile that a `Pipeline` measures to choose its sizes."""
+    job = join_job(60.0)
+    try:
+        return Profiler(model, sample).measure(job, is_quick=True)
+    finally:
+        job.close()
+
+
+def test_sizes_that_were_not_measured_are_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = measured_quickly(Tower(), {"x": torch.randn(8, WIDE)})
+    assert profile.micro_batch_sizes == (1, 2, 4, 8)
+    assert profile.estimated_sizes == (2, 4)
+    said = capsys.readouterr().out
+    assert "profile: 3 segments of Tower with microbatches of 1, 8 samples measured in " in said
+    assert " s; those of 2, 4 samples estimated\n" in said
+    profile.write(tmp_path / "profile.json")
+    written = profile_file.make_profile(profile_file.load(tmp_path / "profile.json")).layers
+    # The smallest size has only an estimate of the split backward pass.
+    for layers, sizes in (
+        (written, {1, 2, 4}),
+        (profile_file.make_profile(profile.document(split=False)).layers, {2, 4}),
+    ):
+        estimated = [key[-1] for key, times in layers.items() if times.source == "estimated"]
+        assert sorted(estimated) == sorted(3 * [*sizes])
+    Profiler(Tower(), {"x": torch.randn(2, WIDE)}).run().write(tmp_path / "whole.json")
+    assert "estimated" not in capsys.readouterr().out
+    assert "estimated" not in (tmp_path / "whole.json").read_text()
+
+
+@pytest.mark.parametrize("model", [Net, Lonely])
+def test_a_model_that_needs_two_samples_is_measured_with_two(model: Any) -> None:
+    def sample(count: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(count, 4 if model is Net else WIDE)}
+
+    assert Profiler(model(), sample(5)).run().micro_batch_sizes == (2, 4)
+    assert measured_quickly(model(), sample(8)).micro_batch_sizes == (2, 4, 8)
+    assert measured_quickly(model(), sample(2)).micro_batch_sizes == (2,)
+    # A step of one sample cannot be trained.
+    with pytest.raises(ConfigError, match="more than 1 value per channel"):
+        Profiler(model(), sample(1)).run()
+    with pytest.raises(ConfigError, match="more than 1 value per channel"):
+        measured_quickly(model(), sample(1))
 
 
 def test_the_planner_reads_what_is_written(

@@ -222,9 +222,13 @@ def test_one_process_takes_the_largest_microbatch_that_fits(
     monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
     # Net has batch normalization, which needs two samples.
     tower = {"x": torch.randn(4, 16)}
-    for model, sample in ((Net(), batch_of(0, 4)), (Tower(), tower)):
+    for model, sample, size in (
+        (Net(), batch_of(0, 4), 4),
+        (Net(), batch_of(0, 5), 5),
+        (Tower(), tower, 4),
+    ):
         with Pipeline(model, sample) as pipeline:
-            assert (pipeline.micro_batch_size, pipeline.plan) == (4, None)
+            assert (pipeline.micro_batch_size, pipeline.plan) == (size, None)
         gc.collect()  # reference cycles keep process groups alive
     assert "profile: " not in capsys.readouterr().out
     # If the estimate leaves no room, the model is measured, and the error says what is missing.

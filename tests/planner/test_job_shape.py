@@ -131,6 +131,12 @@ def test_no_shape_with_balanced_stages_is_faster(batch: int) -> None:
         assert (only[0].pipeline_size, only[0].micro_batch_size) == (size, micro_batch)
 
 
+def test_a_model_that_needs_two_samples_gets_two() -> None:
+    options = choose_option(job(batch=8), least=2, most=4)
+    assert options
+    assert all(option.micro_batch_size in (2, 4) for option in options)
+
+
 def test_memory_is_a_limit() -> None:
     whole = choose_option(job(parameters=1e8), pipeline_sizes=(1,), micro_batches=(1,))[0]
     # The job has six pieces of 1.6 GB each, including Adam's state.

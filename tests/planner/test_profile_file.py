@@ -77,6 +77,16 @@ def test_merging_puts_nodes_together(tmp_path: Path) -> None:
         profile_file.merge([("a", first), ("b", measured("gpt2-xl"))])
 
 
+def test_an_estimate_does_not_replace_a_measurement() -> None:
+    estimate = measured()
+    for row in estimate["layers"]:
+        row |= {"source": "estimated", "forward_s": 0.5}
+    rows = profile_file.merge([("a", measured()), ("b", estimate)])["layers"]
+    assert rows == measured()["layers"]
+    rows = profile_file.merge([("b", estimate), ("a", measured())])["layers"]
+    assert rows == measured()["layers"]
+
+
 def test_a_profile_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="p describes model gpt2, whose embedding has"):
         profile_file.check_model(measured(), preset("gpt2-xl"), "p")

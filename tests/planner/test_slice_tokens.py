@@ -304,7 +304,9 @@ def test_less_memory_gives_a_lower_limit_that_fits() -> None:
         max(memory.total_bytes for memory in StageSums.of(changed, inputs_80(), OURS).memory)
         for changed in (replace(plan, cap=1.0), plan)
     ]
-    tight = replace(inputs_80(), cluster=inputs_with(sum(needed) / 2).cluster)
+    # Two thirds of the default limit do not fit either, so the largest that fits is taken.
+    memory = needed[0] + 0.25 * (needed[1] - needed[0])
+    tight = replace(inputs_80(), cluster=inputs_with(memory).cluster)
     assert not predict(plan, tight).fits
     limited = with_row_cap(plan, tight)
     assert limited.cap is not None
@@ -393,8 +395,20 @@ def test_steps_of_very_many_documents_are_refused_and_large_ones_drawn_once() ->
     many = inputs_of([100, 3000], batch=9000)
     with pytest.raises(ConfigError, match="about 9,000 documents or slices, .* at most 8,192; use"):
         propose(many, Request(global_batch=9000, options=options))
-    assert [len(documents_of(inputs_of(batch=n)).steps) for n in (1, 200, 9000)] == [4, 2, 1]
-    assert tokens_to_try(replace(documents_of(many), lengths=(LONGEST,) * 2), 1) == (32768,)
+    assert [len(documents_of(inputs_of(batch=n)).steps) for n in (200, 9000)] == [2, 1]
+    assert tokens_to_try(replace(documents_of(many), steps=((LONGEST,) * 9000,)), 1) == (32768,)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 32])
+def test_drawn_documents_are_as_long_as_all_documents(batch: int) -> None:
+    """Checks that few documents of a small batch do not make steps seem too short or too long."""
+    lengths = np.array(long_tail())
+    documents = documents_of(inputs_of(batch=batch))
+    assert len(documents.steps) <= 64
+    assert all(len(step) == batch for step in documents.steps)
+    assert documents.mean_tokens / batch == pytest.approx(lengths.mean(), rel=0.02)
+    squares = np.square(lengths.astype(float)).mean()
+    assert documents.mean_squares / batch == pytest.approx(squares, rel=0.05)
 
 
 def test_without_lengths_of_documents_the_request_is_refused() -> None:
@@ -441,4 +455,10 @@ def test_experts_without_balancing_losses_have_equal_rows() -> None:
     plan = tokens_plan(1024, sequence_parallel=False)
     for step in documents_of(inputs).cuts(plan.rows):
         assert len({len(cut.ends) for cut in step}) == 1
+    # All rows have the same number of slices, up to a quarter more than the longest document needs.
+    documents = documents_of(inputs)
+    assert (documents.needed_slices(1024), documents.most_slices(1024)) == (32, 40)
+    rows = StageSums.of(plan, inputs, OURS).rows
+    assert rows is not None
+    assert held_slices(replace(plan, cap=1.0), rows) >= 40
     assert PlanRow(plan=plan, prediction=predict(plan, inputs)).prediction.seconds > 0

@@ -12,13 +12,16 @@ import pytest
 from megatron.adaptive.config.sequence_slices import Cut, SliceRule
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.catalog import Candidate
 from megatron.adaptive.schedule.choose_slice_tokens import (
     CostParts,
     Setting,
+    SlicedStep,
     Timed,
     TokensChoice,
     choose_tokens,
     fit,
+    fitting_candidates,
 )
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link
@@ -123,6 +126,25 @@ def test_nothing_is_chosen_that_does_not_fit_into_memory() -> None:
     assert (chosen.tokens, chosen.candidate.cap) == (64, 2.0)
     with pytest.raises(ScheduleError, match="no slices of 128 tokens or another length fit"):
         choice(parts, replace(SETTING, room=lambda tokens, placement: 100.0))
+
+
+def test_each_step_is_compared_with_the_memory_that_it_needs_itself() -> None:
+    # The longest row of both steps has 1,024 tokens. Their mean rows have 128 and 448 tokens.
+    parts = {(kind, stage): CostParts(0.0, 1e-5, 0.0) for kind in ActionKind for stage in range(4)}
+    steps = [
+        SlicedStep.of(cuts_of(64, documents)[0], parts, IN_V, SETTING)
+        for documents in ([1024, *[64] * 14], [1024, *[256] * 3])
+    ]
+
+    def offered(room: float) -> list[Candidate]:
+        setting = replace(SETTING, room=lambda tokens, placement: room)
+        return list(fitting_candidates(steps, IN_V, setting, 64))
+
+    assert offered(1200.0)
+    for candidate in offered(1200.0):
+        held = [step.cap_of(IN_V, candidate.cap) * step.row_tokens for step in steps]
+        assert max(held) <= 1200.0
+    assert not offered(1000.0)
 
 
 def test_a_cap_of_the_user_is_kept() -> None:

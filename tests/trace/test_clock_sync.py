@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.adaptive.handshake import dial
 from megatron.adaptive.trace import clock
 from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock, start_clock_sync
 from megatron.adaptive.trace.trace_format import ClockSamples
@@ -63,6 +64,24 @@ def test_strangers_are_turned_away(server: ClockServer) -> None:
         # Closing the connection fails if some of the received data was not read.
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(64) == b""
+
+
+def test_a_connection_that_gets_no_thread_is_closed(
+    server: ClockServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_other(thread: threading.Thread) -> None:
+        if thread.name == "clock-connection":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_other)
+    address = "localhost", server.port
+    with dial(address, server.secret, clock._PURPOSE, WATCHDOG_S).socket as connection:
+        connection.settimeout(WATCHDOG_S)
+        assert connection.recv(1) == b""
+    server.close()
 
 
 def test_a_server_that_is_gone_ends_the_sampler() -> None:

@@ -76,6 +76,20 @@ def test_reading_counts_only_where_it_lies_within_an_action() -> None:
     assert compute_ns(table_of(spans)).tolist() == [3, 7, 3, 4, 5]
 
 
+def test_a_gpu_waits_only_for_the_data_of_the_microbatch_that_it_has_begun() -> None:
+    spans = [
+        Span("F", 0, 0, 0, 10, 1),
+        Span("data", -1, 0, 1, 3, 1),
+        # The CPU is ahead, and already reads the next microbatch.
+        Span("data", -1, 1, 4, 9, 1),
+        Span("F", 0, 1, 10, 20, 1),
+    ]
+    assert compute_ns(table_of(spans), "cuda").tolist() == [8, 2, 5, 10]
+    # If microbatches have two slices, both actions belong to microbatch 0.
+    assert compute_ns(table_of(spans), "cuda", lambda _: 2).tolist() == [8, 2, 5, 10]
+    assert compute_ns(table_of(spans), "cpu").tolist() == [3, 2, 5, 10]
+
+
 def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
     # Ranks 0 and 2 form one pipeline, and ranks 1 and 3 another. Rank 3 recorded only iteration 1.
     for rank in range(4):
@@ -109,7 +123,7 @@ def test_handing_a_result_over_is_no_work() -> None:
         [
             Span("F", 0, 0, 0, 2_000_000, 1),
             Span("send", 0, 0, 1_600_000, 1_990_000, 1, of="F", peer=1),
-            # An action on a device has its own times, without the messages that the host sends.
+            # A short send in the middle of an action does not belong to it.
             Span("F", 0, 1, 3_000_000, 5_000_000, 1),
             Span("send", 0, 1, 3_100_000, 3_200_000, 1, of="F", peer=1),
             # After a send to a slow link, the action frees memory.
@@ -122,6 +136,9 @@ def test_handing_a_result_over_is_no_work() -> None:
     figures = rank_figures(table, 1)
     assert figures.busy_ns.tolist() == [4_810_000]
     assert figures.mean_ns[0, 0, 0] == pytest.approx(7_000_000 / 3)
+    # The GPU was busy during all of these times, whatever the host did.
+    assert compute_ns(table, "cuda").tolist() == table.duration_ns.tolist()
+    assert rank_figures(table, 1, device="cuda").busy_ns.tolist() == [7_000_000]
 
 
 @pytest.mark.parametrize(

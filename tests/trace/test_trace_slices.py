@@ -196,19 +196,26 @@ def test_slices_of_half_the_length_save_what_a_run_with_them_takes_less(
     assert repair.step_s < answers.recorded_s.mean()
 
 
-def test_lengths_that_tensor_parallel_ranks_cannot_share_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("token_ranks", "is_offered"), [(None, False), (8, False), (1, True)])
+def test_lengths_that_tensor_parallel_ranks_cannot_share_are_left_out(
+    token_ranks: int | None, is_offered: bool, tmp_path: Path
+) -> None:
+    """Checks that the tensor-parallel size must divide the length only if ranks share tokens."""
     whole = {repair.flag for repair in what_if(unequal(tmp_path, MANY)).repairs}
     assert whole >= {"--slice-tokens 100", "--slice-tokens 200"}
     for rank, file in enumerate(sorted(tmp_path.iterdir())):
         head, _, spans = file.read_text().partition("\n")
         header = json.loads(head) | {"world_size": 2 * MANY.num_ranks}
+        del header["token_ranks"]  # Traces of earlier versions do not contain it.
+        if token_ranks is not None:
+            header["token_ranks"] = token_ranks
         file.write_text(json.dumps(header) + "\n" + spans)
         header |= {"tp_rank": 7, "rank": MANY.num_ranks + rank}
         other = tmp_path / trace_file_name(MANY.num_ranks + rank)
         other.write_text(json.dumps(header) + "\n" + spans)
     flags = {repair.flag for repair in what_if(read_run(tmp_path)).repairs}
     assert "--slice-tokens 200" in flags
-    assert "--slice-tokens 100" not in flags
+    assert ("--slice-tokens 100" in flags) == is_offered
 
 
 def test_a_length_that_leaves_too_few_documents_is_no_repair(tmp_path: Path) -> None:

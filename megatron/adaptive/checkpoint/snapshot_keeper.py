@@ -251,9 +251,14 @@ class SnapshotKeeper:
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._local.bind(f"\0{self.address}")
         self._local.listen(128)
-        self._gate = Gate(bind(host, 0), lambda: self._secret, _PURPOSE, self._admit, to_log(_LOG))
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._local.close)
+            listening = bind(host, 0)
+            self._gate = Gate(listening, lambda: self._secret, _PURPOSE, self._admit, to_log(_LOG))
+            undo.callback(self._gate.close)
+            self._start(self._accept)
+            undo.pop_all()
         self.port = self._gate.port
-        self._start(self._accept)
 
     def prepare(self, run: str, secret: str, buddy: Buddy | None) -> None:
         """Discards all snapshots, and prepares for a new start of the ranks.
@@ -333,7 +338,10 @@ class SnapshotKeeper:
                 connection.close()
                 continue
             serve = functools.partial(self._serve_local, connection)
-            self._start(self._guarded, connection, serve)
+            try:
+                self._start(self._guarded, connection, serve)
+            except RuntimeError:  # The machine allows no more threads.
+                connection.close()
 
     def _admit(self, sealed: SealedSocket) -> None:
         self._start(self._guarded, sealed.socket, lambda: self._serve_buddy(sealed))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -38,7 +38,7 @@ from megatron.adaptive.planner.cluster import (
     known_gpu,
     read_cluster,
 )
-from megatron.adaptive.planner.documents import make_documents
+from megatron.adaptive.planner.documents import Lengths, make_documents
 from megatron.adaptive.planner.model_description import ATTENTIONS, Model
 from megatron.adaptive.planner.model_file import read_model, usual_attention
 from megatron.adaptive.planner.plan import FP8_FLAGS
@@ -49,6 +49,8 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 
 _DRAWN = 100_000
 """Number of lengths that are drawn from a distribution."""
+_PIECE = 1 << 20
+"""Number of characters of a file of lengths that are split into words at a time."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
@@ -320,7 +322,7 @@ def with_documents(inputs: PlanInputs, text: str | None, batch: int) -> PlanInpu
     return replace(inputs, documents=documents)
 
 
-def read_lengths(text: str, most: int) -> tuple[tuple[int, ...], int]:
+def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
     """Reads the lengths of documents from the value of ``--document-lengths``.
 
     Args:
@@ -340,16 +342,17 @@ def read_lengths(text: str, most: int) -> tuple[tuple[int, ...], int]:
     if Path(f"{text}.idx").is_file():
         check_indexed(text)
         # A sample is one token shorter than its document, whose last token is only predicted.
-        lengths = [length - 1 for length in sequence_lengths(text).tolist() if length > 1]
+        sizes = sequence_lengths(text)
+        lengths: Lengths = sizes[sizes > 1] - 1
     else:
         lengths = _listed(text)
-    if not lengths:
+    if not len(lengths):
         raise ConfigError(f"{_FLAG} {text}: no document has a token to learn; give other data")
-    lengths = [min(length, most) for length in lengths]
-    return tuple(lengths), max(lengths)
+    lengths = np.minimum(lengths, most)
+    return lengths, int(lengths.max())
 
 
-def _lognormal(text: str, most: int) -> tuple[int, ...]:
+def _lognormal(text: str, most: int) -> Lengths:
     try:
         median, sigma = map(float, text.split(":")[1:])
     except ValueError:
@@ -360,16 +363,28 @@ def _lognormal(text: str, most: int) -> tuple[int, ...]:
             f" sigma from 0 to 10, got {text}; for example {_LOGNORMAL}:900:1.5"
         )
     drawn = np.random.default_rng(0).lognormal(math.log(median), sigma, _DRAWN)
-    return tuple(np.clip(drawn, 1, most).astype(int).tolist())
+    return np.clip(drawn, 1, most).astype(np.int32)
 
 
-def _listed(text: str) -> list[int]:
+def _listed(text: str) -> Lengths:
     """Reads numbers from a file: a JSON list, or numbers separated by spaces or lines."""
     content = read_text(
         Path(text), f"{_FLAG}: give a prefix of .bin and .idx, a file, or lognormal:MEDIAN:SIGMA"
     )
-    numbers = content.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
-    return [_number(word, number, text) for number, word in enumerate(numbers, start=1)]
+    content = content.strip().removeprefix("[").removesuffix("]")
+    numbered = enumerate(_words(content.replace(",", " ").replace("\n", " ")), start=1)
+    lengths = (_number(word, number, text) for number, word in numbered)
+    return np.fromiter(lengths, dtype=np.int32)
+
+
+def _words(content: str) -> Iterator[str]:
+    """Yields the words of a text, of which it splits only a part at a time to save memory."""
+    end = 0
+    while end < len(content):
+        start = end
+        end = content.find(" ", start + _PIECE)
+        end = len(content) if end < 0 else end
+        yield from content[start:end].split()
 
 
 def _number(word: str, number: int, text: str) -> int:

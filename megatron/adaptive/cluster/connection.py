@@ -71,8 +71,14 @@ class Connection:
             StrangerError: The program at the address does not know the secret.
             OSError: No program listens at the address. The error message contains the reason.
         """
+        dialing = asyncio.get_running_loop().run_in_executor(
+            None, dial, (address, port), secret, purpose, within_s
+        )
         try:
-            sealed = await asyncio.to_thread(dial, (address, port), secret, purpose, within_s)
+            sealed = await asyncio.shield(dialing)
+        except asyncio.CancelledError:
+            dialing.add_done_callback(_close_dialed)
+            raise
         except StrangerError:
             raise
         except OSError as error:
@@ -82,7 +88,11 @@ class Connection:
     @classmethod
     async def over(cls, sealed: SealedSocket) -> Connection:
         """Creates a connection from the socket ``sealed``, whose other side has authenticated."""
-        reader, writer = await asyncio.open_connection(sock=sealed.socket)
+        try:
+            reader, writer = await asyncio.open_connection(sock=sealed.socket)
+        except BaseException:
+            sealed.socket.close()
+            raise
         return cls(reader, writer, sealed.session)
 
     @property
@@ -162,6 +172,12 @@ class Connection:
             await asyncio.sleep(BEAT_S)
 
 
+def _close_dialed(dialing: asyncio.Future[SealedSocket]) -> None:
+    """Closes a connection for which nobody waits any longer."""
+    if not dialing.cancelled() and dialing.exception() is None:
+        dialing.result().socket.close()
+
+
 def _take_error(reading: asyncio.Task[bytes]) -> None:
     """Retrieves the exception of ``reading``, so that asyncio does not print a warning about it."""
     if not reading.cancelled():
@@ -199,12 +215,15 @@ class Listener:
         self._attend = attend
         self._report = report
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        # Each task has its socket here until a connection takes it over.
+        self._tasks: dict[asyncio.Task[None], SealedSocket | None] = {}
+        self._is_closed = False
         self._gate = Gate(bind(host, port), lambda: secret, purpose, self._admit, report)
         self.port = self._gate.port
 
     def close(self) -> None:
         """Stops listening. Accepted connections stay open. Can be called more than once."""
+        self._is_closed = True
         self._gate.close()
 
     def _admit(self, sealed: SealedSocket) -> None:
@@ -214,12 +233,24 @@ class Listener:
             sealed.socket.close()
 
     def _begin(self, sealed: SealedSocket) -> None:
+        if self._is_closed:
+            sealed.socket.close()
+            return
         task = self._loop.create_task(self._serve(sealed))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = sealed
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Closes the socket of a task that was cancelled before it could use the socket."""
+        sealed = self._tasks.pop(task)
+        if sealed is not None:
+            sealed.socket.close()
 
     async def _serve(self, sealed: SealedSocket) -> None:
         link = await Connection.over(sealed)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[task] = None
         try:
             await self._attend(link)
         except (LookupError, TypeError, ValueError) as error:

@@ -445,6 +445,7 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
                     pipeline_sizes=(size,) if size else (),
                     micro_batches=(module.micro_batch_size,) if module.micro_batch_size else (),
                     partition=lambda stages: _partition(module, stages),
+                    least=module.least,
                     most=module.most,
                 )[0]
             except ConfigError as error:

@@ -138,7 +138,7 @@ class TrainerConfig:
         """
         is_by_cost = self._cuts_by_cost and self.slice_tokens is None
         share = self.attention_share if is_by_cost else 0.0
-        return slice_ends(self.model.seq_length, self.num_slices, self._slice_multiple, share)
+        return slice_ends(self.model.seq_length, self.num_slices, self.token_ranks, share)
 
     @property
     def num_slices(self) -> int:
@@ -147,18 +147,18 @@ class TrainerConfig:
         if self.schedule.chosen_slices is not None:
             return self.schedule.chosen_slices
         if self.schedule.chooses_slices:
-            return first_number(self.model.seq_length, self._slice_multiple)
+            return first_number(self.model.seq_length, self.token_ranks)
         if tokens is None:
             return self.schedule.sequence_slices
         length = self.model.seq_length
-        return max(1, min(-(-length // tokens), length // least_row(1, self._slice_multiple)))
+        return max(1, min(-(-length // tokens), length // least_row(1, self.token_ranks)))
 
     @property
     def slices_to_choose(self) -> tuple[int, ...]:
         """Numbers of slices to choose from in the first steps, or empty if the number is set."""
         if not self.schedule.chooses_slices:
             return ()
-        return numbers_to_choose(self.model.seq_length, self._slice_multiple)
+        return numbers_to_choose(self.model.seq_length, self.token_ranks)
 
     @property
     def slice_tokens(self) -> int | None:
@@ -166,14 +166,14 @@ class TrainerConfig:
         if not self.schedule.chooses_tokens:
             return self.schedule.slice_tokens
         chosen = self.schedule.chosen_tokens
-        return chosen or first_tokens(self.model.seq_length, self._slice_multiple)
+        return chosen or first_tokens(self.model.seq_length, self.token_ranks)
 
     @property
     def tokens_to_choose(self) -> tuple[int, ...]:
         """Slice lengths to choose from in the first steps, or empty if the length is set."""
         if not self.schedule.chooses_tokens:
             return ()
-        return tokens_to_choose(self.model.seq_length, self._slice_multiple)
+        return tokens_to_choose(self.model.seq_length, self.token_ranks)
 
     @property
     def constant_slices(self) -> int:
@@ -209,7 +209,7 @@ class TrainerConfig:
         return SliceRule(
             slices=self.num_slices,
             tokens=tokens,
-            multiple=self._slice_multiple,
+            multiple=self.token_ranks,
             pair_cost=self._pair_cost if self._cuts_by_cost else 0.0,
             is_packed=self.packs_documents,
             varies=self.varies_slices,
@@ -220,7 +220,7 @@ class TrainerConfig:
         """Minimum number of tokens in a row of documents that ``--sequence-slices`` can cut."""
         if self.slice_tokens is not None or self.num_slices == 1:
             return 1
-        return least_row(self.num_slices, self._slice_multiple)
+        return least_row(self.num_slices, self.token_ranks)
 
     @property
     def packs_documents(self) -> bool:
@@ -234,7 +234,11 @@ class TrainerConfig:
         return self.schedule.slice_cut == "equal-cost"
 
     @property
-    def _slice_multiple(self) -> int:
+    def token_ranks(self) -> int:
+        """Number of tensor-parallel ranks that share the tokens of a sequence.
+
+        It is 1 without sequence parallelism.
+        """
         parallel = self.parallel
         return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,9 +124,9 @@ class RankTimes:
     """The measured times of one rank in one step.
 
     Attributes:
-        busy_s: Total duration of the actions in seconds.
+        busy_s: Total computing time of the actions in seconds, without the sends of their results.
         span_s: Time in seconds from the start of the first action to the end of the last action.
-        actions: Actions in execution order, each with its duration in nanoseconds.
+        actions: Actions in execution order, each with its computing time in nanoseconds.
     """
 
     busy_s: float
@@ -189,7 +189,7 @@ class Executor:
         self._held_bytes = 0
         self._launched: list[LaunchedAction] = []
         self._mean_ns: dict[tuple[ActionKind, int], int] = {}
-        self._away_ns: Mapping[Action, int] = {}
+        self._away: Mapping[Action, Sequence[tuple[Any, Any]]] = {}
         self._log: StepLog | None = None
 
     def record_to(self, recorder: Recorder | None) -> None:
@@ -302,7 +302,7 @@ class Executor:
         self._inputs.clear()
         self._launched.clear()
         self._codes.clear()
-        self._away_ns = {}
+        self._away = {}
         self._held_bytes = 0
         self._state = state
         self._policy = policy
@@ -345,9 +345,10 @@ class Executor:
             functools.partial(self._decide, policy, state),
             lambda action: self._perform(action, stages, state),
             functools.partial(self._await_arrival, state),
+            self._clock.mark,
         )
         lanes.run(lambda: state.done)
-        self._away_ns = lanes.away_ns
+        self._away = lanes.away
         # Actions may finish in a different order than they started. Reasons and trace records are
         # in the order of the starts, so sort the actions.
         started = actions_of(self._codes, self._num_chunks, state.weight_pieces, state.num_slices)
@@ -406,11 +407,22 @@ class Executor:
         resolve = self._clock.resolve_ns
         if self._launched:
             self._clock.wait(self._launched[-1].end)
-        times = [(resolve(launched.start), resolve(launched.end)) for launched in self._launched]
-        durations = [end - start for start, end in times]
-        if self._away_ns:
-            away = [self._away_ns.get(launched.action, 0) for launched in self._launched]
-            durations = [max(0, whole - part) for whole, part in zip(durations, away, strict=True)]
+        if self._away:
+            # An action that started earlier may end later.
+            for launched in self._launched:
+                self._clock.wait(launched.end)
+        times = []
+        durations = []
+        for launched in self._launched:
+            start_ns = resolve(launched.start)
+            computed = launched.computed
+            computed_ns = None if computed is None else resolve(computed)
+            end_ns = resolve(launched.end)
+            times.append((start_ns, end_ns))
+            away = self._away.get(launched.action, ())
+            away_ns = sum(resolve(until) - resolve(since) for since, until in away)
+            whole_ns = (end_ns if computed_ns is None else computed_ns) - start_ns
+            durations.append(max(0, whole_ns - away_ns))
         launched_actions = (launched.action for launched in self._launched)
         actions = tuple(zip(launched_actions, durations, strict=True))
         self._mean_ns = _mean_by_chunk(actions)
@@ -451,6 +463,7 @@ class Executor:
             self._log.begins(action, action_input)
         received = action_input.tensor
         nbytes = action_input.nbytes
+        computed = None
         depth = len(self._inputs)
         start = self._clock.mark()
         kind = action.kind
@@ -464,7 +477,8 @@ class Executor:
                 self._held_bytes += stages.activation_bytes(chunk, microbatch)
                 held = self._held_bytes
             state.finish(action)
-            nbytes += self._hand(action, output, state)
+            sent_bytes, computed = self._hand(action, output, state)
+            nbytes += sent_bytes
             stages.release(chunk, microbatch)
         elif kind is ActionKind.B:
             gradient = stages.backward(chunk, microbatch, received)
@@ -472,25 +486,30 @@ class Executor:
             if state.weight_pieces:
                 self._held_bytes += stages.retained_bytes(chunk, microbatch)
             state.finish(action)
-            nbytes += self._hand(action, gradient, state)
+            sent_bytes, computed = self._hand(action, gradient, state)
+            nbytes += sent_bytes
         else:
             stages.weights(chunk, microbatch, action.piece, state.weight_pieces)
             if action.piece == state.weight_pieces - 1:
                 self._held_bytes -= stages.retained_bytes(chunk, microbatch)
             state.finish(action)
         self._launched.append(
-            LaunchedAction(action, start, self._clock.mark(), nbytes, held, depth)
+            LaunchedAction(action, start, self._clock.mark(), nbytes, held, depth, computed)
         )
 
-    def _hand(self, action: Action, tensor: torch.Tensor | None, state: RankState) -> int:
+    def _hand(
+        self, action: Action, tensor: torch.Tensor | None, state: RankState
+    ) -> tuple[int, Any]:
         """Passes the result of an action to the stage that needs it.
 
-        Returns the number of bytes sent to other ranks.
+        Returns:
+            Number of bytes sent to other ranks, and the time mark of the device before the send,
+            or ``None`` if nothing was sent.
         """
         kind = action.kind
         target = self._targets[kind][action.chunk]
         if target is None:
-            return 0  # No stage needs the loss, or the input gradient of the first stage.
+            return 0, None  # No stage needs the loss, or the input gradient of the first stage.
         if tensor is None:
             raise ScheduleError(
                 f"{action.label(state.num_slices)} on rank {self._pp_rank} of the pipeline "
@@ -501,17 +520,18 @@ class Executor:
         if rank == self._pp_rank:
             self._inputs[_input_of(kind, chunk, action.microbatch)] = ActionInput(tensor.detach())
             state.arrive(kind, chunk, action.microbatch)
-            return 0
+            return 0, None
         assert self._transport is not None
         peer, microbatch = self._route(rank, action.microbatch)
         receiving = _input_of(kind, chunk, microbatch)
         log = self._log
         nbytes = tensor.nbytes
+        computed = self._clock.mark()
         start_ns = 0 if log is None else log.now_ns()
         self._transport.send(peer, Label(self._step, receiving, state.num_slices), tensor)
         if log is not None:
             log.sent(receiving, peer, nbytes, start_ns)
-        return nbytes
+        return nbytes, computed
 
     def _drain(self, state: RankState) -> None:
         if self._transport is None:

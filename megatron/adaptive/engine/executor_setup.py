@@ -213,6 +213,13 @@ def _set_aside_earlier_run(folder: str, job: Job) -> None:
     dist.barrier(group=job.control_group)
 
 
+def _machine_counters(job: Job) -> MachineCounters:
+    """Returns the counters of this process and of the network interface that the job uses."""
+    environment, accelerator = job.environment, job.accelerator
+    interface = interface_towards(environment.socket_interface, environment.master_addr)
+    return MachineCounters(accelerator.gpu_uuid, accelerator.shares, interface)
+
+
 def open_trace(
     folder: str | None,
     job: Job,
@@ -229,6 +236,7 @@ def open_trace(
     layer_kinds: Sequence[int] = (),
     layer_work: Sequence[float] = (),
     content_rules: tuple[str, str] = ("", ""),
+    token_ranks: int = 0,
     collector: str | None = None,
 ) -> Tracing:
     """Opens this rank's trace file.
@@ -256,6 +264,8 @@ def open_trace(
         layer_work: Expected compute time of each layer in any unit, or empty if unknown.
         content_rules: Settings ``order`` and ``dealing`` of a ``Pipeline``, or empty strings in
             other programs.
+        token_ranks: Number of tensor-parallel ranks that share the tokens of a sequence, or 0 if
+            unknown.
         collector: URL of an OpenTelemetry collector (OTLP over HTTP) to which the spans are also
             sent, or ``None``.
 
@@ -268,8 +278,7 @@ def open_trace(
     groups = model_groups or ModelGroups()
     _set_aside_earlier_run(folder, job)
     accelerator = job.accelerator
-    interface = interface_towards(job.environment.socket_interface, job.environment.master_addr)
-    counters = MachineCounters(accelerator.gpu_uuid, accelerator.shares, interface)
+    counters = _machine_counters(job)
     header = TraceHeader(
         run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
         rank=job.rank,
@@ -293,6 +302,7 @@ def open_trace(
         layer_work=tuple(layer_work),
         order=content_rules[0],
         dealing=content_rules[1],
+        token_ranks=token_ranks,
     )
     sender = None if collector is None else SpanSender(collector, header)
     recorder = Recorder(folder, header, sender)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,9 +48,10 @@ class Lanes:
             is whether a communicating action can continue instead.
         perform: Function that runs a chosen action until it finishes.
         await_arrival: Function that blocks until another input has arrived.
+        mark: Function that returns a time mark of the device.
 
     Attributes:
-        away_ns: Time in nanoseconds for which each action had passed its turn to other actions.
+        away: Time marks of the device when each action passed its turn, and when it got it back.
     """
 
     def __init__(
@@ -59,11 +59,13 @@ class Lanes:
         decide: Callable[[bool], Action | None],
         perform: Callable[[Action], None],
         await_arrival: Callable[[], None],
+        mark: Callable[[], Any],
     ) -> None:
         self._decide = decide
         self._perform = perform
         self._await_arrival = await_arrival
-        self.away_ns: dict[Action, int] = {}
+        self._mark = mark
+        self.away: dict[Action, list[tuple[Any, Any]]] = {}
         self._turn = 0
         self._lanes: list[Action | None] = [None, None]
         self._communicates = [False, False]
@@ -106,7 +108,7 @@ class Lanes:
         Blocks until the lane of the current action has the turn again.
         """
         lane = self._turn
-        since_ns = time.monotonic_ns()
+        since = self._mark()
         self._communicates[lane] = True
         if lane or self._communicates[1]:
             self._hand_turn_to(1 - lane)
@@ -119,8 +121,7 @@ class Lanes:
         self._communicates[lane] = False
         communicating = self._lanes[lane]
         assert communicating is not None
-        away_ns = time.monotonic_ns() - since_ns
-        self.away_ns[communicating] = self.away_ns.get(communicating, 0) + away_ns
+        self.away.setdefault(communicating, []).append((since, self._mark()))
 
     def _run_here(self, action: Action) -> None:
         self._lanes[self._turn] = action

@@ -55,6 +55,8 @@ class LaunchedAction(NamedTuple):
         nbytes: Number of bytes that the action received from and sent to other ranks.
         held_bytes: Size in bytes of the activations that the rank held during the action.
         queue_depth: Number of inputs that had arrived before the action but were not used yet.
+        computed: Time mark of the device before the result was sent to another rank, or ``None`` if
+            nothing was sent.
     """
 
     action: Action
@@ -63,6 +65,7 @@ class LaunchedAction(NamedTuple):
     nbytes: int
     held_bytes: int
     queue_depth: int
+    computed: Any = None
 
 
 class StepLog:

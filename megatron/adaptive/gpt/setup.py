@@ -283,6 +283,7 @@ def _start_trace(
         work=stage_work(config, rows),
         num_slices=config.constant_slices,
         transport=config.transport.forced or "",
+        token_ranks=config.token_ranks,
         collector=schedule.trace_otlp,
     )
     if schedule.trace_dir is not None:

@@ -7,6 +7,7 @@ ranks and all-reduces.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -133,21 +134,31 @@ class Profiler(SampledModel):
             job.close()
 
     def measure(
-        self, job: Job, *, most: int | None = None, is_quick: bool = False
+        self,
+        job: Job,
+        *,
+        batch_size: int | None = None,
+        most: int | None = None,
+        is_quick: bool = False,
     ) -> ModuleProfile:
         """Measures like :meth:`run`, in a job that the processes have already joined.
 
         Args:
             job: Job that all ranks have joined.
+            batch_size: Number of samples per step; ``None`` takes the size of the sample batch.
+                If it is above 1 and the model cannot run a single sample, the smallest microbatch
+                has two.
             most: Maximum number of samples per microbatch if ``micro_batch_sizes`` is not set;
-                ``None`` takes the size of the sample batch.
+                ``None`` takes ``batch_size``.
             is_quick: Whether to measure only the smallest and the largest microbatch if
                 ``micro_batch_sizes`` is not set, and to repeat only short measurements. Costs of
                 sizes between the two are interpolated.
         """
         begin_s = time.monotonic()
+        if batch_size is None:
+            batch_size = samples_in(self.sample_batch, "sample_batch")
         if most is None:
-            most = samples_in(self.sample_batch, "sample_batch")
+            most = batch_size
         nodes = job.gather(self._about(job))
         kinds = [node["facts"]["gpu"] for node in nodes]
         own_part: Any = None
@@ -155,7 +166,7 @@ class Profiler(SampledModel):
             limit_bytes = nodes[job.rank]["limit"]
             is_quick = is_quick and not self.micro_batch_sizes
             by_size = self._smallest_and_largest if is_quick else self._by_size
-            measured = by_size(job.accelerator.device, limit_bytes, most)
+            measured = by_size(job.accelerator.device, limit_bytes, most, batch_size)
             own_part = self._part(job, limit_bytes, measured)
         gathered = job.gather(own_part)
         # Raise this rank's own error first, because errors from other ranks arrive without a
@@ -182,13 +193,7 @@ class Profiler(SampledModel):
             seconds=time.monotonic() - begin_s,
         )
         if job.rank == 0:
-            sizes = ", ".join(map(str, profile.micro_batch_sizes))
-            print(
-                f"profile: {len(profile.cut_points) + 1} segments of {profile.name} with "
-                f"microbatches of {sizes} sample{'' if sizes == '1' else 's'} measured in "
-                f"{profile.seconds:.1f} s",
-                flush=True,
-            )
+            print(f"profile: {profile}", flush=True)
         return profile
 
     def _about(self, job: Job) -> dict[str, Any]:
@@ -260,7 +265,7 @@ class Profiler(SampledModel):
             return failed
 
     def _by_size(
-        self, device: torch.device, limit_bytes: float, most: int
+        self, device: torch.device, limit_bytes: float, most: int, batch_size: int
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the recorded forward pass and its measured segments for each microbatch size."""
         begin_s = time.monotonic()
@@ -270,39 +275,47 @@ class Profiler(SampledModel):
         for size in given_sizes or doubled:
             if not given_sizes and time.monotonic() - begin_s > self.time_limit_s:
                 return
-            if previous is not None and not self._fits(size, *previous, limit_bytes):
-                return
-            previous = self._measured(size, device, split=self.split_backward)
+            if previous is not None:
+                if size <= previous[1][0].micro_batch:
+                    continue
+                if not self._fits(size, *previous, limit_bytes):
+                    return
+            if previous is None and not given_sizes:
+                previous = self._smallest(batch_size, device, split=self.split_backward)
+            else:
+                previous = self._measured(size, device, split=self.split_backward)
             if previous is None:
                 return
             yield previous
 
     def _smallest_and_largest(
-        self, device: torch.device, limit_bytes: float, most: int
+        self, device: torch.device, limit_bytes: float, most: int, batch_size: int
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the same as :meth:`_by_size`, but measures only the smallest and largest size.
 
         The costs of the sizes in between are interpolated.
         """
         # Repetitions of this size show by how much equal actions differ.
-        smallest = self._measured(1, device, split=False)
+        smallest = self._smallest(batch_size, device, split=False)
         if smallest is None:
             return
         tape, rows = smallest
+        least = rows[0].micro_batch
         # Time of a warm-up and of a measurement of all segments, per sample.
-        run_s = 2 * sum(row.seconds for row in rows)
-        for power in range(most.bit_length() - 1, 0, -1):
-            is_long = power > 1 and run_s * 2**power > self.time_limit_s
-            if is_long or not self._fits(2**power, tape, rows, limit_bytes):
+        run_s = 2 * sum(row.seconds for row in rows) / least
+        doubled = [2**power for power in range(most.bit_length())]
+        for size in [size for size in reversed(doubled) if size > least]:
+            is_long = size > 2 * least and run_s * size > self.time_limit_s
+            if is_long or not self._fits(size, tape, rows, limit_bytes):
                 continue
-            largest = self._measured(2**power, device, split=self.split_backward, enough_s=LONG_S)
+            largest = self._measured(size, device, split=self.split_backward, enough_s=LONG_S)
             if largest is not None:
                 tape, larger = largest
                 rows = [with_split_like(b, a) for a, b in zip(rows, larger, strict=True)]
                 yield tape, [*rows, *interpolated(rows, larger), *larger]
                 return
         if self.split_backward:
-            smallest = self._measured(1, device, split=True, enough_s=LONG_S)
+            smallest = self._measured(least, device, split=True, enough_s=LONG_S)
         if smallest is not None:
             yield smallest
 
@@ -316,8 +329,8 @@ class Profiler(SampledModel):
         room = available_host_bytes() if self.device.type == "cpu" else limit_bytes
         return needed * size <= limit_bytes * samples and recorded * size <= room * samples
 
-    def largest_that_fits(self, job: Job, most: int) -> int:
-        """Returns the largest microbatch size (a power of two) that is expected to fit in memory.
+    def largest_that_fits(self, job: Job, batch_size: int) -> int:
+        """Returns the largest microbatch that is expected to fit in memory and divides the batch.
 
         Nothing is measured. The memory of a microbatch is estimated as twice the size of all values
         that a recorded forward pass computes per sample, times the number of samples, because
@@ -327,10 +340,10 @@ class Profiler(SampledModel):
 
         Args:
             job: Job that all ranks have joined.
-            most: Maximum number of samples.
+            batch_size: Number of samples per step.
         """
         # Batch normalization cannot be trained on a single sample.
-        count = min(2, most)
+        count = min(2, batch_size)
         per_sample = 2 * _recorded_bytes(self._recorded(self._microbatch(count))) / count
         # A trained parameter also has a gradient and the two states of AdamW.
         parameters = sum(
@@ -338,7 +351,7 @@ class Profiler(SampledModel):
             for each in self.model.parameters()
         )
         room = self._about(job)["limit"] - parameters
-        sizes = [2**power for power in range(most.bit_length())]
+        sizes = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
         return max((size for size in sizes if size * per_sample <= room), default=0)
 
     def _microbatch(self, size: int) -> dict[str, torch.Tensor]:
@@ -352,6 +365,24 @@ class Profiler(SampledModel):
     def _recorded(self, batch: Mapping[str, torch.Tensor]) -> Tape:
         """Returns the forward pass on ``batch``, recorded in training mode."""
         return Forwards.of(self, batch, self.slicing, modes=("training",)).training
+
+    def _smallest(
+        self, batch_size: int, device: torch.device, *, split: bool
+    ) -> tuple[Tape, list[SegmentSample]] | None:
+        """Measures a microbatch of one sample, or of two if the model cannot run a single sample.
+
+        For example, batch normalization cannot be trained on a single sample.
+
+        Returns ``None`` if the microbatch does not fit in memory.
+        """
+        try:
+            return self._measured(1, device, split=split)
+        except Exception:
+            # If two samples fail too, the first error is the one to report.
+            if batch_size > 1:
+                with contextlib.suppress(Exception):
+                    return self._measured(2, device, split=split)
+            raise
 
     def _measured(
         self, size: int, device: torch.device, *, split: bool, enough_s: float = math.inf
@@ -428,6 +459,15 @@ class ModuleProfile:
     reductions: tuple[Mapping[str, Any], ...]
     seconds: float
 
+    def __str__(self) -> str:
+        estimated = self.estimated_sizes
+        measured = [size for size in self.micro_batch_sizes if size not in estimated]
+        text = (
+            f"{len(self.cut_points) + 1} segments of {self.name} with microbatches of "
+            f"{_samples(measured)} measured in {self.seconds:.1f} s"
+        )
+        return f"{text}; those of {_samples(estimated)} estimated" if estimated else text
+
     @property
     def cut_points(self) -> tuple[str, ...]:
         """Returns the names of the cut points in the order of the forward pass."""
@@ -440,9 +480,19 @@ class ModuleProfile:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes that were measured on all types of devices, ascending."""
+        """Returns the microbatch sizes with costs on all types of devices, ascending.
+
+        A quick measurement estimates the costs of some sizes (see :attr:`estimated_sizes`).
+        """
         sizes = [{sample.micro_batch for sample in part.samples} for part in self.parts]
         return tuple(sorted(set.intersection(*sizes)))
+
+    @property
+    def estimated_sizes(self) -> tuple[int, ...]:
+        """Returns the microbatch sizes whose costs are estimated on some device, ascending."""
+        rows = [sample for part in self.parts for sample in part.samples if sample.is_estimated]
+        estimated = {row.micro_batch for row in rows}
+        return tuple(size for size in self.micro_batch_sizes if size in estimated)
 
     def document(self, *, split: bool = True) -> dict[str, Any]:
         """Returns the content of a profile file, which ``docs/reference/planner.md`` describes.
@@ -514,10 +564,15 @@ class ModuleProfile:
 
 
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
-    """Returns the row of a profile file that describes the measured segment ``sample``."""
+    """Returns the row of a profile file that describes a segment.
+
+    A row without the key ``source`` was measured.
+    """
     backward_s = (sample.backward_s, 0.0)
+    is_estimated = sample.is_estimated
     if split and sample.split_s is not None:
         backward_s = sample.split_s
+        is_estimated |= sample.is_split_estimated
     return {
         "kind": profile_file.cut_kind(sample.segment),
         "gpu": gpu,
@@ -528,7 +583,13 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
         "backward_weight_s": backward_s[1],
         "kept_bytes": sample.kept_bytes,
         "parameters": sample.parameters,
+        **({"source": "estimated"} if is_estimated else {}),
     }
+
+
+def _samples(sizes: Sequence[int]) -> str:
+    """Returns microbatch sizes as text, such as ``1, 4 samples``."""
+    return f"{', '.join(map(str, sizes))} sample{'' if list(sizes) == [1] else 's'}"
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:

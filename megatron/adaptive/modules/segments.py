@@ -76,6 +76,8 @@ class SegmentSample:
         parameters: Number of elements in the segment's parameters, trained and frozen.
         durations_s: All measured times in seconds: one row for forward passes, one for backward
             passes.
+        is_estimated: Whether all costs are estimated from other microbatch sizes.
+        is_split_estimated: Whether only the times of the split backward pass are estimated.
     """
 
     segment: int
@@ -88,6 +90,8 @@ class SegmentSample:
     workspace_bytes: int
     parameters: int
     durations_s: tuple[tuple[float, ...], ...]
+    is_estimated: bool = False
+    is_split_estimated: bool = False
 
     @property
     def seconds(self) -> float:
@@ -123,7 +127,8 @@ def with_split_like(measured: SegmentSample, sample: SegmentSample) -> SegmentSa
         return sample
     ratio = sample.backward_s / measured.backward_s if measured.backward_s else 1.0
     inputs_s, weights_s = measured.split_s
-    return replace(sample, split_s=(ratio * inputs_s, ratio * weights_s))
+    split_s = ratio * inputs_s, ratio * weights_s
+    return replace(sample, split_s=split_s, is_split_estimated=True)
 
 
 def _between(smaller: SegmentSample, larger: SegmentSample, size: int) -> SegmentSample:
@@ -145,6 +150,8 @@ def _between(smaller: SegmentSample, larger: SegmentSample, size: int) -> Segmen
         output_bytes=round(mean(smaller.output_bytes, larger.output_bytes)),
         kept_bytes=round(mean(smaller.kept_bytes, larger.kept_bytes)),
         workspace_bytes=round(mean(smaller.workspace_bytes, larger.workspace_bytes)),
+        durations_s=(),
+        is_estimated=True,
     )
 
 

@@ -268,8 +268,6 @@ def _of_one_process(job: Job, request: PipelineSettings) -> PipelineSettings | N
     size = profiler.largest_that_fits(job, request.samples)
     if not size:
         return None
-    while request.samples % size:
-        size //= 2
     plural = "" if size == 1 else "s"
     print(f"plan: 1 process, microbatches of {size} sample{plural}", flush=True)
     return dataclasses.replace(request, pipeline_size=1, micro_batch_size=size)
@@ -314,7 +312,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
     )
     # Larger microbatches would leave a step with fewer microbatches than there are processes.
     most = max(1, request.samples // dist.get_world_size())
-    profile = profiler.measure(job, most=most, is_quick=True)
+    profile = profiler.measure(job, batch_size=request.samples, most=most, is_quick=True)
     check_weights(request.weights, len(profile.cut_points) + 1)
     return profile, MeasuredModule(
         signature=_signature(request),
@@ -366,6 +364,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
         pipeline_sizes=sizes,
         micro_batches=() if micro_batch_size is None else (micro_batch_size,),
         partition=partition,
+        least=module.least,
         most=module.most,
     )
     return Chosen(

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
@@ -22,13 +23,24 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.model_description import Model
 from megatron.adaptive.planner.model_file import ANY_RUN
-from megatron.adaptive.schedule.document_rows import costliest_replica
+from megatron.adaptive.schedule.document_rows import costliest_replica, most_slices
 
-_STEPS = 4
-"""Maximum number of steps whose documents are drawn."""
+Lengths: TypeAlias = npt.NDArray[np.integer[Any]]
+"""Number of tokens of each document, ``[documents]``."""
+
+_LEAST_STEPS = 4
+"""Number of steps whose documents are drawn first."""
+_MOST_STEPS = 64
+"""Maximum number of steps, because each plan of a search is simulated with all of them."""
 _DRAWN = 512
-"""Number of documents that are drawn if this is less than the maximum number of steps. Means over
-many documents vary little."""
+"""Maximum number of documents, if that is more than a step has. Means over many documents vary
+little."""
+_STABLE = 0.02
+"""Maximum relative error of the mean length of drawn documents."""
+_STABLE_SQUARES = 0.05
+"""Maximum relative error of the mean square of the lengths of drawn documents."""
+_CHUNK = 1 << 16
+"""Number of lengths that are squared at a time."""
 
 
 class RowSettings(NamedTuple):
@@ -60,7 +72,7 @@ class RunDocuments:
     Attributes:
         config: Settings of a run of the model with ``--slice-tokens``. Parallel sizes, schedule and
             length of slices are replaced by those of a plan.
-        lengths: Number of tokens of each known document, cut at the model's sequence length.
+        steps: Number of tokens of each document, for each drawn step.
         batch: Number of documents per step.
         longest: Largest number of tokens that a document may have.
         packed_slices: Number of slices of each row if rows are packed up to the sequence length,
@@ -69,20 +81,10 @@ class RunDocuments:
     """
 
     config: TrainerConfig
-    lengths: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
     batch: int
     longest: int
     packed_slices: int | None = None
-
-    @cached_property
-    def steps(self) -> tuple[tuple[int, ...], ...]:
-        """Number of tokens of each document, for each drawn step."""
-        rng = np.random.default_rng(0)
-        count = min(_STEPS, max(1, _DRAWN // self.batch))
-        rounds = -(-count * self.batch // len(self.lengths))
-        order = np.concatenate([rng.permutation(len(self.lengths)) for _ in range(rounds)])
-        drawn = np.array(self.lengths)[order[: count * self.batch]].reshape(count, self.batch)
-        return tuple(tuple(map(int, row)) for row in drawn)
 
     @cached_property
     def mean_tokens(self) -> float:
@@ -143,13 +145,69 @@ class RunDocuments:
         works = [cut.work(n) for step in cuts for cut in step for n in range(len(cut.ends))]
         return sum(pairs for _, pairs in works) / len(works)
 
-    def most_slices(self, tokens: int) -> int:
-        """Returns the number of slices of the longest row, which the longest document needs."""
+    def needed_slices(self, tokens: int) -> int:
+        """Returns the number of slices that the longest document needs."""
         return -(-self.longest // tokens)
+
+    def most_slices(self, tokens: int) -> int:
+        """Returns the largest number of slices of a row, as the trainer packs documents.
+
+        If all rows of a step have the same number of slices, such as with experts, rows may be
+        longer than the longest document needs.
+        """
+        needed = self.needed_slices(tokens)
+        return most_slices(needed) if self._has_equal_rows else needed
+
+    @cached_property
+    def _has_equal_rows(self) -> bool:
+        is_packed = self.packed_slices is not None
+        return not is_packed and not self._config_of(RowSettings(LEAST_TOKENS)).varies_slices
+
+
+def draw_steps(lengths: Lengths, batch: int) -> tuple[tuple[int, ...], ...]:
+    """Draws the documents of some steps, with about the mean and the mean square of all lengths.
+
+    One document is drawn from each of equally many parts of the sorted lengths, so that the drawn
+    documents have few and many tokens as often as the known documents. More steps are drawn until
+    both means are close to those of all documents.
+
+    Args:
+        lengths: Number of tokens of each known document, ``[documents]``.
+        batch: Number of documents per step.
+
+    Returns:
+        Number of tokens of each document, for each step.
+    """
+    ordered = np.sort(lengths)
+    mean, square = _means(ordered)
+    most = min(_MOST_STEPS, max(1, _DRAWN // batch))
+    count = min(_LEAST_STEPS, most)
+    while True:
+        rng = np.random.default_rng(0)
+        number = count * batch
+        parts = (np.arange(number) + rng.random(number)) * (len(ordered) / number)
+        drawn = ordered[np.minimum(parts.astype(np.int64), len(ordered) - 1)]
+        drawn_mean, drawn_square = _means(drawn)
+        is_stable = (
+            abs(drawn_mean - mean) <= _STABLE * mean
+            and abs(drawn_square - square) <= _STABLE_SQUARES * square
+        )
+        if is_stable or count == most:
+            steps = rng.permutation(drawn).reshape(count, batch)
+            return tuple(tuple(step) for step in steps.tolist())
+        count = min(2 * count, most)
+
+
+def _means(lengths: Lengths) -> tuple[float, float]:
+    """Returns the mean and the mean square of ``lengths``."""
+    chunks = range(0, len(lengths), _CHUNK)
+    parts = (lengths[start : start + _CHUNK].astype(np.float64) for start in chunks)
+    sums = np.sum([(part.sum(), part @ part) for part in parts], axis=0)
+    return float(sums[0]) / len(lengths), float(sums[1]) / len(lengths)
 
 
 def make_documents(
-    model: Model, lengths: Sequence[int], batch: int, *, longest: int | None = None
+    model: Model, lengths: Sequence[int] | Lengths, batch: int, *, longest: int | None = None
 ) -> RunDocuments:
     """Returns the documents of a run of a model.
 
@@ -186,9 +244,10 @@ def make_documents(
     except ConfigError as error:
         raise ConfigError(f"--slice-tokens cannot be used for {model.name}: {error}") from None
     most = config.model.seq_length
+    cut = np.minimum(lengths, most)
     return RunDocuments(
         config=config,
-        lengths=tuple(min(length, most) for length in lengths),
+        steps=draw_steps(cut, batch),
         batch=batch,
-        longest=min(most, max(lengths) if longest is None else longest),
+        longest=min(most, int(cut.max()) if longest is None else longest),
     )

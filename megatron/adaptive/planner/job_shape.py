@@ -127,6 +127,7 @@ def choose_option(
     pipeline_sizes: Sequence[int] = (),
     micro_batches: Sequence[int] = (),
     partition: Callable[[int], tuple[int, ...] | None] = lambda num_stages: None,
+    least: int = 1,
     most: int = 0,
 ) -> list[Option]:
     """Finds the fastest combinations of pipeline size, microbatch size and partition for a job.
@@ -134,10 +135,11 @@ def choose_option(
     Args:
         running: Running job, with its model and nodes.
         pipeline_sizes: Pipeline sizes to choose from, or empty for all possible sizes.
-        micro_batches: Microbatch sizes in samples to choose from, or empty for all sizes up to
-            ``most``.
+        micro_batches: Microbatch sizes in samples to choose from, or empty for all sizes from
+            ``least`` to ``most``.
         partition: Function that returns the user's partition for a number of stages, or ``None`` if
             the user did not set a partition.
+        least: Minimum number of samples per microbatch.
         most: Maximum number of samples per microbatch.
 
     Returns:
@@ -148,7 +150,8 @@ def choose_option(
             memory.
     """
     untimed = []
-    for size, micro_batch in _shapes(running, pipeline_sizes, micro_batches, most):
+    sizes = range(least, most + 1)
+    for size, micro_batch in _shapes(running, pipeline_sizes, micro_batches, sizes):
         try:
             shape = _Shape(running, size, micro_batch)
             untimed.append((shape, shape.best(partition(shape.placement.num_stages))))
@@ -175,7 +178,7 @@ def choose_option(
 
 
 def _shapes(
-    running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int], most: int
+    running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int], sizes: range
 ) -> Iterator[tuple[int, int]]:
     """Yields pipeline sizes and microbatch sizes that divide the job's processes and samples."""
     world = running.cluster.num_gpus
@@ -185,7 +188,7 @@ def _shapes(
         if running.placement(size).num_stages > running.model.num_layers:
             continue
         share = running.batch // (world // size)
-        for micro_batch in micro_batches or range(1, min(share, most) + 1):
+        for micro_batch in micro_batches or sizes:
             if share % micro_batch == 0:
                 yield size, micro_batch
 

@@ -99,6 +99,12 @@ class MeasuredModule:
     weights: tuple[float, ...] | None = None
     is_random: bool = False
 
+    @property
+    def least(self) -> int:
+        """Smallest measured microbatch size, in samples. The model may not run smaller ones."""
+        sizes: set[int] = {row["micro_batch"] for row in self.whole["layers"]}
+        return min(sizes)
+
     @cached_property
     def model(self) -> Model:
         """Model as a list of pieces (segments between cut points)."""

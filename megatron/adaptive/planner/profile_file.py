@@ -155,7 +155,8 @@ def cut_kind(number: int) -> str:
 def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """Merges profiles of the same model, for example from nodes of different types.
 
-    If several profiles contain the same measurement, the last profile's value is used.
+    If several profiles contain the same measurement, the last profile's value is used. An estimated
+    value does not replace a measured one.
 
     Args:
         parts: Names and validated contents of the profile files.
@@ -185,11 +186,19 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
             merged.setdefault("nodes", {}).setdefault(node, {}).update(facts)
         for key, key_of in keys.items():
             rows = {key_of(row): row for row in merged.get(key, [])}
-            rows.update({key_of(row): row for row in part.get(key, [])})
+            for row in part.get(key, []):
+                former = rows.get(key_of(row))
+                if former is None or _is_measured(row) or not _is_measured(former):
+                    rows[key_of(row)] = row
             merged[key] = list(rows.values())
     # All nodes wait for the node with the most variation, so use its value for the whole job.
     merged["action_sigma"] = max(part.get("action_sigma", 0.0) for _, part in parts)
     return merged
+
+
+def _is_measured(row: Mapping[str, Any]) -> bool:
+    """Returns whether the numbers in a row of a profile were measured, not estimated."""
+    return bool(row.get("source", "measured") == "measured")
 
 
 def make_profile(content: Mapping[str, Any]) -> Profile:

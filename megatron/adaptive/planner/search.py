@@ -564,7 +564,7 @@ class Searcher:
         """Returns the number of microbatches or slices that each rank of a 1F1B pipeline holds."""
         slices, share = choice.slices, self.model.attention_share
         if choice.slice_tokens is not None:
-            slices, share = known_documents(self.inputs).most_slices(choice.slice_tokens), 0.0
+            slices, share = known_documents(self.inputs).needed_slices(choice.slice_tokens), 0.0
         microbatches = -(-choice.microbatches // slices)
         return in_flight("1f1b", ranks, 1, microbatches, slices, attention_share=share)
 

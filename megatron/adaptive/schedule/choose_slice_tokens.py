@@ -312,17 +312,23 @@ def fitting_candidates(
         tokens: Number of tokens of each slice.
     """
     room = setting.room(tokens, placement)
-    most = min(room / step.row_tokens for step in steps)
-    if most < max(step.least for step in steps):
+
+    def fits(cap: float | None) -> bool:
+        held = [step.cap_of(placement, cap) * step.row_tokens for step in steps]
+        return max(held) <= with_rounding(room)
+
+    # Each step raises a lower cap to its longest row.
+    if not fits(1.0):
         return
+    most = min(room / step.row_tokens for step in steps)
     if setting.cap is not None:
         most = min(most, setting.cap)
-    usual = max(
+    usual = statistics.median(
         default_cap(placement, step.num_microbatches, mean_slices(step.counts)) for step in steps
     )
     # If the cap is ``None``, each step uses its default cap.
-    caps: list[float | None] = [None] if usual <= with_rounding(most) else []
-    caps += [cap for cap in (usual / 1.5, 2 * usual) if 1 <= cap <= with_rounding(most)]
+    caps: list[float | None] = [None] if fits(None) else []
+    caps += [cap for cap in (usual / 1.5, 2 * usual) if cap >= 1 and fits(cap)]
     if setting.cap is not None or not caps:
         caps = [most]
     for cap in caps:

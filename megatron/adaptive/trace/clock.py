@@ -560,8 +560,8 @@ class ClockServer:
         thread = threading.Thread(
             target=self._serve, args=(sealed.socket,), name="clock-connection", daemon=True
         )
+        thread.start()  # If no thread can start, the gate closes the connection.
         self._serving[thread] = sealed.socket
-        thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):

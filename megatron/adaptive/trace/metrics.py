@@ -286,7 +286,9 @@ def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) 
     return RunFigures(ranks=np.array([header.rank for header in headers]), **columns)
 
 
-def rank_figures(table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _: 1) -> RankFigures:
+def rank_figures(
+    table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _: 1, *, device: str = ""
+) -> RankFigures:
     """Returns the statistics of the rank whose spans are in ``table``.
 
     Args:
@@ -294,6 +296,7 @@ def rank_figures(table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _
         num_chunks: Number of model chunks on the rank.
         slices: Function that returns the number of slices of each microbatch in an iteration. By
             default, microbatches are not split.
+        device: Kind of device on which the rank computes, as in the header of its trace.
     """
     iterations, row = np.unique(table.iteration, return_inverse=True)
     count = len(iterations)
@@ -302,7 +305,7 @@ def rank_figures(table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _
     actions, action_row = table.take(drawn), row[drawn]
     sizes = np.bincount(action_row, minlength=count)
     begins = np.cumsum(sizes) - sizes
-    handed, _ = _within_actions(table, "send")
+    handed, _ = _within_actions(table, "send", device, slices)
     _, number = microbatches_of(actions.iteration, actions.microbatch, slices)
     at_work_ns = _sums(action_row, _covered(actions), count)
     return RankFigures(
@@ -313,37 +316,49 @@ def rank_figures(table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _
         busy_ns=np.maximum(0, at_work_ns - _sums(row[handed], table.duration_ns[handed], count)),
         kind_ns=_by_kind(table, row, count),
         **_waits(table, row, count, actions, begins, sizes),
-        **_durations(actions, compute_ns(table)[drawn], action_row, count, num_chunks),
+        **_durations(
+            actions, compute_ns(table, device, slices)[drawn], action_row, count, num_chunks
+        ),
         peak_microbatches=_peak(actions, 1 / number, action_row, begins, sizes),
         peak_in_flight_bytes=_reduced(np.maximum, actions.in_flight_bytes, begins, sizes),
         transfer_bytes=_sums(action_row, actions.bytes, count),
     )
 
 
-def compute_ns(table: TraceTable) -> Ints:
+def compute_ns(table: TraceTable, device: str = "", slices: SlicesOf = lambda _: 1) -> Ints:
     """Returns the duration of each span in ns, ``[spans] int64``.
 
     For an action, this excludes the time in which it read data or sent messages.
+
+    Args:
+        table: All spans of a rank.
+        device: Kind of device on which the rank computes, as in the header of its trace.
+        slices: Function that returns the number of slices of each microbatch in an iteration.
     """
     length: Ints = table.duration_ns.copy()
     for kind in ("data", "send"):
-        rows, owner = _within_actions(table, kind)
+        rows, owner = _within_actions(table, kind, device, slices)
         np.subtract.at(length, owner, table.duration_ns[rows])
     return np.maximum(length, 0)
 
 
-def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
+def _within_actions(
+    table: TraceTable, kind: str, device: str, slices: SlicesOf
+) -> tuple[Ints, Ints]:
     """Finds the spans of ``kind`` that are part of an action (F, B or W) on the same rank.
 
-    A send is part of an action only if the action ends with the send. If an action was timed on the
-    GPU, a send by the CPU may seem to lie in the middle of the action without being part of it.
+    A send is part of an action only if the action ends with the send.
+
+    On a GPU (``cuda``), actions were timed by the GPU, but sends and reads of data by the CPU. The
+    CPU is ahead, so they may seem to lie within another action. The GPU only waits for a read if
+    it has begun the forward pass of the same microbatch, and it computes during a send.
 
     Returns:
         Row of each such span in the table, and row of the action that contains the span.
     """
     rows = np.flatnonzero(table.kind == KIND[kind])
     actions = np.flatnonzero(table.where(*DRAWN_ACTIONS))
-    if not len(rows) or not len(actions):
+    if not len(rows) or not len(actions) or (kind == "send" and device == "cuda"):
         return rows[:0], actions[:0]
     actions = actions[np.argsort(table.start_ns[actions], kind="stable")]
     around = np.searchsorted(table.start_ns[actions], table.start_ns[rows], "right") - 1
@@ -352,6 +367,9 @@ def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
     inside = (around >= 0) & (left >= 0)
     if kind == "send":
         inside &= left <= np.maximum(HANDED_OVER_NS, table.duration_ns[rows])
+    elif device == "cuda":
+        whole, _ = microbatches_of(table.iteration[owner], table.microbatch[owner], slices)
+        inside &= (table.kind[owner] == KIND["F"]) & (whole == table.microbatch[rows])
     return rows[inside], owner[inside]
 
 
@@ -378,7 +396,8 @@ def _parts(
 
 
 def _figures_of(trace: RankTrace, only: frozenset[int] | None, num_chunks: int) -> RankFigures:
-    return rank_figures(trace.table(only), num_chunks, trace.slices)
+    device = trace.header.device
+    return rank_figures(trace.table(only), num_chunks, trace.slices, device=device)
 
 
 def _sums(groups: Ints, values: Ints, count: int) -> Ints:

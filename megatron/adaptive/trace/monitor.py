@@ -345,7 +345,7 @@ class RankTail:
         table = read_blocks(self._index, blocks[-self._kept :])
         header = self.header
         counts = {b.marker.iteration: slices_of(header, b.marker) for b in blocks}
-        new = rank_figures(table, header.num_chunks, counts.__getitem__)
+        new = rank_figures(table, header.num_chunks, counts.__getitem__, device=header.device)
         new = _rows(new, np.flatnonzero(new.num_actions))
         if self.figures is not None:
             old = _rows(self.figures, ~np.isin(self.figures.iterations, new.iterations))

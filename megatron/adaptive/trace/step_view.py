@@ -193,7 +193,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
         lengths=first.lengths(iteration),
         figures={
-            pp_rank: rank_figures(table, run.num_chunks, first.slices)
+            pp_rank: rank_figures(table, run.num_chunks, first.slices, device=first.header.device)
             for pp_rank, table in enumerate(tables)
             if table.where(*DRAWN_ACTIONS).any()
         },

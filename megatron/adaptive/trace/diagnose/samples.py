@@ -21,7 +21,6 @@ from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.span_columns import (
     Ints,
     Messages,
-    SlicesOf,
     TraceTable,
     match_messages,
     microbatches_of,
@@ -227,7 +226,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     tables: dict[int, TraceTable] = {}
     for number, rank in enumerate(ranks):
         table = run.ranks[rank].table(chosen.tolist())
-        _fill(action_ns[:, number], table, chosen, run.ranks[rank].slices)
+        _fill(action_ns[:, number], table, chosen, run.ranks[rank])
         rows = np.searchsorted(chosen, table.iteration)
         data = table.where("data")
         np.add.at(read_ns[:, number], rows[data], table.duration_ns[data])
@@ -328,7 +327,7 @@ def thinned(iterations: Ints, spans: int, most: int) -> Ints:
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
 
 
-def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, slices: SlicesOf) -> None:
+def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, trace: RankTrace) -> None:
     """Adds up the durations of a rank's actions, and writes them into ``action_ns``.
 
     If a microbatch is split into slices, their durations are added up.
@@ -337,14 +336,14 @@ def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, slices: Slices
         action_ns: ``[iterations, chunks, 3, microbatches]``, array to fill.
         table: All spans of the rank.
         iterations: Numbers of the iterations on the first axis, in ascending order.
-        slices: Function that returns the number of slices of each microbatch in an iteration.
+        trace: Trace of the rank.
     """
     drawn = table.where(*DRAWN_ACTIONS)
-    pure = compute_ns(table)[drawn]
+    pure = compute_ns(table, trace.header.device, trace.slices)[drawn]
     actions = table.take(drawn)
     row = np.searchsorted(iterations, actions.iteration)
     _, chunks, kinds, microbatches = action_ns.shape
-    microbatch, _ = microbatches_of(actions.iteration, actions.microbatch, slices)
+    microbatch, _ = microbatches_of(actions.iteration, actions.microbatch, trace.slices)
     fits = (actions.chunk < chunks) & (microbatch < microbatches)
     key = ((row * chunks + actions.chunk) * kinds + actions.kind) * microbatches
     key = (key + microbatch)[fits]

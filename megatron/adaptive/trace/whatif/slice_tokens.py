@@ -78,12 +78,9 @@ def token_repairs(
             "recorded one"
         )
         return {}
-    # Tensor-parallel ranks may share the tokens of a slice (sequence parallelism).
-    tensor_size = 1 + max(trace.header.tp_rank for trace in run.ranks.values())
+    sharing = _token_ranks(run, tokens)
     others = [
-        n
-        for n in (tokens // 4, tokens // 2, 2 * tokens)
-        if n >= LEAST_TOKENS and n % tensor_size == 0
+        n for n in (tokens // 4, tokens // 2, 2 * tokens) if n >= LEAST_TOKENS and n % sharing == 0
     ]
     now_s = model.mean_s(tokens)
     repairs = {}
@@ -93,6 +90,20 @@ def token_repairs(
             names = f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"
             repairs[names] = whole_s - now_s + model.mean_s(n)
     return repairs
+
+
+def _token_ranks(run: RunTrace, tokens: int) -> int:
+    """Returns the number of ranks that share the tokens of a slice, which must divide its length.
+
+    Traces of earlier versions do not contain this number. It is then the tensor-parallel size if
+    that divides the recorded length.
+    """
+    headers = [trace.header for trace in run.ranks.values()]
+    recorded = max(header.token_ranks for header in headers)
+    size = 1 + max(header.tp_rank for header in headers)
+    if recorded > 0:
+        return recorded
+    return size if tokens % size == 0 else 1
 
 
 @dataclass(frozen=True)
