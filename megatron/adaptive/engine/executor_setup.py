@@ -229,6 +229,7 @@ def open_trace(
     layer_kinds: Sequence[int] = (),
     layer_work: Sequence[float] = (),
     content_rules: tuple[str, str] = ("", ""),
+    frozen_stages: int = 0,
     collector: str | None = None,
 ) -> Tracing:
     """Opens this rank's trace file.
@@ -256,6 +257,7 @@ def open_trace(
         layer_work: Expected compute time of each layer in any unit, or empty if unknown.
         content_rules: Settings ``order`` and ``dealing`` of a ``Pipeline``, or empty strings in
             other programs.
+        frozen_stages: Number of leading stages that run no backward passes.
         collector: URL of an OpenTelemetry collector (OTLP over HTTP) to which the spans are also
             sent, or ``None``.
 
@@ -268,8 +270,7 @@ def open_trace(
     groups = model_groups or ModelGroups()
     _set_aside_earlier_run(folder, job)
     accelerator = job.accelerator
-    interface = interface_towards(job.environment.socket_interface, job.environment.master_addr)
-    counters = MachineCounters(accelerator.gpu_uuid, accelerator.shares, interface)
+    counters = _machine_counters(job)
     header = TraceHeader(
         run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
         rank=job.rank,
@@ -293,6 +294,7 @@ def open_trace(
         layer_work=tuple(layer_work),
         order=content_rules[0],
         dealing=content_rules[1],
+        frozen_stages=frozen_stages,
     )
     sender = None if collector is None else SpanSender(collector, header)
     recorder = Recorder(folder, header, sender)
@@ -304,6 +306,13 @@ def open_trace(
         deliver=recorder.add_clock_samples,
     )
     return Tracing(recorder, accelerator.clock(), sync, counters)
+
+
+def _machine_counters(job: Job) -> MachineCounters:
+    """Returns the counters of this rank's machine."""
+    environment = job.environment
+    interface = interface_towards(environment.socket_interface, environment.master_addr)
+    return MachineCounters(job.accelerator.gpu_uuid, job.accelerator.shares, interface)
 
 
 def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> None:

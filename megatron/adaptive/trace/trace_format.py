@@ -268,6 +268,8 @@ class TraceHeader:
         order: Value of the ``Pipeline`` setting ``order``; empty in traces of other programs.
         dealing: Value of the ``Pipeline`` setting ``dealing``, which controls how microbatches are
             distributed over replicas; empty in traces of other programs.
+        frozen_stages: Number of leading stages that run no backward passes, because no gradient
+            flows through them.
     """
 
     run: str
@@ -297,6 +299,7 @@ class TraceHeader:
     layer_work: tuple[float, ...] = ()
     order: str = ""
     dealing: str = ""
+    frozen_stages: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -540,7 +543,7 @@ def is_item(number: int, num_slices: SliceCounts) -> bool:
     return 0 <= number < item_count(len(num_slices), num_slices)
 
 
-_ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1}
+_ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1, "frozen_stages": 0}
 _ADDED |= dict.fromkeys(("device", "transport", "order", "dealing"), "")
 """Maps header fields that older files do not contain to their default values."""
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
