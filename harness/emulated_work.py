@@ -68,6 +68,7 @@ class RankWork:
             does not start before its input would have arrived. A runtime that has already chosen
             the action waits only for this input, as with a slow link. ``None`` if the transport
             itself delays messages.
+        frozen_stages: Number of leading stages that run forward passes only, and keep nothing.
 
     Attributes:
         spans: Actions that ran, in the order in which they ran.
@@ -81,13 +82,16 @@ class RankWork:
         seconds: Seconds,
         sleeper: Sleeper,
         delay_s: Callable[[int, int], float] | None = None,
+        frozen_stages: int = 0,
     ) -> None:
         self.spans: list[Span] = []
         self.peak = 0.0
         self._sleeper = sleeper
         self._num_stages = placement.num_stages
         self._stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-        self._unit = 1 / placement.num_chunks
+        self._frozen_stages = frozen_stages
+        trained = sum(stage >= frozen_stages for stage in self._stages)
+        self._unit = 1 / max(1, trained)
         self._held = 0.0
         self._due_s = 0.0  # The last action should end at this time.
         self._seconds = seconds
@@ -117,7 +121,7 @@ class RankWork:
         else:
             start = self._take(ActionKind.F, stage, microbatch, received, start)
         output = self._added(received, stage)
-        self._held += self._unit
+        self._held += self._unit * (stage >= self._frozen_stages)
         self.peak = max(self.peak, self._held)
         self._spend(ActionKind.F, stage, microbatch, start)
         return self._stamped(output)
@@ -194,6 +198,7 @@ class RankWork:
             for kind in ActionKind
             for stage in self._stages
             for microbatch in range(len(self._seconds[kind][stage]))
+            if kind is ActionKind.F or stage >= self._frozen_stages
         }
         if set(spent) != expected:
             raise WorkError(f"missing or unexpected actions: {sorted(set(spent) ^ expected)[:8]}")
@@ -297,10 +302,14 @@ class EmulatedRank:
             global ranks.
         replica: Index of this rank's pipeline replica.
         replicas: Number of pipeline replicas.
+        varies: Whether messages differ in shape, as with frozen stages.
     """
 
-    def __init__(self, position: int, *, replica: int = 0, replicas: int = 1) -> None:
+    def __init__(
+        self, position: int, *, replica: int = 0, replicas: int = 1, varies: bool = False
+    ) -> None:
         sharpen_timers()
+        self._varies = varies
         self._position = position
         self._replica = replica
         self._replicas = replicas
@@ -330,7 +339,11 @@ class EmulatedRank:
         placement = candidate.placement
         if placement not in self._channels:
             self._channels[placement] = Channels(
-                placement, self._position, replica=self._replica, replicas=self._replicas
+                placement,
+                self._position,
+                replica=self._replica,
+                replicas=self._replicas,
+                varies=self._varies,
             )
         slices = candidate.num_slices if num_slices is None else num_slices
         policy = candidate.policies(num_microbatches, slices)[self._position]
@@ -342,8 +355,15 @@ class EmulatedRank:
             sizes=sizes,
             weight_pieces=candidate.weight_pieces,
             num_slices=slices,
+            frozen_stages=candidate.skipped_stages,
         )
-        work = RankWork(placement, self._position, seconds, self._sleeper)
+        work = RankWork(
+            placement,
+            self._position,
+            seconds,
+            self._sleeper,
+            frozen_stages=candidate.skipped_stages,
+        )
         split = candidate.weight_pieces > 0
         stages = EmulatedStages(work, placement, self._position, split=split)
         executor = self._channels[placement].executor

@@ -109,6 +109,7 @@ class Channels:
         replicas: Number of pipeline replicas.
         recorder: Recorder of the executor.
         agree: Function that creates this rank's agreement from its completion queue.
+        varies: Whether messages differ in shape. Then each takes two sends.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Channels:
         replicas: int = 1,
         recorder: Recorder | None = None,
         agree: Callable[[Completions], Agreement] | None = None,
+        varies: bool = False,
     ) -> None:
         positions = range(placement.num_ranks)
         groups = [
@@ -130,7 +132,7 @@ class Channels:
             groups[replica],
             peers=[p * replicas + replica for p in placement.neighbours_of(position)],
             device=torch.device("cpu"),
-            payload_shape=(WIDTH,),
+            payload_shape=None if varies else (WIDTH,),
             dtype=DTYPE,
             timeout_s=_TIMEOUT_S,
         )

@@ -7,7 +7,8 @@ is drawn from a log-normal distribution. All configurations run the same steps. 
 1F1B use the partition that is fastest in simulation. The rule ``adaptive`` uses the partition that
 ``Pipeline`` chooses, and runs microbatches in the order of the data or in an order by predicted
 cost. In the second part, microbatches are distributed over two replicas, either round-robin or by
-predicted cost. The predictions are fitted during the first steps.
+predicted cost. The predictions are fitted during the first steps. In the third part, the encoder is
+frozen, and both partitions are the fastest in simulation.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
 from megatron.adaptive.schedule.catalog import Candidate  # noqa: E402
 from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
 from megatron.adaptive.schedule.simulate import simulate  # noqa: E402
-from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of  # noqa: E402
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload  # noqa: E402
 
 RANKS = 4
@@ -71,12 +72,14 @@ class Way:
         chunks: Number of stages per rank.
         replicas: Number of pipelines.
         rule: Values of the arguments ``order`` and ``dealing`` of ``Pipeline``.
+        frozen: Whether the encoder is frozen, so that it has no backward passes.
     """
 
     schedule: str
     chunks: int = 1
     replicas: int = 1
     rule: tuple[Literal["given", "time"], Literal["turns", "time"]] = ("given", "turns")
+    frozen: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -104,10 +107,22 @@ TWO = {
         schedule="adaptive", chunks=2, replicas=2, rule=("time", "time")
     ),
 }
-WAYS = {**ONE, **TWO}
+FROZEN = {
+    "1f1b, frozen encoder": Way(schedule="1f1b", frozen=True),
+    "adaptive, frozen encoder": Way(
+        schedule="adaptive", chunks=2, rule=("time", "turns"), frozen=True
+    ),
+}
+WAYS = {**ONE, **TWO, **FROZEN}
 OURS = "adaptive, order by cost"
 DEALT = "adaptive, order and dealing by cost, 2 replicas"
-GOALS = {(OURS, "1f1b"): 1.6, (OURS, "interleaved"): 1.3, (DEALT, "1f1b, 2 replicas"): 1.9}
+FILLED = "adaptive, frozen encoder"
+GOALS = {
+    (OURS, "1f1b"): 1.6,
+    (OURS, "interleaved"): 1.3,
+    (DEALT, "1f1b, 2 replicas"): 1.9,
+    (FILLED, "1f1b, frozen encoder"): 1.3,
+}
 
 
 def images_of(seed: int, count: int) -> list[int]:
@@ -133,19 +148,30 @@ def layer_seconds(images: list[int]) -> Any:
     return np.concatenate([seen, read]) * _second()
 
 
-def stage_seconds(partition: tuple[int, ...], images: list[int]) -> Any:
-    """Returns the forward time of each stage in seconds, ``[stages, microbatches]``."""
+def stage_seconds(partition: tuple[int, ...], images: list[int], *, frozen: bool = False) -> Any:
+    """Returns the forward time of each stage in seconds, ``[stages, microbatches]``.
+
+    If ``frozen`` is true, only layers that have backward passes behind a frozen encoder count.
+    """
     layers = layer_seconds(images)
+    if frozen:
+        layers[:ENCODER_LAYERS] = 0.0
     starts = np.cumsum((0, *partition))[:-1]
     return np.add.reduceat(layers, starts, axis=0)
 
 
-def candidate_of(way: Way, sizes: list[float]) -> Candidate:
+def candidate_of(way: Way, partition: tuple[int, ...], sizes: list[float]) -> Candidate:
     """Returns the schedule of a step whose microbatches have the relative sizes ``sizes``."""
     placement = way.placement
     cap = max(default_cap(placement, len(sizes)), *sizes) if way.is_rule else None
     pieces = 4 if way.is_rule else 0
-    return Candidate(name=way.schedule, placement=placement, weight_pieces=pieces, cap=cap)
+    return Candidate(
+        name=way.schedule,
+        placement=placement,
+        weight_pieces=pieces,
+        cap=cap,
+        frozen_stages=frozen_stages_of(partition, ENCODER_LAYERS * way.frozen),
+    )
 
 
 def relative_sizes(images: list[int]) -> list[float]:
@@ -158,12 +184,13 @@ def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
     """Returns the simulated step time in seconds, excluding messages."""
     placement = way.placement
     count = len(images)
-    seconds = stage_seconds(partition, images)
-    durations = np.array([seconds, seconds, seconds])
+    forward = stage_seconds(partition, images)
+    backward = stage_seconds(partition, images, frozen=way.frozen)
+    durations = np.array([forward, backward, backward])
     if not way.is_rule:
-        durations = np.array([seconds, 2 * seconds, 0 * seconds])
+        durations = np.array([forward, 2 * backward, 0 * backward])
     sizes = relative_sizes(images)
-    candidate = candidate_of(way, sizes)
+    candidate = candidate_of(way, partition, sizes)
     result = simulate(
         placement,
         count,
@@ -177,6 +204,7 @@ def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
         compiled=True,
         cap=candidate.cap,
         weight_pieces=candidate.weight_pieces,
+        frozen_stages=candidate.skipped_stages,
     )
     return result.makespan_s
 
@@ -185,17 +213,20 @@ def partition_of(way: Way) -> tuple[int, ...]:
     """Returns the number of layers of each stage.
 
     The largest stage is as small as possible for the average microbatch. For a schedule with a
-    fixed order, a search then moves one layer at a time until simulated steps stop getting shorter.
+    fixed order or a frozen encoder, a search then moves one layer at a time until simulated steps
+    stop getting shorter.
     """
     steps = [images_of(SEED + number, MICROBATCHES) for number in range(6)]
 
     def cost(partition: tuple[int, ...]) -> float:
         return sum(simulated(way, partition, images) for images in steps)
 
-    weights = layer_seconds(images_of(SEED, 4096)).mean(axis=1).tolist()
-    best = least_largest_of(weights, way.placement.num_stages)
+    weights = layer_seconds(images_of(SEED, 4096)).mean(axis=1)
+    if way.frozen:
+        weights[:ENCODER_LAYERS] /= 3
+    best = least_largest_of(weights.tolist(), way.placement.num_stages)
     assert best is not None
-    if way.is_rule:
+    if way.is_rule and not way.frozen:
         return best
     lowest = cost(best)
     improves = True
@@ -231,7 +262,9 @@ class Job:
     def __init__(self, way: Way, partition: tuple[int, ...], rank: int) -> None:
         self._way = way
         position, replica = divmod(rank, way.replicas)
-        self._member = EmulatedRank(position, replica=replica, replicas=way.replicas)
+        self._member = EmulatedRank(
+            position, replica=replica, replicas=way.replicas, varies=way.frozen
+        )
         mesh: Any = SimpleNamespace(
             rank=rank,
             dp_rank=replica,
@@ -274,10 +307,11 @@ class Job:
         self._balance.begin(run)
         images = [(part["ids"].shape[1] - TEXT_TOKENS) // IMAGE_TOKENS for part in run]
         sizes = relative_sizes(images)
-        seconds = stage_seconds(self._partition, images).tolist()
+        forward = stage_seconds(self._partition, images).tolist()
+        backward = stage_seconds(self._partition, images, frozen=way.frozen).tolist()
         step = self._member.step(
-            candidate_of(way, sizes),
-            dict.fromkeys(ActionKind, seconds),
+            candidate_of(way, self._partition, sizes),
+            {ActionKind.F: forward, ActionKind.B: backward, ActionKind.W: backward},
             len(run),
             sizes=sizes,
             unit=float(layer_seconds(images).sum() / len(images)) / FORWARD_S,
@@ -310,7 +344,7 @@ def rows_of(
     results: dict[str, list[tuple[float, float]]], partitions: dict[str, tuple[int, ...]]
 ) -> list[Row]:
     """Returns the table rows for configurations with the partitions ``partitions``."""
-    subject = DEALT if DEALT in results else OURS
+    subject = next(name for name in (FILLED, DEALT, OURS) if name in results)
     seconds = {name: [second for second, _ in steps] for name, steps in results.items()}
     rows = [
         measured(
@@ -332,10 +366,10 @@ def rows_of(
 
 
 def measure(*, quick: bool) -> Result:
-    """Measures all configurations, with one replica and with two replicas."""
+    """Measures all configurations: with one replica, two replicas, and a frozen encoder."""
     steps = 3 if quick else 12
     result = Result()
-    for ways in (ONE, TWO):
+    for ways in (ONE, TWO, FROZEN):
         partitions = {name: partition_of(way) for name, way in ways.items()}
         ranks = RANKS * next(iter(ways.values())).replicas
         results = fork_ranks("studies.unequal_content", ranks, LIMIT_S, partitions, steps)

@@ -9,6 +9,7 @@ from studies.unequal_content import (
     DECODER_LAYERS,
     ENCODER_LAYERS,
     FORWARD_S,
+    FROZEN,
     MICROBATCHES,
     ONE,
     OURS,
@@ -43,3 +44,8 @@ def test_every_way_has_the_same_work_and_fixed_orders_their_best_partition() -> 
     assert best < other
     rule = ONE[OURS]
     assert sum(simulated(rule, partition_of(rule), images) for images in steps) < best
+    static_s, filled_s = (
+        sum(simulated(way, partition_of(way), images) for images in steps)
+        for way in FROZEN.values()
+    )
+    assert filled_s < static_s < best

@@ -190,6 +190,14 @@ def viewer(**options: float) -> Viewer:
     return Viewer(**options)
 
 
+def frozen_viewer() -> Viewer:
+    """Returns a model whose image encoder is frozen, and which embeds the text before it."""
+    model = viewer()
+    model.eye.requires_grad_(False)
+    model.layers.requires_grad_(False)
+    return model
+
+
 def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Returns a microbatch for :func:`viewer`: ``length`` words and ``images`` images."""
     generator = torch.Generator().manual_seed(seed)

@@ -317,7 +317,8 @@ def test_an_entry_that_no_stage_uses_is_told(
     assert "no stage uses the batch entry weather" in capsys.readouterr().out
 
 
-def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_vision_language_model_of_transformers(opened: list[Pipeline], frozen: bool) -> None:
     """Checks that a model without cut points that reads the values of a mask can be trained."""
     transformers = pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -332,6 +333,7 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None
             vision_feature_layer=-1,
         )
     )
+    model.model.vision_tower.requires_grad_(not frozen)
 
     def microbatch(images: int, length: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(images)
@@ -346,9 +348,11 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None
     whole = copy.deepcopy(model)
     loss = torch.stack([whole(**part).loss / 3 for part in step]).sum()
     loss.backward()
-    opened.append(Pipeline(model, [microbatch(1, 4), microbatch(0, 6)]))
+    opened.append(Pipeline(model, [microbatch(1, 4), microbatch(0, 6)], chunks=2, partition="2-3"))
     assert opened[0].step(step)[0] == pytest.approx(float(loss.detach()), rel=1e-5)
     require_equal(opened[0], {n: p.grad for n, p in whole.named_parameters() if p.grad is not None})
+    # The embedding of the text, which comes before the vision tower, runs behind it.
+    assert opened[0]._assembly.frozen_segments == 2 * frozen
 
 
 def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:

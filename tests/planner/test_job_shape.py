@@ -201,3 +201,37 @@ def test_what_is_impossible_is_named(
     for word in phrases:
         assert word in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def with_frozen_pieces(running: Running, frozen: int) -> Running:
+    """Returns the same job, in which no gradient flows through the first ``frozen`` pieces."""
+    names = set(running.model.layers[:frozen])
+    kinds = {
+        name: replace(kind, frozen_parameters=kind.parameters, activation_bytes=0.0)
+        if name in names
+        else kind
+        for name, kind in running.model.kinds.items()
+    }
+    layers = {
+        key: replace(times, backward_input_s=0.0, kept_bytes=0.0) if key[0] in names else times
+        for key, times in running.whole.layers.items()
+    }
+    model = replace(running.model, kinds=kinds, frozen_layers=frozen)
+    return replace(running, model=model, whole=replace(running.whole, layers=layers))
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "1f1b"])
+def test_frozen_pieces_have_no_backward_passes_gradients_or_optimizer_state(schedule: str) -> None:
+    shape: dict[str, Any] = {"pipeline_sizes": (2,), "micro_batches": (2,)}
+    trained = job(schedule=schedule, parameters=1e8, gpus=(2,))
+    frozen = with_frozen_pieces(trained, 3)
+    charged, best = (choose_option(each, **shape)[0] for each in (trained, frozen))
+    assert best.partition[0] > charged.partition[0]
+    assert best.seconds <= seconds_of(frozen, 2, 2, charged.partition)
+    assert best.seconds < charged.seconds
+    # A frozen piece takes 0.4 GB, a trained piece 1.6 GB.
+    alone = [
+        choose_option(each, pipeline_sizes=(1,), micro_batches=(1,))[0].needed_bytes
+        for each in (trained, frozen)
+    ]
+    assert alone[0] - alone[1] == pytest.approx(3 * 1.2e9, rel=1e-2)

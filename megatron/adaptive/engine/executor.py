@@ -272,10 +272,15 @@ class Executor:
         for action in state.lacking():
             if due is not None and action not in due:
                 continue
-            # The input has arrived here, but not on all members of the group.
-            if action in self._inputs:
-                continue
-            source = self._placement.source_of(action.kind, self._pp_rank, action.chunk)
+            untaken = state.untaken(action)
+            if untaken is not None:
+                # The next stage must take an output of this rank first.
+                source = self._placement.target_of(action.kind, self._pp_rank, action.chunk)
+                action = untaken
+            elif action in self._inputs:
+                continue  # The input has arrived here, but not on all members of the group.
+            else:
+                source = self._placement.source_of(action.kind, self._pp_rank, action.chunk)
             if source is None or source[0] == self._pp_rank:
                 continue
             sender, item = self._route(source[0], action.microbatch)
@@ -472,6 +477,7 @@ class Executor:
         self._codes.append(NUMBER[kind] * self._num_chunks + chunk)
         held = self._held_bytes
         if kind is ActionKind.F:
+            self._acknowledge(action, received, state)
             output = stages.forward(chunk, microbatch, received)
             if not state.forward_only:
                 self._held_bytes += stages.activation_bytes(chunk, microbatch)
@@ -497,6 +503,20 @@ class Executor:
             LaunchedAction(action, start, self._clock.mark(), nbytes, held, depth, computed)
         )
 
+    def _acknowledge(self, action: Action, received: torch.Tensor | None, state: RankState) -> None:
+        """Acknowledges the output of a frozen previous stage, if that stage waits for this."""
+        target = state.acknowledged(action)
+        if target is None or received is None:
+            return
+        rank, chunk = target
+        if rank == self._pp_rank:
+            state.arrive(ActionKind.B, chunk, action.microbatch)
+            return
+        assert self._transport is not None
+        peer, microbatch = self._route(rank, action.microbatch)
+        label = Label(self._step, _input_of(ActionKind.B, chunk, microbatch), state.num_slices)
+        self._transport.send(peer, label, received.new_zeros(1, dtype=torch.uint8))
+
     def _hand(
         self, action: Action, tensor: torch.Tensor | None, state: RankState
     ) -> tuple[int, Any]:
@@ -508,8 +528,9 @@ class Executor:
         """
         kind = action.kind
         target = self._targets[kind][action.chunk]
-        if target is None:
-            return 0, None  # No stage needs the loss, or the input gradient of the first stage.
+        # No stage needs the loss, or an input gradient of the first stage or behind a frozen stage.
+        if target is None or (kind is ActionKind.B and not state.sends_gradient(action.chunk)):
+            return 0, None
         if tensor is None:
             raise ScheduleError(
                 f"{action.label(state.num_slices)} on rank {self._pp_rank} of the pipeline "
@@ -578,9 +599,11 @@ class Executor:
             is_exact = True
             if self._log is not None:
                 arrived_ns, is_exact = self._log.arrival(item, is_awaited=is_awaited)
-            self._inputs[action] = ActionInput(
-                item.take(), item.nbytes, item.peer, arrived_ns, is_exact
-            )
+            tensor = item.take()
+            if not state.is_acknowledgment(action):
+                self._inputs[action] = ActionInput(
+                    tensor, item.nbytes, item.peer, arrived_ns, is_exact
+                )
         elif step != self._step:
             return  # This is an outdated notice from an earlier step.
         if self._agreement.is_everywhere(item):

@@ -237,6 +237,7 @@ def open_trace(
     layer_work: Sequence[float] = (),
     content_rules: tuple[str, str] = ("", ""),
     token_ranks: int = 0,
+    frozen_stages: int = 0,
     collector: str | None = None,
 ) -> Tracing:
     """Opens this rank's trace file.
@@ -266,6 +267,7 @@ def open_trace(
             other programs.
         token_ranks: Number of tensor-parallel ranks that share the tokens of a sequence, or 0 if
             unknown.
+        frozen_stages: Number of leading stages that run no backward passes.
         collector: URL of an OpenTelemetry collector (OTLP over HTTP) to which the spans are also
             sent, or ``None``.
 
@@ -303,6 +305,7 @@ def open_trace(
         order=content_rules[0],
         dealing=content_rules[1],
         token_ranks=token_ranks,
+        frozen_stages=frozen_stages,
     )
     sender = None if collector is None else SpanSender(collector, header)
     recorder = Recorder(folder, header, sender)
@@ -314,6 +317,13 @@ def open_trace(
         deliver=recorder.add_clock_samples,
     )
     return Tracing(recorder, accelerator.clock(), sync, counters)
+
+
+def _machine_counters(job: Job) -> MachineCounters:
+    """Returns the counters of this rank's machine."""
+    environment = job.environment
+    interface = interface_towards(environment.socket_interface, environment.master_addr)
+    return MachineCounters(job.accelerator.gpu_uuid, job.accelerator.shares, interface)
 
 
 def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> None:

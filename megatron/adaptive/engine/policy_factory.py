@@ -106,7 +106,7 @@ class Orders:
         )
         self._group_size = group_size
         self.replay: Replay | None = None
-        self._policies: dict[tuple[int, SliceCounts, bool], Policy] = {}
+        self._policies: dict[tuple[int, SliceCounts, bool, int], Policy] = {}
 
     @property
     def schedule(self) -> str:
@@ -151,8 +151,15 @@ class Orders:
         if num_slices != self._chosen.num_slices:
             self._chosen = replace(self._chosen, num_slices=num_slices)
 
-    def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:
+    def policy(
+        self, num_microbatches: int, *, forward_only: bool, frozen_stages: int = 0
+    ) -> Policy:
         """Returns the policy that chooses this rank's actions in a step.
+
+        Args:
+            num_microbatches: Number of microbatches that this rank runs in the step.
+            forward_only: Whether the step is an evaluation, which has only forward passes.
+            frozen_stages: Number of leading stages through which no gradient flows.
 
         Raises:
             ConfigError: The schedule file, or the record to replay, is for a different number of
@@ -161,15 +168,20 @@ class Orders:
         """
         if self.replay is not None and not forward_only:
             return self.replay.policy(num_microbatches)
-        key = (num_microbatches, self._counts, forward_only)
+        key = (num_microbatches, self._counts, forward_only, frozen_stages)
         if key not in self._policies:
             if len(self._policies) >= _MOST_POLICIES:
                 self._policies.pop(next(iter(self._policies)))
-            self._policies[key] = self._make_policy(num_microbatches, forward_only)
+            self._policies[key] = self._make_policy(num_microbatches, forward_only, frozen_stages)
         return self._policies[key]
 
     def state(
-        self, num_microbatches: int, *, forward_only: bool, sizes: Sequence[float] | None = None
+        self,
+        num_microbatches: int,
+        *,
+        forward_only: bool,
+        sizes: Sequence[float] | None = None,
+        frozen_stages: int = 0,
     ) -> RankState:
         """Returns this rank's state at the start of a step.
 
@@ -180,6 +192,7 @@ class Orders:
                 are equal. The size of the activations is proportional to it. If this is given, the
                 limit on activations is relative to the mean size, and is raised to the largest size
                 if necessary, so that every microbatch can start.
+            frozen_stages: Number of leading stages through which no gradient flows.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
         num_slices = self._counts
@@ -200,6 +213,9 @@ class Orders:
             ]
         elif sizes is not None:
             sizes = [size for size in sizes for _ in self._shares]
+        skipped = 0
+        if frozen_stages:
+            skipped = self.candidate(num_microbatches, frozen_stages).skipped_stages
         return RankState(
             placement=self.placement,
             rank=self.pp_rank,
@@ -210,6 +226,7 @@ class Orders:
             weight_pieces=self.weight_pieces,
             beside=self.beside,
             num_slices=num_slices,
+            frozen_stages=skipped,
         )
 
     def use(self, candidate: Candidate) -> None:
@@ -220,11 +237,16 @@ class Orders:
         self._chosen = candidate
         self._policies.clear()
 
-    def candidate(self, num_microbatches: int) -> Candidate:
-        """Returns the schedule and settings to simulate for ``num_microbatches`` per step."""
+    def candidate(self, num_microbatches: int, frozen_stages: int = 0) -> Candidate:
+        """Returns the schedule and settings to simulate for ``num_microbatches`` per step.
+
+        Args:
+            num_microbatches: Number of microbatches per step.
+            frozen_stages: Number of leading stages through which no gradient flows.
+        """
         name = _simulated_name(self.schedule)
         cap = self._cap_for(num_microbatches) if is_rule(name) else None
-        return replace(self._chosen, name=name, cap=cap)
+        return replace(self._chosen, name=name, cap=cap, frozen_stages=frozen_stages)
 
     def inputs_in_flight(self, num_microbatches: int, *, smallest: float = 1.0) -> int:
         """Returns the maximum number of received inputs that a rank keeps at a time.
@@ -272,7 +294,7 @@ class Orders:
             return unequal_widths.default_cap(self.widths, self.pp_rank, num_microbatches)
         return default_cap(self.placement, num_microbatches, mean_slices(self._counts))
 
-    def _make_policy(self, num_microbatches: int, forward_only: bool) -> Policy:
+    def _make_policy(self, num_microbatches: int, forward_only: bool, frozen_stages: int) -> Policy:
         takes_size = self._spec is not None and self._spec.takes_group_size
         if takes_size and self._group_size and not forward_only:
             schedule = make_schedule(
@@ -292,7 +314,7 @@ class Orders:
         if self.widths is not None:
             return unequal_widths.make_policy(name, self.widths, self.pp_rank, num_microbatches)
         cap = self._cap_for(num_microbatches)
-        chosen = replace(self._chosen, name=name, cap=cap)
+        chosen = replace(self._chosen, name=name, cap=cap, frozen_stages=frozen_stages)
         unequal = None if isinstance(self._counts, int) else self._counts
         return chosen.policies(num_microbatches, unequal)[self.pp_rank]
 

@@ -25,15 +25,14 @@ from megatron.adaptive.modules.batch import (
 from megatron.adaptive.modules.content import Dealing, MicrobatchOrder, check_rules
 from megatron.adaptive.modules.cut_points import are_added, describe
 from megatron.adaptive.modules.cutting import (
-    balanced_together,
     check_stages,
     check_weights,
     given_partition,
     keep_only,
     segment_kinds,
-    segments_with_one_buffer,
 )
 from megatron.adaptive.modules.fake_recording import is_on_meta
+from megatron.adaptive.modules.first_partition import FirstPartition, SegmentTimes
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.recompute import Recompute, recomputed_ranges
 from megatron.adaptive.modules.recording import Forwards, Loss, SampledModel, Slicing
@@ -43,14 +42,14 @@ from megatron.adaptive.modules.recordings import (
     Example,
     KeptPart,
     Recordings,
+    frozen_segments_of,
     homes_of,
     record_examples,
 )
-from megatron.adaptive.modules.segments import check_replay, measure_segments
+from megatron.adaptive.modules.segments import check_replay
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.stage_placement import Placement
 
-_REPEATS = 3
 _ALIKE = (
     "mixed_precision",
     "decisive_entries",
@@ -276,6 +275,11 @@ class Assembly:
         works = zip(*self.sample_work.values(), strict=True)
         return tuple(sum(work) / len(work) for work in works)
 
+    @property
+    def frozen_segments(self) -> int:
+        """Returns the number of leading segments that are frozen in all recordings."""
+        return frozen_segments_of(self.forwards)
+
 
 def require_alike(request: PipelineSettings, job: Job) -> None:
     """Checks that all ranks have the same parameters and settings. All ranks must call this.
@@ -301,7 +305,10 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
 
 def assemble(
-    request: PipelineSettings, microbatches: Sequence[Microbatch], mesh: Mesh, placement: Placement
+    request: PipelineSettings,
+    microbatches: Sequence[Microbatch],
+    mesh: Mesh,
+    first_partition: FirstPartition,
 ) -> Assembly:
     """Cuts the model into stages and keeps the stages of this rank. All ranks must call this.
 
@@ -309,11 +316,12 @@ def assemble(
         request: Settings of the pipeline, with all sizes filled in.
         microbatches: Microbatches of the sample batch.
         mesh: Replica and pipeline position of this process, and its process groups.
-        placement: Assignment of stages to ranks.
+        first_partition: Object that measures segments and divides them among the stages.
 
     Raises:
         ConfigError: If the model cannot be divided into these stages.
     """
+    placement = first_partition.placement
     weights = request.weights
     moved = [
         {name: tensor.to(request.device) for name, tensor in microbatch.items()}
@@ -327,28 +335,27 @@ def assemble(
     if are_added(request.model) and mesh.dp_rank == mesh.pp_rank == 0:
         print(f"cut points: {describe(tape.cuts)}", flush=True)
 
-    def measured() -> tuple[float, ...]:
+    def measured() -> tuple[tuple[float, ...], SegmentTimes]:
         if not is_on_meta(request.model):
             _check_replays(request, examples, moved)
         # A single stage contains all segments, regardless of their costs.
         if request.partition or weights or placement.num_stages == 1:
-            return tuple(weights or ())
-        return _segment_seconds(request, examples)
+            return tuple(weights or ()), ()
+        times = first_partition.measure(request, examples)
+        return tuple(map(sum, times)), times
 
     # Measured times differ by rank, but all ranks must cut the model at the same points. So all
     # ranks use the times of the first rank.
-    weights = mesh.on_first(measured)
+    weights, times = mesh.on_first(measured)
     if request.partition is not None:
         partition = given_partition(request.partition, num_segments, placement.num_stages)
     else:
         check_weights(weights or None, num_segments)
-        tapes = [
-            tape
-            for example in examples
-            for tape in (example.forwards.training, example.forwards.evaluation)
-        ]
-        partition = balanced_together(
-            weights or [1.0] * num_segments, placement.num_stages, segments_with_one_buffer(tapes)
+        costs = weights or (1.0,) * num_segments
+        samples = mesh.dp_size * (request.micro_batch_size or 1)
+        count = max(1, request.samples // samples)
+        partition = mesh.on_first(
+            lambda: first_partition.choose(examples, costs, times, num_microbatches=count)
         )
     return _keep_part(request, examples, partition, weights, mesh, placement)
 
@@ -365,24 +372,6 @@ def _check_replays(
         if microbatch is not example.microbatch and signature not in checked:
             checked.add(signature)
             check_replay(request, example.forwards, microbatch)
-
-
-def _segment_seconds(request: PipelineSettings, examples: Sequence[Example]) -> tuple[float, ...]:
-    """Returns the mean time of each segment over the microbatches of the sample, in seconds."""
-    totals = [0.0] * examples[0].forwards.training.num_segments
-    count = sum(example.count for example in examples)
-    for example in examples:
-        samples = measure_segments(
-            request,
-            example.forwards.training,
-            example.microbatch,
-            request.device,
-            split=False,
-            repeats=_REPEATS,
-        )
-        for segment, sample in enumerate(samples):
-            totals[segment] += sample.seconds * example.count / count
-    return tuple(totals)
 
 
 def _keep_part(
@@ -415,6 +404,7 @@ def _keep_part(
         device=device,
         recompute=request.recompute,
         buffer_use=layout.buffer_use,
+        late=examples[0].late,
     )
     ways = {example.forwards.way for example in examples} - {"record"}
     way = min(ways, default="record")

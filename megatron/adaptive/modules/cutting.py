@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.node import map_aggregate
@@ -129,33 +129,6 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return partition
 
 
-def balanced_together(
-    weights: Sequence[float], num_stages: int, together: Sequence[range]
-) -> tuple[int, ...]:
-    """Divides segments among stages like :func:`balanced`, but keeps some segments together.
-
-    Args:
-        weights: Cost of each segment, in any unit; non-negative.
-        num_stages: Number of stages, each of which gets at least one segment.
-        together: Disjoint ascending ranges of segments that must be in the same stage.
-
-    Returns:
-        Number of segments in each stage. If the ranges leave fewer pieces than stages, the result
-        is the same as from :func:`balanced`.
-    """
-    begins = {segments.start: segments for segments in together}
-    pieces: list[range] = []
-    segment = 0
-    while segment < len(weights):
-        pieces.append(begins.get(segment, range(segment, segment + 1)))
-        segment = pieces[-1].stop
-    if len(pieces) < num_stages or len(pieces) == len(weights):
-        return balanced(weights, num_stages)
-    costs = [sum(weights[segment] for segment in piece) for piece in pieces]
-    sizes = iter(map(len, pieces))
-    return tuple(sum(next(sizes) for _ in range(count)) for count in balanced(costs, num_stages))
-
-
 # Maximum number of calls that a stage repeats to compute a tensor. A tensor that needs more calls
 # is sent instead.
 _MOST_REPEATED = 64
@@ -202,6 +175,146 @@ def uses_of(tape: Tape) -> dict[str, set[int]]:
     return segments_of
 
 
+def frozen_segments(tape: Tape) -> int:
+    """Returns the number of leading segments through which no gradient of the loss flows.
+
+    They compute only tensors without gradients, as an encoder whose parameters are not trained. A
+    stage that consists of such segments needs no backward pass and no activations.
+
+    Args:
+        tape: Recorded forward pass in training mode.
+    """
+    # The border before segment b is crossed by a gradient if a tensor that requires a gradient is
+    # computed before the border and used after it.
+    is_crossed = [False] * tape.num_segments
+
+    def cross(number: int, segment: int) -> None:
+        value = tape.values[number]
+        if value.requires_grad and value.made_by >= 0:
+            home = tape.calls[value.made_by].segment
+            is_crossed[home + 1 : segment + 1] = [True] * (segment - home)
+
+    for number in _needed(tape):
+        call = tape.calls[number]
+        for read in (*call.reads, *(old for old, _ in call.changes)):
+            cross(read, call.segment)
+    cross(tape.loss, tape.num_segments - 1)
+    uncrossed = (border for border in range(1, tape.num_segments) if not is_crossed[border])
+    return max(uncrossed, default=0)
+
+
+_MOST_LATE = 8
+"""Maximum number of calls that move behind frozen segments."""
+
+
+class LateCalls(NamedTuple):
+    """Identifies the calls that move behind leading segments, so that no gradient flows there.
+
+    Many vision-language models compute the embeddings of the text first, then run the image
+    encoder, and then insert its result into the embeddings. If only the encoder is frozen,
+    gradients of the embeddings would flow through all of its stages.
+
+    Attributes:
+        border: Number of leading segments, and index of the segment to which the calls move.
+        parameters: Names of the trained parameters of the calls.
+    """
+
+    border: int
+    parameters: frozenset[str]
+
+
+def late_calls(tape: Tape) -> LateCalls | None:
+    """Returns the trained calls at the model's start that run before frozen segments.
+
+    Returns ``None`` if there are none, or if they cannot run later.
+
+    Args:
+        tape: Recorded forward pass in training mode.
+    """
+    needed = _needed(tape)
+    for border in range(tape.num_segments - 1, 0, -1):
+        early = [number for number in needed if tape.calls[number].segment < border]
+        trained = [
+            number
+            for number in early
+            if any(tape.values[made].requires_grad for made, _ in tape.calls[number].outputs)
+        ]
+        if not trained:
+            return None
+        if len(trained) > _MOST_LATE:
+            continue
+        names = frozenset(
+            value.name
+            for number in trained
+            for value in (tape.values[read] for read in tape.calls[number].reads)
+            if value.source == "parameter" and value.requires_grad
+        )
+        late = LateCalls(border, names)
+        moved = _late_numbers(tape, late)
+        frozen = {
+            tape.calls[number].segment
+            for number in early
+            if number not in moved
+            and any(tape.values[read].source == "parameter" for read in tape.calls[number].reads)
+        }
+        # Each of the segments must be worth having without backward passes.
+        if moved.issuperset(trained) and len(moved) <= _MOST_LATE and len(frozen) == border:
+            return late
+    return None
+
+
+def postpone(tape: Tape, late: LateCalls | None) -> None:
+    """Moves the calls that ``late`` identifies to a later segment, and renumbers all calls.
+
+    Args:
+        tape: Recorded forward pass, in which the calls are changed.
+        late: Calls to move; ``None`` to move nothing.
+    """
+    if late is None or not (moved := _late_numbers(tape, late)):
+        return
+    first = next(
+        (number for number, call in enumerate(tape.calls) if call.segment >= late.border),
+        len(tape.calls),
+    )
+    early = [number for number in range(first) if number not in moved]
+    order = [*early, *sorted(moved), *range(first, len(tape.calls))]
+    for number in moved:
+        tape.calls[number].segment = late.border
+    tape.calls = [tape.calls[number] for number in order]
+    numbers = {old: new for new, old in enumerate(order)}
+    for value in tape.values:
+        if value.made_by >= 0:
+            value.made_by = numbers[value.made_by]
+
+
+def _late_numbers(tape: Tape, late: LateCalls) -> set[int]:
+    """Returns the indices of the calls before the border that depend on the late parameters.
+
+    The set is empty if the calls cannot run later, because they draw random numbers or change
+    tensors in place, or because another call changes a tensor that they read.
+    """
+    moved: set[int] = set()
+    made: set[int] = set()
+    read: set[int] = set()
+    changed: set[int] = set()
+    for number, call in enumerate(tape.calls):
+        if call.segment >= late.border:
+            break
+        values = [tape.values[each] for each in call.reads]
+        depends = not made.isdisjoint((*call.reads, *(old for old, _ in call.changes))) or any(
+            value.source == "parameter" and value.name in late.parameters for value in values
+        )
+        if not depends:
+            changed.update(tape.values[old].storage for old, _ in call.changes)
+            continue
+        if call.is_random or call.changes:
+            return set()
+        moved.add(number)
+        made.update(value for value, _ in call.outputs)
+        read.update(value.storage for value in values)
+    return moved if read.isdisjoint(changed) else set()
+
+
 def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
     """Cuts a recorded forward pass and returns the plan of each stage.
 
@@ -224,48 +337,6 @@ def unchecked_slices(tape: Tape) -> list[StagePlan]:
     to be measured.
     """
     return _Slicer(tape, (1,) * tape.num_segments).run()
-
-
-def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
-    """Returns the segments that must be in one stage, because they share a buffer that changes.
-
-    Args:
-        tapes: Recordings of the model with the same cut points.
-
-    Returns:
-        Disjoint ascending ranges of at least two segments.
-    """
-    # Training changes buffers that evaluation only reads, so look at all recordings together.
-    users: dict[str, set[int]] = {}
-    changed: set[str] = set()
-    for tape in tapes:
-        # Buffers that share memory count as one buffer.
-        names: dict[int, str] = {}
-        for value in tape.values:
-            if value.source == "buffer" and value.storage:
-                names[value.storage] = min(value.name, names.get(value.storage, value.name))
-        for call in tape.calls:
-            read = {
-                names.get(value.storage, value.name)
-                for value in (tape.values[number] for number in call.reads)
-                if value.source == "buffer"
-            }
-            written = {tape.values[old].storage for old, _ in call.changes} & names.keys()
-            changed.update(names[storage] for storage in written)
-            for name in read.union(names[storage] for storage in written):
-                users.setdefault(name, set()).add(call.segment)
-    spans = [
-        range(min(used), max(used) + 1)
-        for name, used in users.items()
-        if name in changed and len(used) > 1
-    ]
-    merged: list[range] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if merged and span.start < merged[-1].stop:
-            merged[-1] = range(merged[-1].start, max(merged[-1].stop, span.stop))
-        else:
-            merged.append(span)
-    return merged
 
 
 def signature_of(tape: Tape, plan: StagePlan) -> str:

@@ -40,6 +40,7 @@ with _accelerator.quiet_imports():
     )
     from megatron.adaptive.modules.content import Dealing, MicrobatchOrder
     from megatron.adaptive.modules.cutting import check_groups
+    from megatron.adaptive.modules.first_partition import FirstPartition
     from megatron.adaptive.modules.pipeline_trace import PipelineTrace
     from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
     from megatron.adaptive.modules.recompute import Recompute
@@ -338,7 +339,9 @@ class Pipeline:
         try:
             check_repartition(request, is_elastic=sizes.order is not None)
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
-            self._assembly = assemble(request, form.examples, self._mesh, self._orders.placement)
+            self._assembly = assemble(
+                request, form.examples, self._mesh, FirstPartition(self._orders)
+            )
         except Exception:
             self._mesh.close_after_error()
             raise
@@ -574,6 +577,10 @@ class Pipeline:
         executor = self._wiring.executor
         programs = [chunks.programs(forward_only=forward_only) for chunks in work.programs]
         count = len(programs)
+        frozen_stages = 0 if forward_only else work.frozen_stages
+        state = self._orders.state(
+            count, forward_only=forward_only, sizes=work.sizes, frozen_stages=frozen_stages
+        )
         self._random.begin(step, work.numbers)
         stages = ProgramStages(
             programs=programs,
@@ -589,6 +596,7 @@ class Pipeline:
             scale=1.0 if scale is None else scale,
             loss_weights=work.weights,
             forward_only=forward_only,
+            frozen_chunks=state.frozen_chunks,
             meter=None if forward_only else self._trace.meter,
         )
         before = self._random.generator.get_state()
@@ -596,8 +604,10 @@ class Pipeline:
             with torch.set_grad_enabled(not forward_only):
                 executor.run(
                     stages,
-                    self._orders.policy(count, forward_only=forward_only),
-                    self._orders.state(count, forward_only=forward_only, sizes=work.sizes),
+                    self._orders.policy(
+                        count, forward_only=forward_only, frozen_stages=frozen_stages
+                    ),
+                    state,
                 )
         finally:
             stages.finish()

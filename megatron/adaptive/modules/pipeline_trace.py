@@ -22,7 +22,8 @@ from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.modules.assembly import Assembly, PipelineSettings
 from megatron.adaptive.modules.segment_meter import SegmentMeter, segments_of
 from megatron.adaptive.modules.sizes import SettledSizes
-from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.catalog import Candidate
+from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 
 
 class PipelineTrace:
@@ -102,6 +103,11 @@ class PipelineTrace:
             layer_kinds=assembly.segment_kinds,
             layer_work=assembly.mean_work,
             content_rules=(request.order, request.dealing),
+            frozen_stages=Candidate(
+                name=request.schedule,
+                placement=self._placement,
+                frozen_stages=frozen_stages_of(partition, assembly.frozen_segments),
+            ).skipped_stages,
         )
         details = () if self.folder is None else trace_details(request.trace_detail)
         clock = self._mesh.accelerator.clock()

@@ -28,7 +28,12 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.engine.process_context import Job
     from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError
     from megatron.adaptive.modules.batch import BatchShape, require_whole, samples_in, stretched
-    from megatron.adaptive.modules.cutting import check_groups
+    from megatron.adaptive.modules.cutting import (
+        check_groups,
+        frozen_segments,
+        late_calls,
+        postpone,
+    )
     from megatron.adaptive.modules.mesh import join_job
     from megatron.adaptive.modules.recording import Forwards, SampledModel, with_cut_points
     from megatron.adaptive.modules.segments import (
@@ -251,6 +256,7 @@ class Profiler(SampledModel):
                 element_bytes=max(elements, key=elements.__getitem__, default=4),
                 optimizer_s=optimizer_seconds(model, device, self.optimizer),
                 is_random=tape.is_random,
+                frozen_segments=frozen_segments(tape),
             )
         except AdaptiveError as error:
             return error
@@ -364,7 +370,9 @@ class Profiler(SampledModel):
 
     def _recorded(self, batch: Mapping[str, torch.Tensor]) -> Tape:
         """Returns the forward pass on ``batch``, recorded in training mode."""
-        return Forwards.of(self, batch, self.slicing, modes=("training",)).training
+        tape = Forwards.of(self, batch, self.slicing, modes=("training",)).training
+        postpone(tape, late_calls(tape))
+        return tape
 
     def _smallest(
         self, batch_size: int, device: torch.device, *, split: bool
@@ -424,6 +432,7 @@ class DeviceSamples:
         element_bytes: Size in bytes of an element of the model's most common parameter dtype.
         optimizer_s: Time of an optimizer step per parameter element, in seconds.
         is_random: Whether the model draws random numbers, for example in dropout.
+        frozen_segments: Number of leading segments through which no gradient flows.
     """
 
     gpu: str
@@ -434,6 +443,7 @@ class DeviceSamples:
     element_bytes: int
     optimizer_s: float
     is_random: bool = False
+    frozen_segments: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -533,6 +543,7 @@ class ModuleProfile:
             {
                 "kind": profile_file.cut_kind(sample.segment),
                 "parameters": sample.parameters,
+                "frozen_parameters": sample.frozen_parameters,
                 "output_elements": sample.output_bytes / largest / MESSAGE_ELEMENT_BYTES,
                 "activation_bytes": sample.kept_bytes / largest,
                 "workspace_bytes": sample.workspace_bytes / largest,
@@ -544,6 +555,8 @@ class ModuleProfile:
         if part.tied_segments:
             model["tied_parameters"] = part.tied_parameters
             model["tied_layers"] = list(part.tied_segments)
+        if part.frozen_segments:
+            model["frozen_layers"] = part.frozen_segments
         return model
 
     @property

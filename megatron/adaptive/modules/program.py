@@ -45,7 +45,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan
 from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
 from megatron.adaptive.modules.segment_meter import SegmentMeter
-from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
+from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape, Value
 
 
 class RandomKey:
@@ -109,7 +109,7 @@ class _Step:
         self._arguments: Any = (call.args, call.kwargs)
         self.number = number
         self.drops = tuple(drops)
-        self.layer = _deferred(call, tape)
+        self.layer = deferred_layer(call, tape)
 
     def move(self, source: torch.device, target: torch.device) -> None:
         """Replaces the device ``source`` with ``target`` in the arguments of the call."""
@@ -426,21 +426,29 @@ class RankPrograms:
     Attributes:
         by_mode: Program of each chunk (stage) of this rank, for training, evaluation or both.
         meter: Object that measures the size of the activations that each chunk keeps.
-        activation_bytes: Size in bytes of the tensors of the whole model through which gradients
-            flow; 0 if training is not recorded.
-        segment_work: Operation count of each of the model's segments for a microbatch, in training
+        segment_bytes: Size in bytes of the tensors through which gradients flow, for each of the
+            model's segments; zeros if training is not recorded.
+        segment_work: Operation counts of each of the model's segments for a microbatch, in training
             if training is recorded, otherwise in evaluation.
+        frozen_stages: Number of leading stages of the pipeline through which no gradient flows;
+            ``None`` if training is not recorded.
     """
 
     by_mode: Mapping[Literal["training", "evaluation"], Sequence[StageProgram]]
     meter: ActivationMeter
-    activation_bytes: int
-    segment_work: tuple[float, ...]
+    segment_bytes: tuple[int, ...]
+    segment_work: tuple[SegmentWork, ...]
+    frozen_stages: int | None
 
     @property
     def work(self) -> float:
         """Returns the operation count of the whole model for a microbatch."""
-        return sum(self.segment_work)
+        return sum(work.total for work in self.segment_work)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Returns the size in bytes of the whole model's tensors through which gradients flow."""
+        return sum(self.segment_bytes)
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
         """Returns the programs for evaluation if ``forward_only`` is true, else for training."""
@@ -451,8 +459,11 @@ class RankPrograms:
         return RankPrograms(
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
-            activation_bytes=max(self.activation_bytes, other.activation_bytes),
-            segment_work=max(self.segment_work, other.segment_work, key=sum),
+            segment_bytes=max(self.segment_bytes, other.segment_bytes, key=sum),
+            segment_work=max(self, other, key=lambda programs: programs.work).segment_work,
+            frozen_stages=(
+                other.frozen_stages if self.frozen_stages is None else self.frozen_stages
+            ),
         )
 
 
@@ -463,6 +474,9 @@ class _Pending:
     leaves: list[torch.Tensor]
     edges: list[GradientEdge]
     loss: torch.Tensor | None
+
+
+_NOTHING_PENDING = _Pending([], [], None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -485,6 +499,8 @@ class ProgramStages(SplitStages):
         loss_weights: Weight of each microbatch's loss; ``None`` for the mean. A microbatch with
             weight 0 adds no gradient.
         forward_only: Whether only forward passes run, as in evaluation.
+        frozen_chunks: Number of leading chunks of this rank that run no backward passes, because no
+            gradient flows through them.
         meter: Object that times the segments; ``None`` if this step is not measured.
         losses: Losses of the microbatches, detached and unscaled; empty on a rank without the last
             stage.
@@ -500,6 +516,7 @@ class ProgramStages(SplitStages):
     scale: float = 1.0
     loss_weights: Sequence[float] | None = None
     forward_only: bool = False
+    frozen_chunks: int = 0
     meter: SegmentMeter | None = None
 
     def __post_init__(self) -> None:
@@ -516,7 +533,7 @@ class ProgramStages(SplitStages):
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         program = self.programs[microbatch][chunk]
         values = [] if received is None else program.forward_layout.unpack(received)
-        if self.forward_only:
+        if self.forward_only or chunk < self.frozen_chunks:
             with torch.no_grad():
                 sent, loss = self._run(chunk, microbatch, values)
         else:
@@ -528,7 +545,9 @@ class ProgramStages(SplitStages):
                 sent, loss = self._run(chunk, microbatch, values)
             scaled = None if loss is None else loss * self._factors[microbatch]
             edges = [get_gradient_edge(value) for value in compress(sent, program.gradients_out)]
-            self._pending[chunk, microbatch] = _Pending(values, edges, scaled)
+            # Without gradients, do not keep the received tensors until the backward pass.
+            if edges or scaled is not None:
+                self._pending[chunk, microbatch] = _Pending(values, edges, scaled)
         if loss is not None:
             self.losses.append(loss.detach())
             return loss
@@ -555,7 +574,7 @@ class ProgramStages(SplitStages):
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         program = self.programs[microbatch][chunk]
-        pending = self._pending.pop((chunk, microbatch))
+        pending = self._pending.pop((chunk, microbatch), _NOTHING_PENDING)
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             if not self._factors[microbatch]:
                 # Skip a microbatch with weight 0, because a mean over no items is NaN, and its
@@ -571,8 +590,9 @@ class ProgramStages(SplitStages):
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
             if self.meter is not None:
                 self.meter.ends_backward()
+        layout = program.backward_layout
         gradients = [leaf.grad for leaf in compress(pending.leaves, program.gradients_in)]
-        return program.backward_layout.pack(gradients, self.device)
+        return layout.pack(gradients or [None] * len(layout.parts), self.device)
 
     def finish(self) -> None:
         """Frees the tensors that the step kept, even if the step failed."""
@@ -750,7 +770,7 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 }
 
 
-def _deferred(call: Call, tape: Tape) -> _Deferred | None:
+def deferred_layer(call: Call, tape: Tape) -> _Deferred | None:
     """Returns how to defer a call's weight gradient, or ``None`` if it cannot be deferred."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:

@@ -29,12 +29,25 @@ from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature
-from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
-from megatron.adaptive.modules.program import MessageLayout, RankPrograms, StageProgram
+from megatron.adaptive.modules.cutting import (
+    LateCalls,
+    StagePlan,
+    frozen_segments,
+    late_calls,
+    postpone,
+    slice_tape,
+    uses_of,
+)
+from megatron.adaptive.modules.program import (
+    MessageLayout,
+    RankPrograms,
+    StageProgram,
+    deferred_layer,
+)
 from megatron.adaptive.modules.recompute import Recompute, changed_buffers, recomputed_ranges
 from megatron.adaptive.modules.recording import Forward, Forwards, Mode, SampledModel
-from megatron.adaptive.modules.tape import Call, Ref, Tape
-from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape
+from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 
 # After this many steps, a new signature is reported, because recording the model delays the step.
 _EARLY_STEPS = 20
@@ -56,12 +69,14 @@ class Example:
         signature: Signature of the microbatch.
         forwards: Recorded forward passes, with the segments of all cut points.
         count: Number of microbatches in the sample batch that have this signature.
+        late: Calls that were moved behind frozen segments; ``None`` if there are none.
     """
 
     microbatch: Microbatch
     signature: Signature
     forwards: Forwards
     count: int
+    late: LateCalls | None = None
 
 
 def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> list[Example]:
@@ -105,6 +120,10 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
     homes = homes_of([recorded[whole]])
     for forwards in recorded.values():
         align(forwards, cuts, homes)
+    late = late_calls(recorded[whole].training)
+    for forwards in recorded.values():
+        for tape in forwards.tapes.values():
+            postpone(tape, late)
     order = [whole, *(signature for signature in recorded if signature != whole)]
     return [
         Example(
@@ -112,6 +131,7 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
             signature=signature,
             forwards=recorded[signature],
             count=counts[signature],
+            late=late,
         )
         for signature in order
     ]
@@ -220,6 +240,12 @@ class CutForwards:
         return segment_work(self.forwards.tapes[mode])
 
     @property
+    def work_by_action(self) -> tuple[SegmentWork, ...]:
+        """Returns the operation counts of each segment, as ``work``, by action."""
+        mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
+        return work_by_action(self.forwards.tapes[mode])
+
+    @property
     def largest_message(self) -> int:
         """Returns the size of the largest message between two stages, in bytes."""
         return max(
@@ -289,16 +315,22 @@ class BufferUse:
             )
 
 
-def activation_bytes(tape: Tape) -> int:
-    """Returns the size in bytes of all tensors of a recording through which gradients flow.
+def frozen_segments_of(forwards: Iterable[Forwards]) -> int:
+    """Returns the number of leading segments through which no gradient flows in any recording."""
+    return min(frozen_segments(each.training) for each in forwards)
 
-    The size is equal on all ranks, and roughly proportional to the size of the kept activations.
+
+def segment_bytes(tape: Tape) -> tuple[int, ...]:
+    """Returns the size in bytes of the tensors through which gradients flow, for each segment.
+
+    The sizes are equal on all ranks, and roughly proportional to the size of the kept activations.
     """
-    return sum(
-        torch.Size(value.shape).numel() * value.dtype.itemsize
-        for value in tape.values
-        if value.made_by >= 0 and value.requires_grad
-    )
+    sizes = [0] * tape.num_segments
+    for value in tape.values:
+        if value.made_by >= 0 and value.requires_grad:
+            nbytes = math.prod(value.shape) * value.dtype.itemsize
+            sizes[tape.calls[value.made_by].segment] += nbytes
+    return tuple(sizes)
 
 
 def segment_work(tape: Tape) -> tuple[float, ...]:
@@ -312,22 +344,32 @@ def segment_work(tape: Tape) -> tuple[float, ...]:
     Args:
         tape: Recorded forward pass.
     """
-    work = [0.0] * tape.num_segments
+    return tuple(work.total for work in work_by_action(tape))
+
+
+def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
+    """Returns the operation counts of each segment like :func:`segment_work`, but by action."""
+    work = [SegmentWork()] * tape.num_segments
     for call in tape.calls:
-        work[call.segment] += _work(tape, call)
+        pairs = zip(work[call.segment], _work(tape, call), strict=True)
+        work[call.segment] = SegmentWork(*(total + added for total, added in pairs))
     return tuple(work)
 
 
-def _work(tape: Tape, call: Call) -> float:
+def _work(tape: Tape, call: Call) -> SegmentWork:
     """Returns the number of multiplications in a call, and in its backward pass if it has one."""
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
-        return forward
+        return SegmentWork(forward=forward)
     # The backward pass computes the gradients of at most two operands that require a gradient. The
     # gradient of a bias takes hardly any time.
     operands = [tape.values[number] for number in call.reads]
-    needed = sum(value.requires_grad and len(value.shape) > 1 for value in operands)
-    return forward * (1 + min(2, needed))
+    needed = [value for value in operands if value.requires_grad and len(value.shape) > 1]
+    count = min(2, len(needed))
+    weights = 0
+    if deferred_layer(call, tape) is not None:
+        weights = min(count, sum(value.source == "parameter" for value in needed))
+    return SegmentWork(forward, forward * (count - weights), forward * weights)
 
 
 def _forward_work(tape: Tape, call: Call) -> float:
@@ -377,6 +419,7 @@ class KeptPart:
         device: Device on which the stages run.
         recompute: Calls that the backward pass runs again.
         buffer_use: Ranks that use each buffer in the recordings so far.
+        late: Calls that are moved behind frozen segments; ``None`` if there are none.
     """
 
     cuts: tuple[str, ...]
@@ -389,6 +432,7 @@ class KeptPart:
     device: torch.device
     recompute: Recompute
     buffer_use: BufferUse
+    late: LateCalls | None = None
 
     def check(
         self, cut: CutForwards, signature: Signature, held: Collection[str] | None = None
@@ -439,11 +483,17 @@ class KeptPart:
                 for stage in stages
             ]
         training = cut.forwards.tapes.get("training")
+        sizes = (0,) * (len(self.cuts) + 1)
+        frozen: int | None = None
+        if training is not None:
+            sizes = segment_bytes(training)
+            frozen = frozen_stages_of(self.partition, frozen_segments(training))
         return RankPrograms(
             by_mode=by_mode,
             meter=ActivationMeter(),
-            activation_bytes=0 if training is None else activation_bytes(training),
-            segment_work=cut.work,
+            segment_bytes=sizes,
+            segment_work=cut.work_by_action,
+            frozen_stages=frozen,
         )
 
 
@@ -541,6 +591,8 @@ class Recordings:
             self._forward, moved, self._slicing, may_miss=True, way=self._way, modes=(mode,)
         )
         align(forwards, self._part.cuts, self._part.homes)
+        for tape in forwards.tapes.values():
+            postpone(tape, self._part.late)
         cut = CutForwards.of(forwards, self._part.partition)
         self._part.check(cut, signature)
         programs = self.add(signature, cut)

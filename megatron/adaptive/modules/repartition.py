@@ -8,9 +8,10 @@ move, by the same rules as the trainer (``rebalance/judgement.py``)::
      of the trained microbatches─┘
 
 Segments with equal operation counts and equally large parameters are of one kind, such as the
-blocks of an encoder. The time of a stage is divided among its segments in proportion to their
-operation counts, summed over the trained microbatches. For example, microbatches with many images
-make the segments of an image encoder expensive.
+blocks of an encoder. The times of a stage's forward and backward passes are divided among its
+segments in proportion to their operation counts in these passes, summed over the trained
+microbatches. For example, microbatches with many images make the segments of an image encoder
+expensive, and a segment through which no gradient flows has no part in backward passes.
 
 A move is judged by the time per counted operation before and after it, because steps may become
 larger or smaller in between.
@@ -38,7 +39,8 @@ from megatron.adaptive.modules.content import ContentBalance
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.moving import SegmentMover
 from megatron.adaptive.modules.step_work import StepWork
-from megatron.adaptive.planner.choose_partition import travelling
+from megatron.adaptive.modules.tape import SegmentWork
+from megatron.adaptive.planner.choose_partition import Times, travelling
 from megatron.adaptive.profiling.free_memory import free_memory_bytes
 from megatron.adaptive.rebalance.judgement import (
     MOST_STEPS,
@@ -153,7 +155,7 @@ class SegmentBalancer:
         self._pace = _Pace(work_s=0.0, work=0.0)
         self._promise: tuple[Move, _Pace] | None = None
         self._told: set[str] = set()
-        self._work: list[float] = []
+        self._work: list[SegmentWork] = []
         self._begin()
 
     @property
@@ -188,7 +190,8 @@ class SegmentBalancer:
         self._works.append(sum(programs.work for programs in work.programs))
         for programs in work.programs:
             self._work = [
-                total + each for total, each in zip(self._work, programs.segment_work, strict=True)
+                SegmentWork(*map(operator.add, total, each))
+                for total, each in zip(self._work, programs.segment_work, strict=True)
             ]
         self._since += 1
         if self._since < self._interval:
@@ -205,6 +208,7 @@ class SegmentBalancer:
             count,
             self._gain,
             least_layers=1,
+            frozen_layers=self._assembly.frozen_segments,
             limit_s=self._limit_s,
         )
         move, _, is_late = self._mesh.on_first(decide)
@@ -252,7 +256,7 @@ class SegmentBalancer:
         self._steps.clear()
         self._works.clear()
         self._since = 0
-        self._work = [0.0] * len(self._sizes)
+        self._work = [SegmentWork()] * len(self._sizes)
 
     def _compare(self, pace: _Pace) -> Move | None:
         """Logs the gain of the last move if segments moved since the last check.
@@ -283,14 +287,18 @@ class SegmentBalancer:
     def _measurements(self, work: StepWork) -> StepMeasurements:
         placement = self._orders.placement
         chunks = range(placement.num_chunks)
-        parts, sizes, held = [], [], []
+        kept_bytes = [
+            max(programs.meter.bytes_of(chunk) for programs in work.programs) for chunk in chunks
+        ]
+        grown = list(map(sum, zip(*(each.segment_bytes for each in work.programs), strict=True)))
+        parts, sizes, held, kept = [], [], [], []
         for chunk in chunks:
             stage = placement.stage_of(self._mesh.pp_rank, chunk)
             begin = sum(self.partition[:stage])
             segments = slice(begin, begin + self.partition[stage])
-            works = self._work[segments]
-            total = sum(works)
-            parts.append(tuple(each / total if total else 1 / len(works) for each in works))
+            parts.append(_parts_of(self._work[segments], splits=self._orders.weight_pieces > 0))
+            total = max(1, sum(grown[segments]))
+            kept.append(tuple(kept_bytes[chunk] * each / total for each in grown[segments]))
             sizes.append(tuple(self._kinds[segments]))
             held.append(sum(self._sizes[segments]))
         accelerator = self._mesh.accelerator
@@ -301,13 +309,11 @@ class SegmentBalancer:
             spans_s=tuple(span_s for _, span_s in self._steps),
             shares=(1.0,) * placement.num_chunks,
             free_bytes=free_memory_bytes(accelerator, ranks_here),
-            kept_bytes=tuple(
-                max(programs.meter.bytes_of(chunk) for programs in work.programs)
-                for chunk in chunks
-            ),
+            kept_bytes=tuple(kept_bytes),
             held_bytes=tuple(held),
             layer_bytes=tuple(sizes),
             parts=tuple(parts),
+            layer_kept=tuple(kept),
         )
 
     def _say(self, text: str) -> None:
@@ -316,6 +322,29 @@ class SegmentBalancer:
     def _print(self, line: str) -> None:
         if self._mesh.rank == 0:
             print(printable(line), flush=True)
+
+
+def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
+    """Returns the fractions of a stage's F, B and W that each of its segments takes.
+
+    A segment without a backward pass, as in a frozen encoder, has no part in B and W.
+
+    Args:
+        works: Operation counts of the segments.
+        splits: Whether weight gradients are separate actions (W).
+    """
+    if not splits:
+        works = [SegmentWork(work.forward, work.backward + work.weight) for work in works]
+    whole = sum(work.total for work in works)
+    totals = [sum(column) for column in zip(*works, strict=True)]
+    parts: list[Times] = []
+    for work in works:
+        share = work.total / whole if whole else 1 / len(works)
+        forward, backward, weight = (
+            each / total if total else share for each, total in zip(work, totals, strict=True)
+        )
+        parts.append((forward, backward, weight))
+    return tuple(parts)
 
 
 def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:

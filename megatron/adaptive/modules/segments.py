@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -74,6 +74,7 @@ class SegmentSample:
         workspace_bytes: Size in bytes of the temporary memory while the segment runs; 0 on a CPU,
             where it is not measured.
         parameters: Number of elements in the segment's parameters, trained and frozen.
+        frozen_parameters: Number of elements in the segment's frozen parameters.
         durations_s: All measured times in seconds: one row for forward passes, one for backward
             passes.
         is_estimated: Whether all costs are estimated from other microbatch sizes.
@@ -89,6 +90,7 @@ class SegmentSample:
     kept_bytes: int
     workspace_bytes: int
     parameters: int
+    frozen_parameters: int
     durations_s: tuple[tuple[float, ...], ...]
     is_estimated: bool = False
     is_split_estimated: bool = False
@@ -238,7 +240,10 @@ def _sample(
         output_bytes=program.next_forward.nbytes if program.plan.sent else 0,
         kept_bytes=kept,
         workspace_bytes=max(0, peak - before - kept),
-        parameters=_num_parameters(held),
+        parameters=_num_parameters(held.values()),
+        frozen_parameters=_num_parameters(
+            tensor for tensor in held.values() if not tensor.requires_grad
+        ),
         durations_s=(tuple(rows[0]), tuple(rows[1])),
     )
     return sample, output
@@ -257,8 +262,8 @@ def _peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _num_parameters(held: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() for tensor in held.values() if isinstance(tensor, torch.nn.Parameter))
+def _num_parameters(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors if isinstance(tensor, torch.nn.Parameter))
 
 
 def _held(

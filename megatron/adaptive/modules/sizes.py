@@ -434,7 +434,8 @@ def _signature(request: PipelineSettings) -> str:
     content: dict[str, Any] = {
         "model": type(model).__qualname__,
         "parameters": [
-            (n, list(item.shape), str(item.dtype)) for n, item in model.named_parameters()
+            (n, list(item.shape), str(item.dtype), *(() if item.requires_grad else ("frozen",)))
+            for n, item in model.named_parameters()
         ],
         "cuts": [name for name, item in model.named_modules() if isinstance(item, CutPoint)],
         "sample": [(n, list(item.shape[1:]), str(item.dtype)) for n, item in sample.items()],

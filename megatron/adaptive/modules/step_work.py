@@ -79,6 +79,14 @@ class StepWork:
         return None if self.weights is None else self.as_passed(self.weights)
 
     @property
+    def frozen_stages(self) -> int:
+        """Returns the number of leading stages through which no gradient of the step flows.
+
+        The number is equal on all ranks of the pipeline.
+        """
+        return min(chunks.frozen_stages or 0 for chunks in self.programs)
+
+    @property
     def sizes(self) -> list[float] | None:
         """Returns the activation bytes of each microbatch, or ``None`` if all are equal."""
         sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,6 +79,25 @@ class Call:
     is_random: bool
     with_grad: bool
     autocast: torch.dtype | None
+
+
+class SegmentWork(NamedTuple):
+    """Contains the operation counts of a segment for a microbatch, by the action that runs them.
+
+    Attributes:
+        forward: Operations of the forward pass.
+        backward: Operations of the backward pass that run in B if the backward pass is split.
+        weight: Operations of the backward pass that run in W if the backward pass is split.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Returns the operation count of all actions."""
+        return sum(self)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -30,10 +30,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ from megatron.adaptive.schedule.choose_by_simulation import (
     num_actions,
 )
 from megatron.adaptive.schedule.memory_caps import with_rounding
-from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
+from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind, frozen_stages_of
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 Partition = tuple[int, ...]
@@ -64,6 +64,12 @@ PLACEMENT_GAIN = 0.03
 for other changes, because a different placement requires moving weights."""
 _SIMULATIONS = 24
 """Maximum number of partitions to simulate."""
+_MOST_TRIED = 60
+"""Number of partitions after which a search before the first step ends."""
+_WHOLE = 3
+"""Usual ratio of the time of a layer's whole forward and backward pass to its forward pass."""
+_LEAST_GAIN = 1e-3
+"""Minimum fraction of the step time that moving a single layer must save."""
 _ORDERS = 6
 """Number of schedules under which each partition is simulated."""
 _LEAST_S = 1e-9
@@ -91,6 +97,8 @@ class Loads:
         kinds: Index of each layer's kind, in model order, or empty if all layers are equal.
         sizes: Memory size of a layer relative to the average, for each rank and kind of layer,
             or empty if all sizes are equal.
+        frozen_layers: Number of leading layers through which no gradient flows. Stages that consist
+            of such layers have no backward passes.
     """
 
     placement: Placement
@@ -100,6 +108,7 @@ class Loads:
     most_layers: tuple[float, ...]
     kinds: tuple[int, ...] = ()
     sizes: tuple[tuple[float, ...], ...] = ()
+    frozen_layers: int = 0
 
     @property
     def slowness(self) -> tuple[float, ...]:
@@ -265,10 +274,76 @@ def simulated_step(
     def step_s(partition: Partition) -> float:
         if partition not in step_s_of:
             profile = StageProfile(times=loads.stage_times(partition))
-            step_s_of[partition] = runs.evaluate(candidate, profile).mean_s
+            frozen = frozen_stages_of(partition, loads.frozen_layers)
+            under = replace(candidate, frozen_stages=frozen)
+            step_s_of[partition] = runs.evaluate(under, profile).mean_s
         return step_s_of[partition]
 
     return step_s
+
+
+def charged_wholly(costs: Sequence[float], frozen_layers: int) -> list[float]:
+    """Returns the costs of layers as if frozen layers had backward passes, too.
+
+    A partition that balances these costs gives frozen layers to more ranks, whose waits they fill.
+
+    Args:
+        costs: Cost of each layer, in any unit.
+        frozen_layers: Number of leading layers through which no gradient flows.
+    """
+    return [cost * (_WHOLE if layer < frozen_layers else 1) for layer, cost in enumerate(costs)]
+
+
+def improved(
+    starts: Iterable[Partition], step_s: Callable[[Partition], float]
+) -> tuple[Partition, float]:
+    """Moves single layers between stages as long as this makes the step shorter.
+
+    Args:
+        starts: Partitions from which searches start. The best result is returned.
+        step_s: Function that returns the step time in seconds under a partition; infinite if the
+            partition cannot be used.
+
+    Returns:
+        Partition, and its step time in seconds.
+    """
+    tried: dict[Partition, float] = {}
+    for start in dict.fromkeys(starts):
+        best: Partition | None = start
+        most = len(tried) + _MOST_TRIED
+        tried[start] = step_s(start)
+        while best is not None and len(tried) < most:
+            limit_s = tried[best] * (1 - _LEAST_GAIN)
+            best = _better(best, limit_s, tried, step_s)
+    fastest = min(tried, key=tried.__getitem__)
+    return fastest, tried[fastest]
+
+
+def _better(
+    partition: Partition,
+    limit_s: float,
+    tried: dict[Partition, float],
+    step_s: Callable[[Partition], float],
+) -> Partition | None:
+    """Returns a partition with one layer moved and a step time below the limit, if there is one.
+
+    Args:
+        partition: Number of layers of each stage.
+        limit_s: Step time in seconds that the result must not reach.
+        tried: Step time of each partition so far, in seconds. New partitions are added.
+        step_s: Function that returns the step time in seconds under a partition.
+    """
+    for giver, taker in permutations(range(len(partition)), 2):
+        layers = list(partition)
+        layers[giver] -= 1
+        layers[taker] += 1
+        near = tuple(layers)
+        if min(near) < 0 or near in tried:
+            continue
+        tried[near] = step_s(near)
+        if tried[near] < limit_s:
+            return near
+    return None
 
 
 def propose(
@@ -287,8 +362,11 @@ def propose(
     """
     present = loads.partition
     start = balanced(loads)
-    if not max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2):
-        return None  # The ranks are balanced well enough, so skip the simulations.
+    is_slower = max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2)
+    # If the ranks are balanced well enough, skip the simulations. But frozen layers can run while
+    # their rank would wait, so they may be placed badly although all ranks have equal work.
+    if not is_slower and not loads.frozen_layers:
+        return None
     choice, seconds = _quickest(loads, start, step_s)
     move = PartitionMove(partition=choice, present_s=step_s(present), step_s=seconds)
     return move if choice != present and move.gain >= gain else None
@@ -567,7 +645,7 @@ def _quickest(
             if near in tried or len(tried) >= _SIMULATIONS:
                 continue
             tried[near] = step_s(near)
-            if tried[near] < tried[best] * (1 - 1e-3):
+            if tried[near] < tried[best] * (1 - _LEAST_GAIN):
                 better = near
                 break
         if better is None:

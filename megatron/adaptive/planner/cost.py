@@ -58,7 +58,7 @@ from megatron.adaptive.planner.row_times import RowCosts, RowPipeline, held_slic
 from megatron.adaptive.schedule import catalog, unequal_widths
 from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 from megatron.adaptive.schedule.unequal_widths import Widths
 from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageProfile, StageTimes, draw
 
@@ -175,6 +175,7 @@ class StageSums:
             to 1.
         rows: Rows of packed documents, and costs of their slices. ``None`` if all samples have the
             same length.
+        frozen_stages: Number of leading stages through which no gradient flows.
     """
 
     durations_s: Any
@@ -192,6 +193,7 @@ class StageSums:
     slices: float = 1
     attention_share: float = 0.0
     rows: RowCosts | None = None
+    frozen_stages: int = 0
 
     @classmethod
     def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
@@ -216,16 +218,19 @@ class StageSums:
         reduce, memories, updates = [], [], []
         for rank in range(plan.pp):
             layers = np.repeat(rank_of, plan.partition) == rank
-            parameters = max(float(table.parameters[layers].sum()) for _, table in tables[rank])
+            trained = max(
+                float((table.parameters - table.frozen_parameters)[layers].sum())
+                for _, table in tables[rank]
+            )
             experts = max(float(table.expert_parameters[layers].sum()) for _, table in tables[rank])
             ranks = plan.expert_ranks
             dp = len(plan.places[rank].replicas)
-            reduce.append(reduce_s(plan.places, rank, inputs, parameters, experts, ranks))
+            reduce.append(reduce_s(plan.places, rank, inputs, trained, experts, ranks))
             held, pending = _held(plan, rank, inputs, rows)
             memories.append(
                 _memory(plan, rank, layers, (held, pending), tables[rank], inputs, runtime)
             )
-            updated = plan.state_parameters(parameters, experts, dp)
+            updated = plan.state_parameters(trained, experts, dp)
             updates.append(updated * inputs.optimizer_s(node for node, _ in tables[rank]))
         latency, occupancy, message_bytes = _messages(plan, placement, bounds, inputs, runtime)
         return cls(
@@ -244,6 +249,7 @@ class StageSums:
             slices=plan.slices if rows is None else rows.slices_per_row,
             attention_share=inputs.model.attention_share,
             rows=rows,
+            frozen_stages=frozen_stages_of(plan.partition, inputs.model.frozen_layers),
         )
 
     def without_messages(self) -> StageSums:
@@ -361,6 +367,7 @@ def _memory(
             inputs.model,
             parameters=float(table.parameters[layers].sum()),
             expert_parameters=float(table.expert_parameters[layers].sum()),
+            frozen_parameters=float(table.frozen_parameters[layers].sum()),
             kept_bytes=float(table.kept_bytes[layers].sum()),
             held=held[0],
             workspace_bytes=float(table.workspace_bytes[layers].max(initial=0.0))
@@ -382,12 +389,16 @@ def _messages(
 ) -> tuple[Any, Any, Any]:
     """Returns latency, link occupancy and size of messages between stages, each ``[2, stages]``."""
     latency, occupancy, whole = np.zeros((3, 2, placement.num_stages))
+    frozen = frozen_stages_of(plan.partition, inputs.model.frozen_layers)
     for stage in range(placement.num_stages - 1):
         rank, next_rank = placement.locate(stage)[0], placement.locate(stage + 1)[0]
         size = inputs.model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
         size *= inputs.model.precision.element_bytes / plan.context_ranks
         size *= plan.share_of(inputs.model.sequence)
-        whole[0, stage] = whole[1, stage + 1] = size * plan.places[rank].micro_batch
+        # No gradients are sent to a frozen stage.
+        sizes = size, 0.0 if stage < frozen else size
+        for kind, row in ((0, stage), (1, stage + 1)):
+            whole[kind, row] = sizes[kind] * plan.places[rank].micro_batch
         if rank == next_rank:
             continue
         for kind, sender, receiver, row in (
@@ -396,10 +407,10 @@ def _messages(
         ):
             ends = plan.places[sender], plan.places[receiver]
             if dealt_widths(plan) is not None:
-                both = _hop_s(*ends, inputs, size)
+                both = _hop_s(*ends, inputs, sizes[kind])
             else:
                 sliced = plan.sequence_parallel or runtime.sliced_messages
-                both = boundary_s(*ends, inputs, size, sliced=sliced)
+                both = boundary_s(*ends, inputs, sizes[kind], sliced=sliced)
             latency[kind, row], occupancy[kind, row] = both
     return latency, occupancy, whole
 
@@ -480,6 +491,7 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
         weight_pieces=_weight_pieces(plan, splittable=any(weight)),
         cap=cap,
         num_slices=plan.slices,
+        frozen_stages=stages.frozen_stages,
     )
     work = draw(placement, plan.num_microbatches, profile, num_slices=plan.slices)
     return candidate.simulate(work, compiled=is_rule)

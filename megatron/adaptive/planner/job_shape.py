@@ -17,6 +17,7 @@ are the parts between two cut points::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.planner.choose_partition import charged_wholly, improved
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layer_costs import (
@@ -43,6 +45,8 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 # Limits for processes are measured as free memory, so the context is already subtracted.
 _RUNTIME = Runtime(context_bytes=0.0)
+# Number of options whose partitions are improved by simulation if layers are frozen.
+_REFINED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,18 +166,23 @@ def choose_option(
     fitting = [(shape, option) for shape, option in untimed if option.fits]
     if not fitting:
         raise ConfigError(_nothing_fits([option for _, option in untimed]))
-    options: list[Option] = []
+    timed: list[tuple[_Shape, Option]] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
         # Options are sorted by ``option.seconds``, which is a lower bound at this point. So no
         # later option can be among the two fastest.
-        if len(options) > 1 and option.seconds >= sorted(timed.seconds for timed in options)[1]:
+        if len(timed) > 1 and option.seconds >= sorted(other.seconds for _, other in timed)[1]:
             break
         try:
-            options.append(replace(option, seconds=shape.seconds(option.partition)))
+            timed.append((shape, replace(option, seconds=shape.seconds(option.partition))))
         except ScheduleError:
             continue
-    if not options:
+    if not timed:
         raise ConfigError(_nothing_divides(running, pipeline_sizes, micro_batches))
+    timed.sort(key=lambda pair: pair[1].seconds)
+    options = [option for _, option in timed]
+    for index, (shape, option) in enumerate(timed[:_REFINED]):
+        if running.model.frozen_layers and partition(shape.placement.num_stages) is None:
+            options[index] = shape.refined(option)
     return sorted(options, key=lambda option: option.seconds)
 
 
@@ -240,6 +249,7 @@ class _Shape:
             memory = stage_memory(
                 running.model,
                 parameters=range_sums(table.parameters),
+                frozen_parameters=range_sums(table.frozen_parameters),
                 kept_bytes=range_sums(table.kept_bytes),
                 held=self._held[rank],
                 workspace_bytes=range_largest(table.workspace_bytes),
@@ -296,6 +306,25 @@ class _Shape:
             share = limit / self.placement.num_chunks
             costs.append(np.where(needed <= share, seconds, np.inf) if bounded else seconds)
         return least_largest(costs)
+
+    def refined(self, option: Option) -> Option:
+        """Returns the option with the best simulated partition near that of ``option``.
+
+        The partition with the fastest slowest stage is not the best if layers are frozen, because
+        their forward passes can run while a process would wait.
+        """
+
+        def step_s(partition: tuple[int, ...]) -> float:
+            if min(partition) < 1 or not self.best(partition).fits:
+                return math.inf
+            return self.seconds(partition)
+
+        each_s = np.diagonal(self._ranks[0][0], 1).tolist()
+        costs = charged_wholly(each_s, self._running.model.frozen_layers)
+        wholly = least_largest_of(costs, self.placement.num_stages)
+        assert wholly is not None, "there are as many pieces as stages"
+        partition, seconds = improved((option.partition, wholly), step_s)
+        return replace(self.best(partition), seconds=seconds)
 
     def seconds(self, partition: tuple[int, ...]) -> float:
         """Returns the predicted step time in seconds with the partition ``partition``."""

@@ -199,6 +199,7 @@ def stage_memory(
     *,
     parameters: Any,
     expert_parameters: Any = 0.0,
+    frozen_parameters: Any = 0.0,
     kept_bytes: Any = 0.0,
     held: float = 0.0,
     workspace_bytes: Any = 0.0,
@@ -214,6 +215,7 @@ def stage_memory(
         model: Model that defines the bytes per parameter, gradient and optimizer state.
         parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
+        frozen_parameters: Number of parameters on the GPU that are not trained.
         kept_bytes: Size in bytes of the activations that a microbatch keeps in all layers of the
             rank.
         held: Maximum number of microbatches in flight, from :func:`in_flight`.
@@ -228,11 +230,12 @@ def stage_memory(
     context = runtime.context_bytes if context_bytes is None else context_bytes
     besides = context + parameters * runtime.parameter_copies_bytes
     sizes = model.precision
+    trained = parameters - frozen_parameters
     return StageMemory(
         # Each fp8 weight has two additional one-byte copies, and one of these copies is transposed.
         parameter_bytes=parameters * (sizes.parameter_bytes + 2 * sizes.fp8),
-        gradient_bytes=parameters * sizes.gradient_bytes,
-        optimizer_bytes=settings.state_parameters(parameters, expert_parameters, dp)
+        gradient_bytes=trained * sizes.gradient_bytes,
+        optimizer_bytes=settings.state_parameters(trained, expert_parameters, dp)
         * sizes.optimizer_bytes,
         activation_bytes=kept_bytes * held,
         workspace_bytes=workspace_bytes + besides,
@@ -264,6 +267,7 @@ class LayerTable:
         pair_back_s: Time within ``backward_s`` for each of these pairs, in seconds.
         parameters: Number of parameters on the GPU, experts included.
         expert_parameters: Number of parameters on the GPU that belong to experts.
+        frozen_parameters: Number of parameters on the GPU that are not trained.
         kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
         workspace_bytes: Size in bytes of the additional memory that is in use while the layer runs.
         waiting_bytes: Size in bytes of the additional data kept between the computation of input
@@ -282,6 +286,7 @@ class LayerTable:
     pair_back_s: Any
     parameters: Any
     expert_parameters: Any
+    frozen_parameters: Any
     kept_bytes: Any
     workspace_bytes: Any
     waiting_bytes: Any
@@ -450,6 +455,7 @@ class _LayerBytes(NamedTuple):
 
     parameters: float
     expert_parameters: float
+    frozen_parameters: float
     kept_bytes: float
     workspace_bytes: float
     waiting_bytes: float
@@ -562,6 +568,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     return _LayerBytes(
         parameters=kind.held_parameters(tp),
         expert_parameters=kind.expert_parameters / tp,
+        frozen_parameters=kind.frozen_parameters / tp,
         kept_bytes=max(kept, 0.0),
         workspace_bytes=working,
         waiting_bytes=waiting * samples if waits else 0.0,

@@ -124,6 +124,8 @@ class LayerKind:
             in a backward pass.
         expert_parameters: Part of ``parameters`` that belongs to experts. If experts are
             distributed over more ranks, fewer replicas hold each expert.
+        frozen_parameters: Part of ``parameters`` that is not trained, so it has no gradients and no
+            optimizer state.
         context_bytes: Size in bytes of the keys and values that ranks exchange in a forward pass if
             they share a sequence, without tensor parallelism. 0 if ranks cannot share a sequence.
         keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to,
@@ -152,6 +154,7 @@ class LayerKind:
     weight_bytes: float = 0.0
     tp_bytes: float = 0.0
     expert_parameters: float = 0.0
+    frozen_parameters: float = 0.0
     context_bytes: float = 0.0
     keys_bytes: float = 0.0
     routed_bytes: float = 0.0
@@ -198,6 +201,8 @@ class Model:
             weights. If embedding and head are on different stages, each stage has a copy, and the
             gradients are added up. The parameters of the head's kind include these weights.
         tied_layers: Indices of the layers that share the tied weights.
+        frozen_layers: Number of leading layers through which no gradient flows. Stages that consist
+            of such layers have no backward passes.
         max_tp: Largest tensor-parallel size by which the model's sizes are divisible.
         precision: Sizes in bytes of the numbers in a training run.
         arguments: Megatron's command-line arguments for the model, which are written to plan files.
@@ -216,6 +221,7 @@ class Model:
     tokens_per_sample: int = 1
     tied_parameters: float = 0.0
     tied_layers: tuple[int, ...] = ()
+    frozen_layers: int = 0
     max_tp: int = 2**30
     precision: Precision = field(default_factory=Precision)
     arguments: tuple[str, ...] = ()

@@ -554,7 +554,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 
     Args:
         document: Dictionary with the list ``layers``, and optionally ``tokens_per_sample``,
-            ``tied_parameters`` and ``tied_layers``.
+            ``tied_parameters``, ``tied_layers`` and ``frozen_layers``.
         name: Name of the model.
         precision: Sizes in bytes of the numbers in a training run.
 
@@ -579,6 +579,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
         tokens_per_sample=document.get("tokens_per_sample", 1),
         tied_parameters=float(document.get("tied_parameters", 0.0)),
         tied_layers=tuple(document.get("tied_layers", ())),
+        frozen_layers=document.get("frozen_layers", 0),
         precision=precision,
     )
 

@@ -200,7 +200,7 @@ class LayerRanges(NamedTuple):
         weight: Time for computing the weight gradients, in seconds.
         launch: Part of ``forward`` in seconds that is spent launching kernels. ``backward``
             contains the same amount.
-        parameters: Number of parameters per GPU, including experts.
+        trained: Number of trained parameters per GPU, including experts.
         experts: Number of parameters per GPU that belong to experts.
         base: Memory independent of microbatches minus the memory limit, in bytes. Infinite if the
             layers must not share a stage.
@@ -211,7 +211,7 @@ class LayerRanges(NamedTuple):
     backward: Any
     weight: Any
     launch: Any
-    parameters: Any
+    trained: Any
     experts: Any
     base: Any
     kept: Any
@@ -329,16 +329,19 @@ class Tables:
         work = table.forward_s + table.backward_s + table.weight_s
         way = table.forward_s + table.backward_s + whole * table.weight_s - 2 * table.launch_s
         parameters = float(table.parameters.sum())
+        frozen = float(table.frozen_parameters.sum())
+        trained = parameters - frozen
         experts = float(table.expert_parameters.sum())
-        updated = choice.state_parameters(parameters, experts, stage_class.dp)
+        updated = choice.state_parameters(trained, experts, stage_class.dp)
         after = updated * self.inputs.optimizer_s([node])
         if not choice.overlap_reduce:
-            alike = parameters - (experts if choice.expert_ranks > 1 else 0.0)
+            alike = trained - (experts if choice.expert_ranks > 1 else 0.0)
             after += self._least_reduce_s(stage_class, alike * self.model.precision.reduce_bytes)
         held = stage_memory(
             self.model,
             parameters=parameters,
             expert_parameters=experts,
+            frozen_parameters=frozen,
             dp=stage_class.dp,
             settings=choice,
             context_bytes=0.0,
@@ -430,7 +433,7 @@ class Tables:
             "backward": backward,
             "weight": weight,
             "launch": np.array([forward - forward_work, inputs + action_s - inputs_work]),
-            "after": self._after(stage_class, choice, first.parameters, first.experts, backward),
+            "after": self._after(stage_class, choice, first.trained, first.experts, backward),
             "base": [row.base for row in rows],
             "kept": [row.kept for row in rows],
         }
@@ -445,9 +448,10 @@ class Tables:
             "launch_s",
             "parameters",
             "expert_parameters",
+            "frozen_parameters",
             "kept_bytes",
         )
-        forward, backward, weight, launch, parameters, experts, kept = (
+        forward, backward, weight, launch, parameters, experts, frozen, kept = (
             self._once((id(table), name), partial(range_sums, getattr(table, name)))
             for name in names
         )
@@ -455,6 +459,7 @@ class Tables:
             self.model,
             parameters=parameters,
             expert_parameters=experts,
+            frozen_parameters=frozen,
             workspace_bytes=range_largest(table.workspace_bytes),
             dp=stage_class.dp,
             settings=choice,
@@ -462,7 +467,8 @@ class Tables:
             context_bytes=self.profile.context_bytes.get(node.gpu),
         )
         base = np.where(self.crossing, np.inf, need.total_bytes - node.memory_bytes)
-        return LayerRanges(forward, backward, weight, launch, parameters, experts, base, kept)
+        trained = parameters - frozen
+        return LayerRanges(forward, backward, weight, launch, trained, experts, base, kept)
 
     def _after(
         self,
@@ -696,9 +702,9 @@ def _least_s(
     """
     ranges = tables.ranges(node, stage_class, choice)
     after_s = min(totals.after_s for totals in sums)
-    each = after_s / max(float(ranges.parameters[0, -1]), 1.0)
+    each = after_s / max(float(ranges.trained[0, -1]), 1.0)
     whole = choice.microbatches * (ranges.forward + ranges.backward + ranges.weight)
-    whole = whole + each * ranges.parameters
+    whole = whole + each * ranges.trained
     whole = np.where(ranges.base + ranges.kept <= 0, whole, np.inf)
     whole = whole[1:-1, 1:-1]
     least = np.array([np.diagonal(whole, size).min() for size in range(1, whole.shape[0])])

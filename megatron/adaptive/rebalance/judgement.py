@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,9 @@ _PAYS = 0.01
 Lanes = dict[tuple[ActionKind, int], float]
 """Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
 
+Part = float | Times
+"""Fraction of a stage's time that a layer takes: one for all actions, or for F, B and W."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurements:
@@ -62,8 +65,10 @@ class StepMeasurements:
         held_bytes: Size of weights, gradients and optimizer state, in bytes, per chunk.
         layer_bytes: Size of each layer in bytes, per chunk. Layers of equal size are treated as the
             same kind of layer. Empty if all layers of the model have the same size.
-        parts: Fraction of the layers' total time that each layer takes, per chunk. Empty if all
-            layers are equal.
+        parts: Fraction of the layers' total time that each layer takes, per chunk: a single
+            fraction, or fractions of the times of F, B and W. Empty if all layers are equal.
+        layer_kept: Size of the activations that a microbatch keeps in each layer, in bytes, per
+            chunk. Empty if all layers keep equally much.
     """
 
     pp_rank: int
@@ -74,9 +79,10 @@ class StepMeasurements:
     kept_bytes: tuple[int, ...] = ()
     held_bytes: tuple[int, ...] = ()
     layer_bytes: tuple[tuple[int, ...], ...] = ()
-    parts: tuple[tuple[float, ...], ...] = ()
+    parts: tuple[tuple[Part, ...], ...] = ()
+    layer_kept: tuple[tuple[float, ...], ...] = ()
 
-    def layers_in(self, chunk: int, count: int) -> Iterator[tuple[int, float]]:
+    def layers_in(self, chunk: int, count: int) -> Iterator[tuple[int, Part]]:
         """Yields (size in bytes, fraction of the layers' total time) of each layer in a chunk.
 
         Args:
@@ -164,6 +170,7 @@ def judge(
     gain: float,
     *,
     least_layers: int = 0,
+    frozen_layers: int = 0,
     limit_s: float = LIMIT_S,
 ) -> tuple[Move | None, float, bool]:
     """Decides whether to move layers.
@@ -175,6 +182,7 @@ def judge(
         num_microbatches: Number of microbatches per step.
         gain: Minimum predicted gain of a move, as a fraction of the step time.
         least_layers: Minimum number of layers of each stage.
+        frozen_layers: Number of leading layers through which no gradient flows.
         limit_s: Maximum time of the search in seconds.
 
     Returns:
@@ -185,7 +193,10 @@ def judge(
     span_s = step_seconds([of_rank.spans_s for of_rank in measured])
     if count < _LEAST_STEPS:
         return None, span_s, False
-    whole, *halves = loads_over(measured, candidate, partition, num_microbatches)
+    whole, *halves = (
+        replace(loads, frozen_layers=frozen_layers)
+        for loads in loads_over(measured, candidate, partition, num_microbatches)
+    )
 
     def promises(loads: Loads, partition: Partition) -> bool:
         step_s = simulated_step(loads, candidate, num_microbatches)
@@ -305,12 +316,15 @@ def loads_of(
     for number, stage in enumerate(stages):
         rank = placement.locate(number)[0]
         for size, part in stage.layers:
-            sums[rank, numbers[size]] += np.array(stage.times_s) * stage.share * part
+            sums[rank, numbers[size]] += np.array(stage.times_s) * stage.share * np.array(part)
             counts[rank, numbers[size]] += 1
     most = [math.inf] * ranks
     relative = [(1.0,) * len(numbers)] * ranks
+    kept = _kept_bytes(measured)
     for of_rank in measured:
-        limit, kind_sizes = _most_layers(of_rank, placement, partition, units, sorted(numbers))
+        limit, kind_sizes = _most_layers(
+            of_rank, placement, partition, units, {size: kept.get(size) for size in sorted(numbers)}
+        )
         if limit < most[of_rank.pp_rank]:
             most[of_rank.pp_rank] = limit
             relative[of_rank.pp_rank] = kind_sizes
@@ -343,7 +357,7 @@ class _Stage:
 
     times_s: Times = (0.0, 0.0, 0.0)
     share: float = 1.0
-    layers: tuple[tuple[int, float], ...] = ()
+    layers: tuple[tuple[int, Part], ...] = ()
 
 
 def _slowest_replicas(
@@ -418,7 +432,7 @@ def _most_layers(
     placement: Placement,
     partition: Sequence[int],
     units: float,
-    kinds: Sequence[int],
+    kinds: Mapping[int, float | None],
 ) -> tuple[float, tuple[float, ...]]:
     """Returns how many layers fit into the memory of a rank, at least the current number.
 
@@ -427,7 +441,8 @@ def _most_layers(
         placement: Assignment of stages to ranks and chunks.
         partition: Number of layers per stage.
         units: Number of microbatches whose activations a rank keeps at the same time.
-        kinds: Size of a layer in bytes, per kind of layer.
+        kinds: Size in bytes of the activations that a microbatch keeps in a layer, by size of the
+            layer in bytes; ``None`` if it is unknown.
 
     Returns:
         Number of layers of the rank's mean layer size, and the size of each kind of layer as a
@@ -442,8 +457,24 @@ def _most_layers(
     room = measured.free_bytes * (1 - KEPT_FREE) - kept
     mean_bytes = max(1.0, (kept + sum(measured.held_bytes)) / layers)
     present = [size for chunk in chunks for size, _ in measured.layers_in(chunk, counts[chunk])]
-    sizes = tuple(1 + (size - statistics.fmean(present)) / mean_bytes for size in kinds)
+    # Without knowledge of a layer's activations, assume those of the rank's mean layer.
+    usual = kept / layers
+    needed = {
+        size: size + (usual if each is None else each * units) for size, each in kinds.items()
+    }
+    mean = statistics.fmean(needed.get(size, size + usual) for size in present)
+    sizes = tuple(1 + (each - mean) / mean_bytes for each in needed.values())
     return layers + max(0, math.floor(room / mean_bytes)), sizes
+
+
+def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
+    """Returns the activations of a microbatch in a layer, in bytes, by size of the layer."""
+    sums: dict[int, list[float]] = {}
+    for of_rank in measured:
+        for sizes, kept in zip(of_rank.layer_bytes, of_rank.layer_kept, strict=False):
+            for size, each in zip(sizes, kept, strict=True):
+                sums.setdefault(size, []).append(each)
+    return {size: statistics.fmean(each) for size, each in sums.items()}
 
 
 def reason_of(loads: Loads) -> str:

@@ -79,6 +79,9 @@ class Candidate:
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
             microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
         num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
+            rules of this project run no backward passes there. Static schedules run them, although
+            they compute nothing, because they limit the outputs that wait for the next stage.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Candidate:
     pace: Pace = EQUAL
     hint: Schedule | None = field(default=None, repr=False)
     num_slices: int = 1
+    frozen_stages: int = 0
 
     def __str__(self) -> str:
         chunks = self.placement.num_chunks
@@ -102,6 +106,12 @@ class Candidate:
         if self.hint is not None and self.name != ANNEALED:
             text += ", annealed hint"
         return text + (f", cap {self.cap:g})" if self.cap is not None else ")")
+
+    @property
+    def skipped_stages(self) -> int:
+        """Returns the number of leading stages that run no backward passes."""
+        has_rule = self.name != ANNEALED and is_rule(self.name)
+        return self.frozen_stages if has_rule and not schedule_spec(self.name).is_own else 0
 
     def policies(
         self, num_microbatches: int, num_slices: SliceCounts | None = None
@@ -144,7 +154,7 @@ class Candidate:
             policy = own_rule(spec, placement, num_microbatches, self.cap, pieces, slices)
             return (policy,) * placement.num_ranks
         rule = spec.load()
-        if name == "hinted":
+        if name == "hinted" and not self.skipped_stages:
             if not isinstance(slices, int):
                 raise ScheduleError(_unequal(name))
             pieces = self.weight_pieces
@@ -153,9 +163,13 @@ class Candidate:
             chunks = placement.num_chunks
             codes = [hint_codes(order, chunks, pieces, slices) for order in hint.orders]
             return tuple(RulePolicy(name, rule, of_rank) for of_rank in codes)
-        if name == "adaptive" and self.shares and self.cap is not None:
+        if name == "hinted":
+            # The hints assume that each stage has backward passes.
+            rule = schedule_spec("adaptive").load()
+        if name in ("adaptive", "hinted") and self.shares and self.cap is not None:
+            frozen = self.skipped_stages
             ranks = range(placement.num_ranks)
-            shares = [chunk_shares(placement, rank, self.cap, slices) for rank in ranks]
+            shares = [chunk_shares(placement, rank, self.cap, slices, frozen) for rank in ranks]
             return tuple(RulePolicy(name, rule, of_rank) for of_rank in shares)
         return (RulePolicy(name, rule),) * placement.num_ranks
 
@@ -180,6 +194,7 @@ class Candidate:
             weight_pieces=self.weight_pieces,
             beside=work.cuts > 0,
             compiled=compiled,
+            frozen_stages=self.skipped_stages,
         )
 
 
@@ -370,6 +385,7 @@ def make_policies(
     pace: Pace = EQUAL,
     hint: Schedule | None = None,
     num_slices: int = 1,
+    frozen_stages: int = 0,
 ) -> tuple[Policy, ...]:
     """Returns a policy for each rank, which follows a static schedule or applies a run-time rule.
 
@@ -389,6 +405,9 @@ def make_policies(
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
             microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
         num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
+            rules of this project run no backward passes there. Static schedules run them, although
+            they compute nothing, because they limit the outputs that wait for the next stage.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not support the placement or the
@@ -403,6 +422,7 @@ def make_policies(
         pace=pace,
         hint=hint,
         num_slices=num_slices,
+        frozen_stages=frozen_stages,
     )
     return candidate.policies(num_microbatches)
 

@@ -56,6 +56,14 @@ microbatches between the start of their forward pass and the end of their backwa
 is the chunk's share; the deepest chunk has no share. Shares cannot deadlock either: in the proof
 above, the chunk of stage s+1 holds nothing, and its share is at least 1.
 
+**Frozen stages.** No gradient flows through the first stages if, for example, they are an encoder
+whose parameters are not trained. Their forward passes keep no activations, so the cap does not
+count them, and a whole microbatch of a rank consists of its other chunks. The only memory is that
+of the outputs, which wait until the next stage takes them. At most C outputs of each frozen stage
+wait, and at least 2, so that the next stage need not wait for a message. This cannot deadlock: The
+next stage has the input for which a frozen stage waits. If the next stage is frozen, it waits for
+the stage behind it at most. The proof above shows that the first other stage takes its input.
+
 This module computes these limits. ``RankState`` counts the memory that a rank holds at run time.
 """
 
@@ -78,6 +86,8 @@ _ROUNDING_PER_SUM = 500
 # ``runtime_rules``), message latency made a step up to 7% longer than with static schedules if the
 # ratio was 1.25. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5
+# If a frozen stage was fewer outputs ahead, the next stage would wait for each of its messages.
+_LEAST_LEAD = 2
 
 
 def with_rounding(cap: float) -> float:
@@ -108,7 +118,7 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
 
 
 def chunk_shares(
-    placement: Placement, rank: int, cap: float, num_slices: SliceCounts = 1
+    placement: Placement, rank: int, cap: float, num_slices: SliceCounts = 1, frozen_stages: int = 0
 ) -> tuple[int, ...]:
     """Returns the share of each chunk, which is the number of microbatches that it may hold.
 
@@ -119,16 +129,33 @@ def chunk_shares(
         rank: Pipeline rank.
         cap: Limit on activations, in microbatches in all chunks of the rank.
         num_slices: Number of slices of each microbatch. If there are several, shares count slices.
+        frozen_stages: Number of leading stages through which no gradient flows. Their chunks have
+            no share, which the number -1 represents.
 
     Raises:
         ScheduleError: No order of actions stays within the cap.
     """
-    chunks = range(placement.num_chunks)
-    after = [placement.num_stages - placement.stage_of(rank, chunk) for chunk in chunks]
-    whole = scaled_cap(cap, placement.num_chunks) / MEMORY_SCALE * placement.num_chunks
+    stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+    after = [placement.num_stages - stage for stage in stages if stage >= frozen_stages]
+    frozen = (-1,) * (len(stages) - len(after))
+    whole = scaled_cap(cap, len(stages)) / MEMORY_SCALE * len(after)
     held = whole * mean_slices(num_slices)
     least = most_slices_of(num_slices)
-    return tuple(max(least, math.floor(held * stages / sum(after))) for stages in after[:-1])
+    shares = (max(least, math.floor(held * count / sum(after))) for count in after[:-1])
+    return (*frozen, *shares)
+
+
+def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> int:
+    """Returns the number of items that a frozen stage may be ahead of the next stage.
+
+    Args:
+        cap: Limit on activations, in microbatches in all chunks of a rank; ``None`` for no limit.
+        num_items: Number of slices of all microbatches.
+        num_slices: Number of slices of each microbatch.
+    """
+    if cap is None:
+        return num_items
+    return max(_LEAST_LEAD, math.ceil(min(cap * mean_slices(num_slices), num_items)))
 
 
 def default_cap(placement: Placement, num_microbatches: int, num_slices: float = 1) -> float:

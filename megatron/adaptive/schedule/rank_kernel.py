@@ -52,20 +52,29 @@ the input of F0-2 has arrived::
     20 SLICES              1   number of slices of each microbatch, 0 if it differs
     21 PROMISED            0   memory that the later slices of microbatches will take, on the
                                chunks on which their first slices have started
-    22 HEAD              2 1   number of F started, per chunk
-    24                   0 1   number of B started, per chunk
-    26                   0 0   number of W started, per chunk
-    28                   2 1   number of F finished, per chunk
-    30                   0 0   number of B finished, per chunk
-    32                   0 0   number of W finished, per chunk
-    34           1 1 1 1 0 0   1 if the input of F has arrived, per chunk and item
-    40           0 0 0 1 0 0   1 if the input of B has arrived, per chunk and item
-    46                     -   memory of each item in one chunk; only if SIZED is 1
-    49                     -   first item of each item's microbatch, and then the item after
+    22 FROZEN              0   number of frozen chunks, which come first (see below)
+    23 LEAD                2   most items that a frozen chunk may be ahead of the next stage
+    24 HEAD              2 1   number of F started, per chunk
+    26                   0 1   number of B started, per chunk
+    28                   0 0   number of W started, per chunk
+    30                   2 1   number of F finished, per chunk
+    32                   0 0   number of B finished, per chunk
+    34                   0 0   number of W finished, per chunk
+    36           1 1 1 1 0 0   1 if the input of F has arrived, per chunk and item
+    42           0 0 0 1 0 0   1 if the input of B has arrived, per chunk and item
+    48                     -   memory of each item in one chunk; only if SIZED is 1
+    51                     -   first item of each item's microbatch, and then the item after
                                its last one; only if SLICES is 0, and then SIZED is 1
 
 The number of actions of a kind that a chunk has started is also the index of its next action.
 Memory is counted in integers, because sums of fractions would not be exact.
+
+The first stages of a pipeline may be *frozen*: no gradient flows through them, as in an encoder
+whose parameters are not trained. A frozen chunk has F actions only, and its F keeps no activations.
+Its B and W count as started from the beginning, so they never become ready. Its output waits in the
+memory of the next stage until the F of that stage takes it. The next stage acknowledges each output
+that it takes, and the number of finished B counts these acknowledgments. An F is not ready while
+``LEAD`` earlier outputs have not been acknowledged.
 """
 
 from __future__ import annotations
@@ -99,7 +108,9 @@ SIZED = 18
 TURNED = 19
 SLICES = 20
 PROMISED = 21
-HEAD = 22
+FROZEN = 22
+LEAD = 23
+HEAD = 24
 
 # The following offsets from HEAD are in blocks of one number per chunk. The counts of finished
 # actions start DONE blocks after the counts of started actions.
@@ -167,7 +178,10 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
         return index < s[HEAD + (B + DONE) * chunks + chunk] * s[PIECES]
     if index >= items:
         return False
-    if kind == B:
+    if kind == F and chunk < s[FROZEN]:
+        if index - s[HEAD + (B + DONE) * chunks + chunk] >= s[LEAD]:
+            return False
+    elif kind == B:
         # A B needs the F of all slices of its microbatch.
         if end_of(s, index) > s[HEAD + (F + DONE) * chunks + chunk]:
             return False
@@ -208,6 +222,8 @@ def fits(s: State, chunk: int) -> bool:
     slices, only the first slice of a microbatch is checked, because its start reserves memory for
     the later slices.
     """
+    if chunk < s[FROZEN]:
+        return True
     if s[SIZED] == 0 and s[SLICES] == 1:
         return s[IN_FLIGHT] + (s[CHUNKS] - chunk) * s[UNIT] <= s[CAP]
     first = lane_count(s, F, chunk)
@@ -229,21 +245,29 @@ def fits(s: State, chunk: int) -> bool:
 
 
 def arrive(s: State, kind: int, chunk: int, item: int) -> None:
-    """Records that the input of the F or B of ``chunk`` for ``item`` has arrived."""
+    """Records that the input of the F or B of ``chunk`` for ``item`` has arrived.
+
+    For the B of a frozen chunk, it records that the next stage has taken the output.
+    """
     chunks = s[CHUNKS]
+    if kind == B and chunk < s[FROZEN]:
+        s[HEAD + (B + DONE) * chunks + chunk] += 1
+        return
     s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * s[ITEMS] + item] = 1
 
 
 def start(s: State, kind: int, chunk: int) -> None:
     """Records that the next action of ``kind`` in ``chunk`` starts.
 
-    The start of an F allocates its memory.
+    The start of an F allocates its memory, unless the chunk is frozen.
     """
     slot = HEAD + kind * s[CHUNKS] + chunk
     index = s[slot]
     s[slot] = index + 1
     s[STARTED] += 1
     s[BUSY + kind] = 1
+    if chunk < s[FROZEN]:
+        return
     if kind != W:
         s[LAST] = kind
     if kind == F:

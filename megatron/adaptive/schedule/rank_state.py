@@ -41,10 +41,10 @@ from megatron.adaptive.schedule.action import (
     mirrored,
     place_of,
 )
-from megatron.adaptive.schedule.memory_caps import scaled_cap
+from megatron.adaptive.schedule.memory_caps import lead_of, scaled_cap
 from megatron.adaptive.schedule.rank_kernel import HEAD, MEMORY_SCALE, lane_count
 from megatron.adaptive.schedule.schedule import check_num_microbatches, check_num_slices
-from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.stage_placement import Placement, check_frozen_stages
 
 
 class RankState:
@@ -68,9 +68,12 @@ class RankState:
         beside: Whether an action may start while an action of another kind communicates.
         num_slices: Number of slices into which each microbatch is cut along the sequence; 1 for
             whole microbatches.
+        frozen_stages: Number of leading pipeline stages through which no gradient flows. They have
+            no backward passes, and run at most ``cap`` microbatches ahead of the next stage.
 
     Attributes:
         num_items: Total number of slices of all microbatches.
+        frozen_chunks: Number of chunks of this rank that are frozen stages. They come first.
 
     Raises:
         ScheduleError: An argument is out of range, or the cap is too small for any order of
@@ -89,8 +92,10 @@ class RankState:
         weight_pieces: int = 0,
         beside: bool = False,
         num_slices: SliceCounts = 1,
+        frozen_stages: int = 0,
     ) -> None:
         check_num_microbatches(num_microbatches)
+        check_frozen_stages(frozen_stages, placement)
         check_num_slices(num_slices, num_microbatches)
         num_items = item_count(num_microbatches, num_slices)
         if sizes is not None and (len(sizes) != num_items or not min(sizes) >= 0):
@@ -98,11 +103,7 @@ class RankState:
             raise ScheduleError(
                 f"sizes must contain a non-negative number for each of {subject}, got {len(sizes)}"
             )
-        if weight_pieces < 0:
-            raise ScheduleError(
-                "the number of W actions per weight gradient must not be negative, got"
-                f" {weight_pieces}; use 0 if backward passes compute weight gradients"
-            )
+        _check_pieces(weight_pieces)
         chunks = placement.num_chunks
         stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
         sizes = () if sizes is None or forward_only or len(set(sizes)) == 1 else sizes
@@ -118,6 +119,8 @@ class RankState:
         self.forward_only = forward_only
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
+        self._frozen_stages = 0 if forward_only else frozen_stages
+        self.frozen_chunks = sum(stage < self._frozen_stages for stage in stages)
         last = placement.num_stages - 1
         # For each kind and chunk, True means that the input comes from another stage.
         self._takes = (
@@ -128,6 +131,7 @@ class RankState:
         self.numbers = self._first_numbers(stages, sizes)
         self.numbers[rank_kernel.BESIDE] = int(beside and not forward_only)
         self.numbers[rank_kernel.CAP] = rank_kernel.NO_CAP if forward_only else most
+        self.numbers[rank_kernel.LEAD] = lead_of(cap, num_items, num_slices)
         self._actions = (
             *action_table(ActionKind.F, chunks, num_microbatches, 1, num_slices),
             *action_table(ActionKind.B, chunks, num_microbatches, 1, num_slices),
@@ -137,7 +141,7 @@ class RankState:
         )
 
     def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
-        """Returns the list of state numbers at the start of a step, without BESIDE and CAP.
+        """Returns the list of state numbers at the start of a step, without BESIDE, CAP and LEAD.
 
         Args:
             stages: Stage of each chunk.
@@ -155,9 +159,16 @@ class RankState:
         s[rank_kernel.RANKS] = self.placement.num_ranks
         s[rank_kernel.TURNED] = int(self.placement.kind == "v")
         s[rank_kernel.RANK] = self.rank
-        s[rank_kernel.TOTAL] = chunks * num_items * (1 if forward_only else 2 + self.weight_pieces)
+        # Chunks with backward passes. Only these keep activations.
+        trained = chunks - self.frozen_chunks
+        backward = 0 if forward_only else trained * (1 + self.weight_pieces)
+        s[rank_kernel.TOTAL] = num_items * (chunks + backward)
+        s[rank_kernel.FROZEN] = self.frozen_chunks
+        for chunk in range(self.frozen_chunks):
+            s[HEAD + rank_kernel.B * chunks + chunk] = num_items
+            s[HEAD + rank_kernel.W * chunks + chunk] = num_items * self.weight_pieces
         mean = mean_slices(self.num_slices)
-        s[rank_kernel.UNIT] = 0 if forward_only else _scaled(1.0, chunks, mean)
+        s[rank_kernel.UNIT] = 0 if forward_only else _scaled(1.0, max(1, trained), mean)
         ends_here = not forward_only and self.placement.num_stages - 1 in stages
         s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
         # The inputs of the first stage are the data, which never arrive as messages.
@@ -166,7 +177,7 @@ class RankState:
             s[flags : flags + num_items] = [1] * num_items
         if sizes:
             s[rank_kernel.SIZED] = 1
-            s += [_scaled(size, chunks, mean) for size in sizes]
+            s += [_scaled(size, max(1, trained), mean) for size in sizes]
         if not isinstance(self.num_slices, int):
             positions = [place_of(item, self.num_slices) for item in range(num_items)]
             s += [item - position.part for item, position in enumerate(positions)]
@@ -267,10 +278,48 @@ class RankState:
         """
         return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
 
+    def acknowledged(self, action: Action) -> tuple[int, int] | None:
+        """Returns the rank and chunk of the frozen stage whose output ``action`` must acknowledge.
+
+        Returns ``None`` if ``action`` is not an F behind a frozen stage. The frozen stage does not
+        wait for its last outputs either, because it runs no F after them.
+        """
+        if action.kind is not ActionKind.F or not self._frozen_stages:
+            return None
+        stage = self.placement.stage_of(self.rank, action.chunk)
+        is_awaited = action.microbatch + self.numbers[rank_kernel.LEAD] < self.num_items
+        if not (0 < stage <= self._frozen_stages and is_awaited):
+            return None
+        return self.placement.locate(stage - 1)
+
+    def is_acknowledgment(self, action: Action) -> bool:
+        """Returns whether the message for ``action`` only acknowledges an output of this rank."""
+        return action.kind is ActionKind.B and action.chunk < self.frozen_chunks
+
+    def untaken(self, action: Action) -> Action | None:
+        """Returns the F whose output the next stage must take before ``action`` may start.
+
+        Returns ``None`` unless ``action`` is the next F of a frozen chunk, and the chunk is as far
+        ahead of the next stage as the cap allows.
+        """
+        chunk = action.chunk
+        if action.kind is not ActionKind.F or chunk >= self.frozen_chunks:
+            return None
+        taken = lane_count(self.numbers, rank_kernel.B + rank_kernel.DONE, chunk)
+        is_ahead = action.microbatch - taken >= self.numbers[rank_kernel.LEAD]
+        return Action(ActionKind.F, chunk, taken) if is_ahead else None
+
+    def sends_gradient(self, chunk: int) -> bool:
+        """Returns whether the B of ``chunk`` sends a gradient to the previous stage."""
+        if not self._frozen_stages:
+            return True
+        return self.placement.stage_of(self.rank, chunk) > self._frozen_stages
+
     def arrive(self, kind: ActionKind, chunk: int, microbatch: int) -> None:
         """Records that the input of a chunk's F or B (``kind``) for ``microbatch`` has arrived.
 
-        Inputs may arrive in any order, and before they are needed.
+        Inputs may arrive in any order, and before they are needed. A frozen chunk has no B; an
+        arrival for it is the acknowledgment that the next stage has taken the chunk's output.
 
         Do not call this for forward passes of the first stage, whose input is the data, or for
         backward passes of the last stage, which start from the loss. If the neighbouring stage is
@@ -357,6 +406,8 @@ class RankState:
                 f"there is no such action with {self.placement.num_chunks} chunks"
                 f" and {self._count()}"
             )
+        if number and chunk < self.frozen_chunks:
+            return "no gradient flows through its stage"
         started = lane_count(s, number, chunk)
         if self._index(action) < started:
             return "it was started before"
@@ -371,6 +422,9 @@ class RankState:
             return f"another {action.kind} is under way"
         if rank_kernel.is_ready(s, number, chunk):
             return "it is ready"
+        if (untaken := self.untaken(action)) is not None:
+            stage = self.placement.stage_of(self.rank, chunk) + 1
+            return f"stage {stage} has not taken the output of {self._name(untaken)}"
         return f"its input from {self._sender(action)} is not here"
 
     def missing(self) -> str:
@@ -384,7 +438,11 @@ class RankState:
             return "nothing, every action is finished"
         parts = []
         for action, has_input in self._next_actions():
-            if not has_input:
+            untaken = self.untaken(action)
+            if untaken is not None:
+                stage = self.placement.stage_of(self.rank, action.chunk) + 1
+                parts.append(f"stage {stage} to take the output of {self._name(untaken)}")
+            elif not has_input:
                 parts.append(f"input of {self._name(action)} from {self._sender(action)}")
             elif not self.fits(action):
                 name = self._name(action)
@@ -469,6 +527,14 @@ class RankState:
         if source is None:
             return "its own stage"
         return f"rank {source[0]} (stage {self.placement.stage_of(*source)})"
+
+
+def _check_pieces(weight_pieces: int) -> None:
+    if weight_pieces < 0:
+        raise ScheduleError(
+            "the number of W actions per weight gradient must not be negative, got"
+            f" {weight_pieces}; use 0 if backward passes compute weight gradients"
+        )
 
 
 def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:

@@ -16,6 +16,11 @@ are cut into slices, orders and shares count slices.
 RRFP, arXiv 2605.18750, with the groups of microbatches of interleaved 1F1B, arXiv 2104.04473,
 section 2.2.
 
+No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so it can fill waits like a
+W. ``adaptive`` starts it if no other F and no B can start, because other ranks wait for these. It
+goes before W, because the next stages need its output, except if an F needs the memory that a W
+frees.
+
 ``hinted`` follows a static order (the hint), which is the best order within the limit on
 activations (``catalog.hint_for``). It runs an action earlier than in the hint only if this needs no
 additional memory; this condition is not from a paper. ``hinted`` cannot deadlock, because the
@@ -38,6 +43,7 @@ from megatron.adaptive.schedule.rank_kernel import (
     CHUNKS,
     DONE,
     FINISHED,
+    FROZEN,
     HEAD,
     IN_FLIGHT,
     ITEMS,
@@ -120,13 +126,15 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
 def next_forward(s: State, hint: Sequence[int]) -> int:
     """Returns the chunk of the F to start, or -1 if no F is ready and fits into memory.
 
+    Frozen chunks are left to ``filler``.
+
     In a loop, microbatches form groups of as many microbatches as there are ranks. An F of the
     earliest group is chosen, on the shallowest chunk. In a V, the F that is farthest from the end
     of the step is chosen.
     """
     best = -1
     lowest = 0
-    for chunk in range(s[CHUNKS]):
+    for chunk in range(s[FROZEN], s[CHUNKS]):
         if is_ready(s, F, chunk) and fits(s, chunk) and within_share(s, hint, chunk):
             rating = lane_count(s, F, chunk)
             if s[TURNED] == 1:
@@ -156,13 +164,33 @@ def next_backward(s: State) -> int:
     return B * s[CHUNKS] + best
 
 
+def filler(s: State, weight: int) -> int:
+    """Returns the code of the F of a frozen chunk to start instead of waiting, or ``weight``.
+
+    Args:
+        s: State of the rank, on which no other F and no B can start.
+        weight: Code of a W that can start, or -1.
+    """
+    frozen = -1
+    for chunk in range(s[FROZEN]):
+        if is_ready(s, F, chunk):
+            frozen = chunk
+    if frozen < 0:
+        return weight
+    if weight >= 0:
+        for chunk in range(s[FROZEN], s[CHUNKS]):
+            if is_ready(s, F, chunk) and not fits(s, chunk):
+                return weight
+    return frozen
+
+
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``adaptive``, which alternates ready F and B, and otherwise runs W."""
+    """Applies the rule ``adaptive``, which alternates ready F and B, and otherwise fills waits."""
     forward = next_forward(s, hint)
     backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
         return forward
-    return backward if backward >= 0 else deepest_ready(s, W)
+    return backward if backward >= 0 else filler(s, deepest_ready(s, W))
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:

@@ -155,6 +155,7 @@ def simulate(
     weight_pieces: int = 0,
     beside: bool = False,
     num_slices: int = 1,
+    frozen_stages: int = 0,
 ) -> SimResult:
     """Simulates one step.
 
@@ -179,6 +180,8 @@ def simulate(
         beside: Whether an action may start while an action of another kind communicates.
         num_slices: Number of slices of each microbatch, if ``times`` contains durations per stage.
             A ``Workload`` in ``times`` contains its number of slices.
+        frozen_stages: Number of leading pipeline stages through which no gradient flows. They have
+            no backward passes, and run at most ``cap`` microbatches ahead of the next stage.
 
     Returns:
         Times, idle fractions and peak memory of all ranks.
@@ -206,6 +209,7 @@ def simulate(
             weight_pieces=weight_pieces,
             beside=beside,
             num_slices=workload.num_slices,
+            frozen_stages=frozen_stages,
         )
         for rank in range(placement.num_ranks)
     ]

@@ -19,6 +19,9 @@ from megatron.adaptive.schedule.rank_kernel import (
     CHUNKS,
     DONE,
     FINISHED,
+    FROZEN,
+    ITEMS,
+    LEAD,
     PIECES,
     STARTED,
     TOTAL,
@@ -282,9 +285,33 @@ def decide(world: World, rank: int, now: int) -> bool:
     world.codes[rank][index] = picked
     world.starts[rank][index] = now
     world.running[slot] = code
+    if kind == F and stage > 0:
+        acknowledge(world, rank, stage, lane_count(s, F, chunk), now)
     start(s, kind, chunk)
     compute(world, slot, now)
     return True
+
+
+def is_frozen(world: World, stage: int) -> bool:
+    """Returns whether no gradient flows through ``stage``, so that it has no B."""
+    return stage // len(world.states) < world.states[world.first_ranks[stage]][FROZEN]
+
+
+def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> None:
+    """Acknowledges the output of a frozen previous stage, which an F of ``stage`` takes.
+
+    The frozen stage does not wait for its last outputs, so they are not acknowledged.
+    """
+    target = world.first_ranks[stage - 1]
+    s = world.states[target]
+    if not is_frozen(world, stage - 1) or item + s[LEAD] >= s[ITEMS]:
+        return
+    stages = len(world.first_ranks)
+    total = world.total[0]
+    arrival = now
+    if rank != target:
+        arrival += world.delays[(B * stages + stage) * total + item]
+    heap_push(world, arrival, (B * stages + stage - 1) * total + item)
 
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
@@ -293,7 +320,7 @@ def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: i
     ranks = len(world.states)
     total = world.total[0]
     to = stage + 1 if kind == F else stage - 1
-    if to < 0 or to >= stages:
+    if to < 0 or to >= stages or (kind == B and is_frozen(world, to)):
         return
     whole = whole_of(world, rank, stage, microbatch)
     event = (kind * stages + to) * total + whole

@@ -6,6 +6,7 @@ determine how many layers a stage has, and in which order a rank runs its action
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -121,3 +122,33 @@ class Placement:
         stage = self.stage_of(rank, chunk) + way
         exists = kind is not ActionKind.W and 0 <= stage < self.num_stages
         return self.locate(stage) if exists else None
+
+
+def frozen_stages_of(partition: Sequence[int], frozen_layers: int) -> int:
+    """Returns the number of leading stages that contain only frozen layers.
+
+    Args:
+        partition: Number of layers of each stage.
+        frozen_layers: Number of leading layers of the model through which no gradient flows.
+    """
+    stages = 0
+    layers = 0
+    for size in partition[:-1]:
+        layers += size
+        if layers > frozen_layers:
+            break
+        stages += 1
+    return stages if frozen_layers else 0
+
+
+def check_frozen_stages(frozen_stages: int, placement: Placement) -> None:
+    """Checks the number of leading stages through which no gradient flows.
+
+    Raises:
+        ScheduleError: The number is negative, or no stage with a backward pass is left.
+    """
+    if not 0 <= frozen_stages < placement.num_stages:
+        raise ScheduleError(
+            f"frozen_stages must be from 0 to {placement.num_stages - 1}, because the last stage "
+            f"computes the loss, got {frozen_stages}"
+        )

@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.action import SliceCounts, item_count
+from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.block_index import Block, FileIndex, index_file, read_blocks
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
 from megatron.adaptive.trace.span_columns import TraceTable, match_messages
@@ -180,8 +181,25 @@ class RankTrace:
         if not blocks or not all(block.is_whole for block in blocks):
             return False
         items = item_count(self.num_microbatches[iteration], self.slices(iteration))
-        needed = self.header.num_chunks * items
-        return all(sum(b.marker.count(kind) for b in blocks) >= needed for kind in ("F", "B"))
+        chunks = {"F": self.header.num_chunks, "B": self.header.num_chunks - self._frozen_chunks}
+        return all(
+            sum(b.marker.count(kind) for b in blocks) >= count * items
+            for kind, count in chunks.items()
+        )
+
+    @property
+    def _frozen_chunks(self) -> int:
+        """Number of chunks of this rank that run no backward passes."""
+        header = self.header
+        if not header.frozen_stages:
+            return 0
+        placement = Placement(
+            num_ranks=header.num_ranks,
+            num_chunks=header.num_chunks,
+            kind="v" if header.placement == "v" else "loop",
+        )
+        stages = (placement.stage_of(header.pp_rank, n) for n in range(header.num_chunks))
+        return sum(stage < header.frozen_stages for stage in stages)
 
     def clock_jumps(self) -> tuple[int, ...]:
         """Returns the iterations before which the rank's clock was set back.

@@ -270,6 +270,8 @@ class TraceHeader:
             distributed over replicas; empty in traces of other programs.
         token_ranks: Number of tensor-parallel ranks that share the tokens of a sequence; 1 without
             sequence parallelism, 0 if unknown.
+        frozen_stages: Number of leading stages that run no backward passes, because no gradient
+            flows through them.
     """
 
     run: str
@@ -300,6 +302,7 @@ class TraceHeader:
     order: str = ""
     dealing: str = ""
     token_ranks: int = 0
+    frozen_stages: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -543,7 +546,8 @@ def is_item(number: int, num_slices: SliceCounts) -> bool:
     return 0 <= number < item_count(len(num_slices), num_slices)
 
 
-_ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1, "token_ranks": 0}
+_ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1}
+_ADDED |= dict.fromkeys(("token_ranks", "frozen_stages"), 0)
 _ADDED |= dict.fromkeys(("device", "transport", "order", "dealing"), "")
 """Maps header fields that older files do not contain to their default values."""
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"

@@ -454,12 +454,14 @@ class RecordedStep:
             split.
         slices: Number of slices of each microbatch. If microbatches are split, the last axis of
             both arrays contains the slices of all microbatches.
+        frozen_stages: Number of leading stages that run no backward passes.
     """
 
     durations_s: Floats
     delays_ps: Ints
     pieces: int
     slices: SliceCounts = 1
+    frozen_stages: int = 0
 
     @property
     def costs_s(self) -> list[float]:
@@ -468,7 +470,12 @@ class RecordedStep:
 
     def with_microbatches(self, order: Sequence[int]) -> RecordedStep:
         """Returns a step that runs the microbatches listed in ``order``, in that order."""
-        return RecordedStep(self.durations_s[:, :, order], self.delays_ps[:, :, order], self.pieces)
+        return replace(
+            self,
+            durations_s=self.durations_s[:, :, order],
+            delays_ps=self.delays_ps[:, :, order],
+            slices=1,
+        )
 
     def simulated_s(self, header: TraceHeader, slices: int = 1) -> float:
         """Simulates the step under the run's schedule, and returns its time in seconds.
@@ -489,6 +496,7 @@ class RecordedStep:
             self.pieces,
             "v" if header.placement == "v" else "loop",
         )
+        candidate = replace(candidate, frozen_stages=self.frozen_stages)
         actions = durations[0].size * (2 + self.pieces)
         return simulated_s(candidate, durations, delays, counts, actions)
 
@@ -514,6 +522,9 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     np.add.at(durations, cell, times_s[rows[work]])
     np.add.at(counts, cell, 1)
     pieces = int(counts[2].max())
+    # Leading stages without B are frozen: no gradient flows through them.
+    frozen = int((counts[1].sum(axis=1) > 0).argmax())
+    counts[1, :frozen] = 1
     # A stage whose parameters are all frozen has no W.
     if (counts[:2] != 1).any() or not np.isin(counts[2], (0, pieces)).all():
         return None
@@ -525,7 +536,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     slices = _slices_of(ops, rows)
     if sum(counts_of(shape[2], slices)) != shape[2]:
         return None
-    return RecordedStep(durations, delays, pieces, slices)
+    return RecordedStep(durations, delays, pieces, slices, frozen)
 
 
 def _slices_of(ops: Operations, rows: Ints) -> SliceCounts:

@@ -1,0 +1,231 @@
+"""Chooses the partition of a pipeline at its start, from the costs of segments.
+
+If all segments have forward and backward passes, the partition with the fastest slowest stage is
+close to the best. No backward pass follows the forward pass of a frozen encoder, so it can run
+while its rank would wait. If there are frozen segments, partitions near the balanced partition are
+simulated under the pipeline's schedule, and the fastest is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from megatron.adaptive.engine.policy_factory import Orders
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.modules.cutting import balanced
+from megatron.adaptive.modules.recording import SampledModel
+from megatron.adaptive.modules.recordings import Example, frozen_segments_of, work_by_action
+from megatron.adaptive.modules.segments import measure_segments
+from megatron.adaptive.modules.tape import Tape
+from megatron.adaptive.planner.choose_partition import (
+    Loads,
+    Times,
+    charged_wholly,
+    improved,
+    simulated_step,
+)
+from megatron.adaptive.schedule.stage_placement import Placement
+
+_REPEATS = 3
+
+SegmentTimes = tuple[Times, ...]
+"""Times of each segment's forward pass, backward pass and separate weight gradients, in seconds."""
+
+
+class FirstPartition:
+    """Measures segments, and divides them among the stages of a pipeline.
+
+    Args:
+        orders: Object that determines the order in which ranks run their actions.
+    """
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
+    @property
+    def placement(self) -> Placement:
+        """Returns the assignment of stages to ranks."""
+        return self._orders.placement
+
+    def measure(self, model: SampledModel, examples: Sequence[Example]) -> SegmentTimes:
+        """Returns the times of each segment, averaged over the microbatches of the sample.
+
+        The time of weight gradients is estimated from the time of the whole backward pass and the
+        counted operations.
+
+        Args:
+            model: Model with all its parameters.
+            examples: Recordings of the sample batch.
+        """
+        totals = [(0.0, 0.0, 0.0)] * examples[0].forwards.training.num_segments
+        count = sum(example.count for example in examples)
+        for example in examples:
+            tape = example.forwards.training
+            samples = measure_segments(
+                model, tape, example.microbatch, model.device, split=False, repeats=_REPEATS
+            )
+            share = example.count / count
+            works = work_by_action(tape)
+            for segment, (sample, work) in enumerate(zip(samples, works, strict=True)):
+                backward = work.backward + work.weight
+                is_split = self._orders.weight_pieces > 0 and backward > 0
+                weight_s = sample.backward_s * work.weight / backward if is_split else 0.0
+                forward, inputs, weights = totals[segment]
+                totals[segment] = (
+                    forward + sample.forward_s * share,
+                    inputs + (sample.backward_s - weight_s) * share,
+                    weights + weight_s * share,
+                )
+        return tuple(totals)
+
+    def choose(
+        self,
+        examples: Sequence[Example],
+        costs: Sequence[float],
+        times: SegmentTimes,
+        *,
+        num_microbatches: int,
+    ) -> tuple[int, ...]:
+        """Returns the number of segments in each stage.
+
+        Args:
+            examples: Recordings of the sample batch.
+            costs: Cost of each segment, in any unit.
+            times: Times of each segment for a microbatch; empty if they are not measured.
+            num_microbatches: Number of microbatches per step of a pipeline.
+
+        Raises:
+            ConfigError: If a cost is negative or not finite, or there are too few segments.
+        """
+        tapes = [tape for example in examples for tape in example.forwards.tapes.values()]
+        together = segments_with_one_buffer(tapes)
+        start = balanced_together(costs, self.placement.num_stages, together)
+        frozen = frozen_segments_of(example.forwards for example in examples)
+        if not times or not frozen:
+            return start
+        return quickest_partition(
+            start,
+            times,
+            self._orders,
+            num_microbatches=num_microbatches,
+            frozen_segments=frozen,
+            together=together,
+        )
+
+
+def quickest_partition(
+    start: tuple[int, ...],
+    times: Sequence[Times],
+    orders: Orders,
+    *,
+    num_microbatches: int,
+    frozen_segments: int,
+    together: Sequence[range] = (),
+) -> tuple[int, ...]:
+    """Returns the partition near ``start`` whose simulated step is the shortest.
+
+    Args:
+        start: Number of segments in each stage, from which the search starts.
+        times: Times of each segment for a microbatch, in seconds.
+        orders: Object that determines the order in which ranks run their actions.
+        num_microbatches: Number of microbatches per step of a pipeline.
+        frozen_segments: Number of leading segments through which no gradient flows.
+        together: Ranges of segments that must be in the same stage.
+    """
+    placement = orders.placement
+    loads = Loads(
+        placement=placement,
+        partition=start,
+        layer_s=(tuple(times),) * placement.num_ranks,
+        beside_s=((0.0, 0.0, 0.0),) * placement.num_stages,
+        most_layers=(math.inf,) * placement.num_ranks,
+        kinds=tuple(range(len(times))),
+        frozen_layers=frozen_segments,
+    )
+    costs = charged_wholly([sum(each) for each in times], frozen_segments)
+    wholly = balanced_together(costs, placement.num_stages, together)
+    step_s = simulated_step(loads, orders.candidate(num_microbatches), num_microbatches)
+
+    def allowed_s(partition: tuple[int, ...]) -> float:
+        borders = itertools.accumulate(partition[:-1])
+        splits = any(
+            segments.start < border < segments.stop for border in borders for segments in together
+        )
+        return math.inf if splits or min(partition) < 1 else step_s(partition)
+
+    try:
+        return improved((start, wholly), allowed_s)[0]
+    except ScheduleError:
+        # The schedule does not support this number of microbatches.
+        return start
+
+
+def balanced_together(
+    weights: Sequence[float], num_stages: int, together: Sequence[range]
+) -> tuple[int, ...]:
+    """Divides segments among stages like :func:`balanced`, but keeps some segments together.
+
+    Args:
+        weights: Cost of each segment, in any unit; non-negative.
+        num_stages: Number of stages, each of which gets at least one segment.
+        together: Disjoint ascending ranges of segments that must be in the same stage.
+
+    Returns:
+        Number of segments in each stage. If the ranges leave fewer pieces than stages, the result
+        is the same as from :func:`balanced`.
+    """
+    begins = {segments.start: segments for segments in together}
+    pieces: list[range] = []
+    segment = 0
+    while segment < len(weights):
+        pieces.append(begins.get(segment, range(segment, segment + 1)))
+        segment = pieces[-1].stop
+    if len(pieces) < num_stages or len(pieces) == len(weights):
+        return balanced(weights, num_stages)
+    costs = [sum(weights[segment] for segment in piece) for piece in pieces]
+    sizes = iter(map(len, pieces))
+    return tuple(sum(next(sizes) for _ in range(count)) for count in balanced(costs, num_stages))
+
+
+def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
+    """Returns the segments that must be in one stage, because they share a buffer that changes.
+
+    Args:
+        tapes: Recordings of the model with the same cut points.
+
+    Returns:
+        Disjoint ascending ranges of at least two segments.
+    """
+    # Training changes buffers that evaluation only reads, so look at all recordings together.
+    users: dict[str, set[int]] = {}
+    changed: set[str] = set()
+    for tape in tapes:
+        # Buffers that share memory count as one buffer.
+        names: dict[int, str] = {}
+        for value in tape.values:
+            if value.source == "buffer" and value.storage:
+                names[value.storage] = min(value.name, names.get(value.storage, value.name))
+        for call in tape.calls:
+            read = {
+                names.get(value.storage, value.name)
+                for value in (tape.values[number] for number in call.reads)
+                if value.source == "buffer"
+            }
+            written = {tape.values[old].storage for old, _ in call.changes} & names.keys()
+            changed.update(names[storage] for storage in written)
+            for name in read.union(names[storage] for storage in written):
+                users.setdefault(name, set()).add(call.segment)
+    spans = [
+        range(min(used), max(used) + 1)
+        for name, used in users.items()
+        if name in changed and len(used) > 1
+    ]
+    merged: list[range] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if merged and span.start < merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, span.stop))
+        else:
+            merged.append(span)
+    return merged
