@@ -308,7 +308,13 @@ def open_trace(
         frozen_stages=frozen_stages,
     )
     sender = None if collector is None else SpanSender(collector, header)
-    recorder = Recorder(folder, header, sender)
+    return _begin_trace(Recorder(folder, header, sender), header, job, counters)
+
+
+def _begin_trace(
+    recorder: Recorder, header: TraceHeader, job: Job, counters: MachineCounters
+) -> Tracing:
+    """Starts to synchronize the clocks of the ranks, and returns this rank's trace."""
     sync = start_clock_sync(
         rank=job.rank,
         clock_id=header.clock,
@@ -316,7 +322,7 @@ def open_trace(
         gather=job.gather,
         deliver=recorder.add_clock_samples,
     )
-    return Tracing(recorder, accelerator.clock(), sync, counters)
+    return Tracing(recorder, job.accelerator.clock(), sync, counters)
 
 
 def _machine_counters(job: Job) -> MachineCounters:
