@@ -514,7 +514,7 @@ def segments_and_collectives_are_traced() -> None:
                 assert min(of_segments) > 0
                 assert sum(of_segments) <= table.duration_ns[table.where(kind)].sum()
             kinds = {group.kind: group.size for group in trace.collectives(iteration)}
-            assert kinds["data"] == 2
+            assert (kinds["data"], kinds["optimizer"]) == (2, RANKS)
             assert any(kind.startswith("shared weights 0-1") for kind in kinds)
     require_refused(
         partial(make, trace_dir="x", trace_detail="layer"), "not one of actions, layers"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from megatron.adaptive.schedule.microbatch_assignment import deal
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
 from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.trace_format import TraceHeader
+from megatron.adaptive.trace.whatif import content as content_module
 from megatron.adaptive.trace.whatif.answers import what_if
+from megatron.adaptive.trace.whatif.operations import pipelines_of, read_operations
 from megatron.adaptive.trace.whatif.result import WhatIf
 from tests.support import synthetic_trace
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
@@ -52,15 +56,25 @@ class ContentRun:
         schedule: Name of the schedule.
         order: Value of the setting ``order``.
         dealing: Value of the setting ``dealing``.
+        group: Number by which each replica's number of microbatches is divisible.
+        is_sized: Whether the activations of microbatches have different sizes.
     """
 
     def __init__(
-        self, partition: Sequence[int], schedule: str, order: str = "given", dealing: str = "turns"
+        self,
+        partition: Sequence[int],
+        schedule: str,
+        order: str = "given",
+        dealing: str = "turns",
+        group: int = 1,
+        is_sized: bool = False,
     ) -> None:
         self.partition = tuple(partition)
         self.schedule = schedule
         self.order = order
         self.dealing = dealing
+        self.group = group
+        self.is_sized = is_sized
 
     def shares(self, step: int) -> list[list[int]]:
         """Returns the microbatches of each replica from the whole batch, in execution order."""
@@ -68,13 +82,18 @@ class ContentRun:
         numbers = range(len(costs))
         shares = [list(numbers[replica::REPLICAS]) for replica in range(REPLICAS)]
         if self.dealing != "turns":
-            shares = [list(share) for share in deal([costs] * REPLICAS)]
+            shares = [list(share) for share in deal([costs] * REPLICAS, group=self.group)]
         if self.order != "given":
             shares = [
                 [share[index] for index in order_by_cost([costs[n] for n in share], RANKS)]
                 for share in shares
             ]
         return shares
+
+    def sizes(self, step: int, replica: int) -> list[int]:
+        """Returns the activation bytes of each microbatch of a replica, in execution order."""
+        contents = CONTENT[step].sum(axis=0)
+        return [round(1e6 * contents[number]) for number in self.shares(step)[replica]]
 
     def draw(
         self, run: SyntheticRun, placement: Placement, iteration: int, replica: int, seed: int
@@ -86,6 +105,7 @@ class ContentRun:
             for end, size in zip(ends, self.partition, strict=True)
         ]
         share = self.shares(iteration - 1)[replica]
+        sizes = self.sizes(iteration - 1, replica)
         durations = np.stack(stages, axis=1)[:, :, share]
         if not run.weight_pieces:
             durations[1] += durations[2]
@@ -95,6 +115,7 @@ class ContentRun:
             durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
             delays_ps=np.full(shape, round(DELAY_S * PS_PER_S)),
             occupancy_ps=np.zeros((RANKS, RANKS), dtype=np.int64),
+            sizes=tuple(np.array(sizes) / np.mean(sizes)) if self.is_sized else (),
         )
         return work, np.zeros(len(share))
 
@@ -115,8 +136,18 @@ class ContentRun:
         for path in folder.iterdir():
             first, rest = path.read_text().split("\n", 1)
             settings = {"order": self.order, "dealing": self.dealing, **sizes, **header}
-            path.write_text(json.dumps({**json.loads(first), **settings}) + "\n" + rest)
+            former = json.loads(first)
+            if self.is_sized:
+                rest = "\n".join(self._sized(line, former["dp_rank"]) for line in rest.split("\n"))
+            path.write_text(json.dumps({**former, **settings}) + "\n" + rest)
         return what_if(read_run(folder))
+
+    def _sized(self, line: str, replica: int) -> str:
+        """Adds sizes to ``line`` of a trace file if it is the marker of an iteration."""
+        if not line.startswith('{"begin_iteration"'):
+            return line
+        marker = json.loads(line)
+        return json.dumps({**marker, "sizes": self.sizes(marker["begin_iteration"] - 1, replica)})
 
     def recorded_s(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
         """Writes the traces of the run, and returns the mean time of its steps in seconds."""
@@ -136,15 +167,24 @@ def step_of(answer: WhatIf, text: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "former"), [("1f1b", (4, 4, 4, 4)), ("adaptive", (2, 2, 2, 2, 1, 1, 1, 5))]
+    ("schedule", "former", "is_sized"),
+    [
+        ("1f1b", (4, 4, 4, 4), False),
+        ("adaptive", (2, 2, 2, 2, 1, 1, 1, 5), False),
+        ("adaptive", (2, 2, 2, 2, 1, 1, 1, 5), True),
+    ],
 )
 def test_predictions_are_the_times_of_runs_with_these_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, former: tuple[int, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    schedule: str,
+    former: tuple[int, ...],
+    is_sized: bool,
 ) -> None:
-    answer = ContentRun(former, schedule).write(tmp_path / "now", monkeypatch)
+    answer = ContentRun(former, schedule, is_sized=is_sized).write(tmp_path / "now", monkeypatch)
     assert answer.launch_slowdown == pytest.approx(1.0, abs=0.01)
     by_flag = {repair.flag: repair.step_s for repair in answer.repairs}
-    ordered = ContentRun(former, schedule, order="time")
+    ordered = ContentRun(former, schedule, order="time", is_sized=is_sized)
     ordered_s = ordered.recorded_s(tmp_path / "ordered", monkeypatch)
     # The analysis does not list an order that saves no time.
     predicted_s = by_flag.get('order="time"', answer.recorded_s.mean())
@@ -157,7 +197,8 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
     assert named is not None
     partition = tuple(map(int, named[1].split("-")))
     assert sum(partition) == SEGMENTS
-    moved_s = ContentRun(partition, schedule).recorded_s(tmp_path / "moved", monkeypatch)
+    moved = ContentRun(partition, schedule, is_sized=is_sized)
+    moved_s = moved.recorded_s(tmp_path / "moved", monkeypatch)
     assert better.step_s == pytest.approx(moved_s, rel=0.02)
     assert better.step_s < answer.recorded_s.mean() * 0.99
     assert not [r for r in answer.repairs if "--" in r.flag]
@@ -192,6 +233,34 @@ def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     for text in ("ordered", "dealt"):
         assert not [r for r in both.repairs if text in r.description]
+
+
+def test_dealing_keeps_the_groups_of_a_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that replicas get multiples of the pipeline size if the schedule requires it."""
+    batches: list[Any] = []
+    for seed in range(10_000):
+        random = np.random.default_rng(seed)
+        batch = np.array([random.lognormal(0.0, 1.0, REPLICAS * MICROBATCHES), [1.0] * 16])
+        costs = [batch.sum(axis=0).tolist()] * REPLICAS
+        free, grouped = (len(deal(costs, group=group)[0]) for group in (1, RANKS))
+        # The generator of synthetic traces requires equal numbers on all replicas.
+        if free % RANKS and grouped == MICROBATCHES:
+            batches.append(batch)
+        if len(batches) == STEPS:
+            break
+    monkeypatch.setattr(f"{__name__}.CONTENT", np.stack(batches))
+    even = (SEGMENTS // (2 * RANKS),) * (2 * RANKS)
+    answer = ContentRun(even, "interleaved").write(tmp_path / "now", monkeypatch)
+    dealt = ContentRun(even, "interleaved", dealing="time", group=RANKS)
+    dealt_s = dealt.recorded_s(tmp_path / "dealt", monkeypatch)
+    # The analysis lists only settings that save time, and groups are too coarse to do so here.
+    run = read_run(tmp_path / "now")
+    ops = read_operations(run, pipelines_of(run), run.iterations)
+    saved_s = content_module.content_answers(run, [ops]).saved_s
+    saved = saved_s["microbatches dealt over replicas by cost", 'dealing="time"']
+    assert answer.recorded_s.mean() - saved == pytest.approx(dealt_s, rel=0.01)
 
 
 def test_equal_content_needs_neither_order_nor_dealing(
@@ -231,3 +300,33 @@ def test_no_partition_is_searched_if_a_header_does_not_name_that_of_the_run(
     answer = run.write(tmp_path, monkeypatch, layers=(8, 8), layer_work=[])
     assert 'order="time"' in [repair.flag for repair in answer.repairs]
     assert not [repair for repair in answer.repairs if "instead of" in repair.description]
+
+
+class MeasuredSegments:
+    """Trace of a rank with the times of its segments, as ``RankTrace`` has them."""
+
+    iterations = (1, 2)
+
+    def layers(self, iteration: int) -> list[tuple[int, int, int, int]]:
+        """Returns index, forward and backward ns, and passes of each segment."""
+        return [(0, 30, 0, 1), (1, 30, 0, 1), (2, 10, 20, 1), (3, 30, 60, 1)]
+
+
+def test_forward_and_backward_of_a_stage_are_divided_separately() -> None:
+    """Checks that frozen segments, which have no backward pass, get no part of its time."""
+    header = TraceHeader(
+        run="",
+        rank=0,
+        world_size=1,
+        pp_rank=0,
+        num_ranks=1,
+        num_chunks=2,
+        num_microbatches=1,
+        schedule="1f1b",
+        layers=(1, 3),
+    )
+    run: Any = SimpleNamespace(ranks={0: MeasuredSegments()})
+    forward, backward, weight = content_module._segment_shares(run, header)
+    assert forward == pytest.approx([1, 3 / 7, 1 / 7, 3 / 7])
+    assert backward == pytest.approx([1, 0, 0.25, 0.75])
+    assert weight == pytest.approx([1, 0.2, 0.2, 0.6])

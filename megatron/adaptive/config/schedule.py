@@ -412,25 +412,23 @@ class ScheduleConfig:
             iterations_done: Number of iterations that this process has completed since it started.
                 Iterations before a loaded checkpoint do not count.
         """
-        if self.trace_dir is None or iterations_done % self.trace_interval != 0:
-            return False
-        traced = iterations_done // self.trace_interval
-        return self.trace_iterations is None or traced < self.trace_iterations
+        return self.trace_dir is not None and is_next_traced(
+            iterations_done, self.trace_interval, self.trace_iterations
+        )
+
+
+def is_next_traced(iterations_done: int, interval: int, most: int | None) -> bool:
+    """Returns whether the next iteration is recorded in a trace.
+
+    Args:
+        iterations_done: Number of iterations that this process has completed since it started.
+        interval: Number of iterations from one traced iteration to the next.
+        most: Maximum number of traced iterations; ``None`` for no limit.
+    """
+    traced, rest = divmod(iterations_done, interval)
+    return rest == 0 and (most is None or traced < most)
 
 
 def trace_details(chosen: str) -> tuple[str, ...]:
     """Returns the details that the value ``chosen`` of ``--trace-detail`` includes."""
     return TRACE_DETAILS[: TRACE_DETAILS.index(chosen) + 1]
-
-
-def check_no_kernels(trace_detail: str) -> None:
-    """Checks that a trace excludes kernels, which only the trainer and the plug-in record.
-
-    Raises:
-        ConfigError: The detail is ``kernels``.
-    """
-    if trace_detail == "kernels":
-        raise ConfigError(
-            "trace_detail must not be 'kernels', because a Pipeline records no kernels; use "
-            "'collectives', or record the loop with record_trace(folder, model)"
-        )

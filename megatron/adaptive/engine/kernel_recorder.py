@@ -35,15 +35,24 @@ class KernelRecorder:
         iterations: Indices of the iterations to record.
         on_gpu: Whether the rank computes on a GPU.
         say: Function that prints a line of text.
+        setting: Setting that turns the recorder on, as users write it.
     """
 
     def __init__(
-        self, folder: str, rank: int, iterations: range, *, on_gpu: bool, say: Callable[[str], None]
+        self,
+        folder: str,
+        rank: int,
+        iterations: range,
+        *,
+        on_gpu: bool,
+        say: Callable[[str], None],
+        setting: str = "--trace-detail kernels",
     ) -> None:
         self._file = KernelFile(Path(folder), rank)
         self._iterations = iterations
         self._on_gpu = on_gpu
         self._say = say
+        self._setting = setting
         self._outage = Outage("kernels of the trace", "kernels")
         self._running: Any = None
         self._iteration = 0
@@ -57,8 +66,7 @@ class KernelRecorder:
         if torch.autograd._profiler_enabled():
             self._say(
                 f"kernels of iteration {iteration} are not recorded, because another "
-                "torch.profiler is running in this process; stop it, or remove --trace-detail "
-                "kernels"
+                f"torch.profiler is running in this process; stop it, or remove {self._setting}"
             )
             return
         activities = [profiler.ProfilerActivity.CPU]

@@ -148,6 +148,7 @@ class Tracing:
         is_traced: bool,
         lengths: Lengths = (),
         slices: tuple[int, ...] = (),
+        sizes: tuple[int, ...] = (),
     ) -> None:
         """Begins an iteration, to which later spans are added.
 
@@ -158,6 +159,8 @@ class Tracing:
             lengths: Length of each microbatch of the iteration in tokens, or empty if all are
                 equal.
             slices: Number of slices of each microbatch, or empty if the trace's header contains it.
+            sizes: Approximate size in bytes of the activations of each microbatch, or empty if all
+                microbatches have the same size.
         """
         self._traced = None
         self._in_step = True
@@ -175,7 +178,12 @@ class Tracing:
             return
         self._begun_ns = time.monotonic_ns()
         self.recorder.begin_iteration(
-            iteration, num_microbatches, start_ns=self._begun_ns, lengths=lengths, slices=slices
+            iteration,
+            num_microbatches,
+            start_ns=self._begun_ns,
+            lengths=lengths,
+            slices=slices,
+            sizes=sizes,
         )
         if self.recorder.is_recording:
             self._traced = self._iteration

@@ -8,10 +8,15 @@ from typing import Any, Literal, TypedDict, cast
 
 import torch
 
-from megatron.adaptive.config.flags import check_values, fields_of
+from megatron.adaptive.config.flags import assign, check_values, fields_of
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.config.schedule import ScheduleConfig, check_no_kernels
+from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.trace_settings import (
+    check_collector,
+    checked_profile_ranks,
+    require_profiled_steps,
+)
 from megatron.adaptive.engine.executor_setup import require_equal_settings
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import ConfigError
@@ -64,6 +69,8 @@ _ALIKE = (
     "micro_batch_size",
     "batch_size",
     "trace_detail",
+    "trace_interval",
+    "trace_iterations",
     "schedule",
     "chunks",
     "activation_cap",
@@ -130,7 +137,15 @@ class PipelineSettings(SampledModel):
         transport: Settings of the connections between processes; ``None`` uses the defaults.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each segment, ``collectives`` to also add each collective.
+            and backward of each segment, ``collectives`` to also add each collective, ``kernels``
+            to also add operators (CPU) or kernels (GPU) of single steps on single processes.
+        trace_interval: Number of steps from one traced step to the next; 1 traces every step.
+        trace_iterations: Number of traced steps after which tracing stops; ``None`` for no limit.
+        trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
+            runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
+        profile_ranks: Ranks of the processes that record kernels.
+        profile_step_start: First step whose kernels are recorded, counted from 1.
+        profile_step_end: Step after the last step whose kernels are recorded.
         timeout_s: Maximum time in seconds to wait for another process.
         hang_after_s: Time in seconds without progress after which the process that blocks all other
             processes is reported. 0 disables the report. ``None`` uses 10 times the median step
@@ -161,6 +176,12 @@ class PipelineSettings(SampledModel):
     transport: TransportConfig | None = None
     trace_dir: str | None = None
     trace_detail: str = "actions"
+    trace_interval: int = 1
+    trace_iterations: int | None = None
+    trace_otlp: str | None = None
+    profile_ranks: Sequence[int] = (0,)
+    profile_step_start: int = 10
+    profile_step_end: int = 12
     timeout_s: float = 600.0
     hang_after_s: float | None = None
     on_hang: str = "report"
@@ -169,6 +190,7 @@ class PipelineSettings(SampledModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rules(self.order, self.dealing)
+        assign(self, "profile_ranks", checked_profile_ranks(self.profile_ranks))
         if self.initialize is None and is_on_meta(self.model):
             named = (*self.model.named_parameters(), *self.model.named_buffers())
             name = next(name for name, tensor in named if tensor.is_meta)
@@ -199,8 +221,23 @@ def check_settings(request: PipelineSettings) -> None:
     """
     values = {name: getattr(request, name) for name in _LIKE_FLAGS}
     check_values(values, {spec.dest: spec for spec in fields_of(ScheduleConfig)})
-    check_no_kernels(request.trace_detail)
     require_whole(1, max_recordings=request.max_recordings)
+    _check_traced(request)
+
+
+def _check_traced(request: PipelineSettings) -> None:
+    """Checks which steps are traced and profiled, and the collector of the trace.
+
+    Raises:
+        ConfigError: If a value is invalid, or a collector is named without a trace.
+    """
+    require_whole(1, trace_interval=request.trace_interval)
+    if request.trace_iterations is not None:
+        require_whole(1, trace_iterations=request.trace_iterations)
+    first, end = request.profile_step_start, request.profile_step_end
+    require_whole(0, profile_step_start=first, profile_step_end=end)
+    require_profiled_steps(first, end)
+    check_collector(request.trace_otlp, request.trace_dir)
 
 
 class PipelineOptions(TypedDict, total=False):
@@ -232,7 +269,13 @@ class PipelineOptions(TypedDict, total=False):
     seed: int
     transport: TransportConfig | None
     trace_dir: str | None
-    trace_detail: Literal["actions", "layers", "collectives"]
+    trace_detail: Literal["actions", "layers", "collectives", "kernels"]
+    trace_interval: int
+    trace_iterations: int | None
+    trace_otlp: str | None
+    profile_ranks: Sequence[int]
+    profile_step_start: int
+    profile_step_end: int
     timeout_s: float
     hang_after_s: float | None
     on_hang: Literal["report", "end"]

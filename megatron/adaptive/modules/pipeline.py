@@ -159,7 +159,15 @@ class Pipeline:
         transport: Settings of the connections between processes; ``None`` uses the defaults.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each segment, ``collectives`` to also add each collective.
+            and backward of each segment, ``collectives`` to also add each collective, ``kernels``
+            to also add operators (CPU) or kernels (GPU) of single steps on single processes.
+        trace_interval: Number of steps from one traced step to the next; 1 traces every step.
+        trace_iterations: Number of traced steps after which tracing stops; ``None`` for no limit.
+        trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
+            runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
+        profile_ranks: Ranks of the processes that record kernels.
+        profile_step_start: First step whose kernels are recorded, counted from 1.
+        profile_step_end: Step after the last step whose kernels are recorded.
         timeout_s: Maximum time in seconds to wait for another process.
         hang_after_s: Time in seconds without progress after which the process that blocks all other
             processes is reported. 0 disables the report. ``None`` uses 10 times the median step
@@ -226,7 +234,13 @@ class Pipeline:
         seed: int = 1234,
         transport: TransportConfig | None = None,
         trace_dir: str | None = None,
-        trace_detail: Literal["actions", "layers", "collectives"] = "actions",
+        trace_detail: Literal["actions", "layers", "collectives", "kernels"] = "actions",
+        trace_interval: int = 1,
+        trace_iterations: int | None = None,
+        trace_otlp: str | None = None,
+        profile_ranks: Sequence[int] = (0,),
+        profile_step_start: int = 10,
+        profile_step_end: int = 12,
         timeout_s: float = 600.0,
         hang_after_s: float | None = None,
         on_hang: Literal["report", "end"] = "report",
@@ -299,14 +313,15 @@ class Pipeline:
         from megatron.adaptive.modules.pretrained_saving import save_pretrained
 
         path = Path(folder)
-        save_pretrained(
-            path,
-            self.model,
-            self._assembly.held,
-            self._mesh,
-            source=self._source_folder,
-            shard_bytes=shard_bytes,
-        )
+        with self._tracing.host_span("checkpoint"):
+            save_pretrained(
+                path,
+                self.model,
+                self._assembly.held,
+                self._mesh,
+                source=self._source_folder,
+                shard_bytes=shard_bytes,
+            )
         return path
 
     def _begin(self, request: PipelineSettings) -> None:
@@ -502,7 +517,7 @@ class Pipeline:
         elif self._order_of_job is not None:
             raise ConfigError(NO_LOOP)
         self.steps += 1
-        self._tracing.begin_iteration(self.steps, count, is_traced=True)
+        self._trace.begin_step(self.steps, work)
         for parameter in self._update.parameters.values():
             parameter.grad = None
         self._maker.balance.begin(work.microbatches)
@@ -645,9 +660,10 @@ class Pipeline:
             CheckpointError: If the folder cannot be written, or is not shared.
             ConfigError: If ``extra``, ``keep`` or ``state`` is invalid.
         """
-        path: Path = self._checkpointer.save(
-            folder, self._head(extra), keep=keep, state=state or {}
-        )
+        with self._tracing.host_span("checkpoint"):
+            path: Path = self._checkpointer.save(
+                folder, self._head(extra), keep=keep, state=state or {}
+            )
         return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:

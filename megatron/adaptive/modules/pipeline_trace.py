@@ -9,19 +9,22 @@ to another folder before the first step of the new partition::
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.config.schedule import trace_details
+from megatron.adaptive.config.schedule import is_next_traced, trace_details
 from megatron.adaptive.engine.collective_meter import CollectiveMeter
 from megatron.adaptive.engine.executor_setup import open_trace
+from megatron.adaptive.engine.kernel_recorder import KernelRecorder
 from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.modules.assembly import Assembly, PipelineSettings
 from megatron.adaptive.modules.segment_meter import SegmentMeter, segments_of
 from megatron.adaptive.modules.sizes import SettledSizes
+from megatron.adaptive.modules.step_work import StepWork
 from megatron.adaptive.schedule.catalog import Candidate
 from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 
@@ -60,12 +63,31 @@ class PipelineTrace:
         if sizes.order is not None and self.folder is not None:
             self.folder = f"{self.folder}/epoch-{sizes.order.epoch}"
         self._meter: SegmentMeter | None = None
+        self._steps_here = 0
         self.tracing = self._open(assembly.partition)
 
     @property
     def meter(self) -> SegmentMeter | None:
         """Returns the object that times segments, or ``None`` if this step is not traced."""
         return self._meter if self.tracing.is_traced else None
+
+    def begin_step(self, step: int, work: StepWork) -> None:
+        """Begins a training step, which is traced unless ``trace_interval`` skips it.
+
+        Args:
+            step: Index of the step, from 1.
+            work: Microbatches of this replica, in the order in which they run.
+        """
+        request = self._request
+        self.tracing.begin_iteration(
+            step,
+            len(work.microbatches),
+            sizes=work.listed_sizes,
+            is_traced=is_next_traced(
+                self._steps_here, request.trace_interval, request.trace_iterations
+            ),
+        )
+        self._steps_here += 1
 
     def continue_with(self, partition: Sequence[int]) -> None:
         """Continues the trace in new files for ``partition``. All processes must call this.
@@ -108,12 +130,30 @@ class PipelineTrace:
                 placement=self._placement,
                 frozen_stages=frozen_stages_of(partition, assembly.frozen_segments),
             ).skipped_stages,
+            collector=request.trace_otlp,
         )
-        details = () if self.folder is None else trace_details(request.trace_detail)
-        clock = self._mesh.accelerator.clock()
+        if self.folder is not None:
+            self._add_details(tracing, self.folder, partition)
+        return tracing
+
+    def _add_details(self, tracing: Tracing, folder: str, partition: Sequence[int]) -> None:
+        """Adds the measurements that ``trace_detail`` requests to ``tracing``."""
+        request = self._request
+        mesh = self._mesh
+        details = trace_details(request.trace_detail)
+        clock = mesh.accelerator.clock()
         if "layers" in details:
-            segments = segments_of(partition, self._placement, self._mesh.pp_rank)
+            segments = segments_of(partition, self._placement, mesh.pp_rank)
             tracing.layers = self._meter = SegmentMeter(segments, clock)
         if "collectives" in details:
-            tracing.collectives = CollectiveMeter(assembly.update.process_groups(), clock)
-        return tracing
+            groups = self._assembly.update.process_groups()
+            tracing.collectives = CollectiveMeter(groups, clock)
+        if "kernels" in details and mesh.rank in request.profile_ranks:
+            tracing.kernels = KernelRecorder(
+                folder,
+                mesh.rank,
+                range(request.profile_step_start, request.profile_step_end),
+                on_gpu=mesh.accelerator.is_cuda,
+                say=functools.partial(print, flush=True),
+                setting="trace_detail='kernels'",
+            )

@@ -124,8 +124,7 @@ class Loop:
         self._waited_s = 0.0
         self._saves_behind = self._folder is not None and (async_save or local_folder is not None)
         self._group = dist.new_group(backend="gloo", timeout=mesh.timeout)
-        progress_folder = None if order is None else order.progress
-        self._progress = ProgressFile(progress_folder if self._is_first else None)
+        self._progress = self._open_progress(order)
         self._stop = StopRequest()
         self._progress.begins(pipeline.steps, total_steps)
         if loaded_s is not None:
@@ -210,8 +209,15 @@ class Loop:
         self._snapshots.before_update()
 
     def trace_begins_anew(self) -> None:
-        """Excludes the steps so far from later diagnoses, because their trace files were moved."""
+        """Continues with new trace files, after the files of the former partition were moved.
+
+        The steps so far are excluded from later diagnoses.
+        """
         self._diagnosis.begin_after(self._pipeline.steps)
+        # The former file was moved together with the trace.
+        self._progress.close()
+        self._progress = self._open_progress(None)
+        self._progress.begins(self._pipeline.steps, self._total, moved=True)
 
     def close(self) -> None:
         """Restores the signal handlers and closes the progress file.
@@ -234,6 +240,11 @@ class Loop:
             # Wait here, so that no other rank still uses the group when it is destroyed.
             dist.barrier(group=group)
             dist.destroy_process_group(group)
+
+    def _open_progress(self, order: JobOrder | None) -> ProgressFile:
+        """Opens the progress file, in the trace folder unless the job's launcher names a folder."""
+        folder = self._pipeline._trace.folder if order is None else order.progress
+        return ProgressFile(folder if self._is_first else None)
 
     def _report_copies(self, text: str) -> None:
         self._progress.report({"copies": text})
@@ -331,13 +342,14 @@ class Loop:
     def _save(self, *, is_behind: bool = False) -> None:
         begin_s = time.perf_counter()
         assert self._folder is not None
-        path = self._pipeline._checkpointer.save(
-            self._folder,
-            self._pipeline._head(self._extra),
-            keep=self._keep,
-            state=self._state,
-            is_behind=is_behind,
-        )
+        with self._pipeline._tracing.host_span("checkpoint"):
+            path = self._pipeline._checkpointer.save(
+                self._folder,
+                self._pipeline._head(self._extra),
+                keep=self._keep,
+                state=self._state,
+                is_behind=is_behind,
+            )
         self._saved_at = self._pipeline.steps
         waited_s = time.perf_counter() - begin_s
         # The background thread may have completed the previous checkpoint during this save. Report

@@ -89,8 +89,17 @@ class StepWork:
     @property
     def sizes(self) -> list[float] | None:
         """Returns the activation bytes of each microbatch, or ``None`` if all are equal."""
-        sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]
+        sizes = [float(size) for size in self._all_sizes]
         return None if len(set(sizes)) == 1 else sizes
+
+    @property
+    def listed_sizes(self) -> tuple[int, ...]:
+        """Returns the activation bytes of each microbatch of a list; empty for a dictionary."""
+        return self._all_sizes if self.is_listed else ()
+
+    @property
+    def _all_sizes(self) -> tuple[int, ...]:
+        return tuple(max(1, chunks.activation_bytes) for chunks in self.programs)
 
 
 class BatchForm:

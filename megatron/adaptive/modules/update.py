@@ -214,15 +214,20 @@ class Update:
                 )
 
     def process_groups(self) -> dict[str, Any]:
-        """Returns the process groups over which gradients are summed, by kind.
+        """Returns the process groups of the collectives after a step's passes, by kind.
 
-        Groups with a single rank are not included.
+        The group ``optimizer`` sums the losses and the gradient norm over all ranks. Groups with a
+        single rank are not included.
         """
         groups = {
             f"shared weights {'-'.join(map(str, positions))}": group
             for positions, group in self._groups.items()
         }
-        return groups | ({"data": self._mesh.dp_group} if self._mesh.dp_size > 1 else {})
+        if self._mesh.dp_size > 1:
+            groups["data"] = self._mesh.dp_group
+        if dist.get_world_size() > 1:
+            groups["optimizer"] = dist.group.WORLD
+        return groups
 
     def reduce(self, *, spares_unused: bool = False) -> None:
         """Sums gradients of shared weights, and averages all gradients over replicas.

@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportCon
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.schedule import ScheduleConfig, trace_details
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
+from megatron.adaptive.config.trace_settings import checked_profile_ranks, require_profiled_steps
 from megatron.adaptive.errors import ConfigError
 
 OF_PROCESS = {
@@ -173,22 +174,18 @@ class Settings:
         Raises:
             ConfigError: A value is not a non-negative integer, or the range of iterations is empty.
         """
-        ranks = self.profile_ranks
-        if ranks is not None:
-            if isinstance(ranks, str) or not isinstance(ranks, Iterable):
-                raise ConfigError(
-                    f"profile_ranks must be a list of ranks such as [0], got {ranks!r}"
-                )
-            assign(self, "profile_ranks", tuple(ranks))
-        numbers = [("profile_ranks", rank) for rank in self.profile_ranks or ()]
-        for name in ("profile_step_start", "profile_step_end"):
-            if (step := getattr(self, name)) is not None:
-                numbers.append((name, step))
-        for name, number in numbers:
+        if self.profile_ranks is not None:
+            assign(self, "profile_ranks", checked_profile_ranks(self.profile_ranks))
+        numbers = {
+            name: step
+            for name in ("profile_step_start", "profile_step_end")
+            if (step := getattr(self, name)) is not None
+        }
+        for name, number in numbers.items():
             if type(number) is not int or number < 0:
                 raise ConfigError(f"{name} must be a non-negative integer, got {number!r}")
         if self.profile_step_start is not None and self.profile_step_end is not None:
-            _require_iterations(self.profile_step_start, self.profile_step_end)
+            require_profiled_steps(self.profile_step_start, self.profile_step_end)
 
     def kernel_iterations(self, rank: int, arguments: Any) -> range:
         """Returns the iterations in which ``rank`` records kernels, or an empty range.
@@ -217,7 +214,7 @@ class Settings:
                 "trace_detail='kernels' and --profile --use-pytorch-profiler use the same "
                 "profiler; remove one of them"
             )
-        _require_iterations(first, end)
+        require_profiled_steps(first, end)
         is_chosen = rank in chosen("profile_ranks", RunConfig.profile_ranks)
         return range(first, end) if is_chosen else range(0)
 
@@ -302,15 +299,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for spec in _flags().values():
         group.add_argument(spec.name, **spec.options())
     return parser
-
-
-def _require_iterations(first: int, end: int) -> None:
-    """Raises ``ConfigError`` if the range from ``first`` to ``end`` (exclusive) is empty."""
-    if first >= end:
-        raise ConfigError(
-            "profile_step_end must be greater than profile_step_start, got "
-            f"profile_step_start={first} and profile_step_end={end}"
-        )
 
 
 def _flags() -> dict[str, FieldSpec]:

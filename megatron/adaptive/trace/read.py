@@ -112,6 +112,11 @@ class RankTrace:
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.lengths if blocks else ()
 
+    def sizes(self, iteration: int) -> tuple[int, ...]:
+        """Returns the activation bytes of each microbatch in ``iteration``; empty if unknown."""
+        blocks = self._blocks.get(iteration)
+        return blocks[0].marker.sizes if blocks else ()
+
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
         """Markers of the iterations in which the load of the experts was recorded, by iteration."""

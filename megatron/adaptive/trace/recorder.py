@@ -134,6 +134,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         start_ns: int | None = None,
         lengths: Lengths = (),
         slices: tuple[int, ...] = (),
+        sizes: tuple[int, ...] = (),
     ) -> None:
         """Starts an iteration, and ends the previous one if :meth:`end_iteration` was not called.
 
@@ -145,12 +146,14 @@ class Recorder(AbstractContextManager["Recorder"]):
             lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
                 have the same size.
             slices: Number of slices of each microbatch; empty if the number in the header applies.
+            sizes: Approximate size in bytes of the activations of each microbatch; empty if all
+                microbatches have the same size.
         """
         self.end_iteration()
         if self._open:
             start_ns = time.monotonic_ns() if start_ns is None else start_ns
             self._begun = IterationStart(
-                iteration, num_microbatches, start_ns, lengths=lengths, slices=slices
+                iteration, num_microbatches, start_ns, lengths=lengths, slices=slices, sizes=sizes
             )
             self._rows = []
 

@@ -18,6 +18,7 @@ The text format::
     {"begin_iteration": 9, ..., "machine": {"elapsed_ns": 310220, ...}}      machine's counters
     {"begin_iteration": 10, ..., "layers": [[0, 91000, 182000, 8], ...]}            layers' times
     {"begin_iteration": 11, ..., "collectives": [{"kind": "tensor", ...}]}           collectives
+    {"begin_iteration": 12, ..., "sizes": [4096, 512, ...]}            activations of microbatches
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                               marker of late spans of iteration 7
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
@@ -383,6 +384,8 @@ class IterationStart:
             same size.
         slices: Number of slices of each microbatch if these numbers may differ; empty if the
             header's ``num_slices`` applies.
+        sizes: Approximate size in bytes of the activations of each microbatch; empty if all
+            microbatches have the same size, or if the sizes are unknown.
         machine: Counters of events that kept the rank from computing, by their names in
             ``machine_counters``. A counter that is missing is 0 or unavailable on this machine.
             Empty if nothing was counted.
@@ -406,6 +409,7 @@ class IterationStart:
     tokens: tuple[tuple[int, ...], ...] = ()
     lengths: Lengths = ()
     slices: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     machine: Mapping[str, int] = field(default_factory=dict)
     layers: tuple[tuple[int, ...], ...] = ()
     layer_passes: tuple[tuple[int, int, int, int], ...] = ()
@@ -616,6 +620,8 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
         record["lengths"] = marker.lengths
     if marker.slices:
         record["slices"] = marker.slices
+    if marker.sizes:
+        record["sizes"] = marker.sizes
     if marker.machine:
         record["machine"] = dict(marker.machine)
     if marker.layers:
@@ -678,6 +684,7 @@ def parse_line(
                 tokens=tuple(map(tuple, value_of(record, "tokens", "tokens", origin, []))),
                 lengths=tuple(map(tuple, value_of(record, "lengths", "lengths", origin, []))),
                 slices=tuple(value_of(record, "slices", "slices", origin, [])),
+                sizes=tuple(value_of(record, "sizes", "counts", origin, [])),
                 machine=value_of(record, "machine", "counters", origin, {}),
                 layers=tuple(map(tuple, value_of(record, "layers", "layers", origin, []))),
                 layer_passes=tuple(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.config.schedule_specs import BUILT_IN
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.microbatch_assignment import deal
 from megatron.adaptive.schedule.workload import order_by_cost
@@ -109,23 +110,27 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
 
 
 def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
-    """Returns the fraction that each segment contributes to the time of its stage.
+    """Returns the fraction of its stage's time that each segment takes, ``[3, segments]``.
 
-    Measured times of segments are used if the trace contains them, otherwise the estimated work.
+    The rows are F, B and W. Measured times of segments are used if the trace contains them,
+    otherwise the estimated work. W is not measured, so it is divided like F and B together.
     """
     count = sum(header.layers)
-    times = np.zeros(count)
+    times = np.zeros((3, count))
     for trace in run.ranks.values():
         for iteration in trace.iterations:
             for segment, forward_ns, backward_ns, *_ in trace.layers(iteration):
                 if segment < count:
-                    times[segment] += forward_ns + backward_ns
-    if not times.all():
+                    times[:, segment] += forward_ns, backward_ns, forward_ns + backward_ns
+    if not times[2].all():
         work = header.layer_work if len(header.layer_work) == count else ()
-        times = np.array(work or [1.0] * count)
-    totals = np.repeat([times[part].sum() for part in _slices(header.layers)], header.layers)
-    sizes = np.repeat(np.array(header.layers, dtype=np.float64), header.layers)
-    shares: Floats = np.where(totals > 0, times / np.maximum(totals, 1e-300), 1 / sizes)
+        times[:] = work or [1.0] * count
+    shares = np.zeros_like(times)
+    for part in _slices(header.layers):
+        totals = times[:, part].sum(axis=1, keepdims=True)
+        # If nothing was measured, as in the backward pass of frozen segments, all shares are equal.
+        equal = np.full_like(times[:, part], 1 / max(1, part.stop - part.start))
+        shares[:, part] = np.divide(times[:, part], totals, out=equal, where=totals > 0)
     return shares
 
 
@@ -141,7 +146,7 @@ class _Simulation:
     Args:
         header: Trace header of any rank.
         steps: Steps of all replicas.
-        shares: Fraction that each segment contributes to the time of its stage.
+        shares: ``[3, segments]``, fraction of F, B and W of its stage that each segment takes.
     """
 
     def __init__(
@@ -149,6 +154,11 @@ class _Simulation:
     ) -> None:
         self._header = header
         self._steps = steps
+        spec = BUILT_IN.get(header.schedule)
+        is_grouped = spec is not None and spec.groups_microbatches and header.num_chunks > 1
+        self._group = header.num_ranks if is_grouped else 1
+        per_rank = 0 if spec is None else spec.microbatches_per_rank
+        self._least = max(self._group, per_rank * header.num_ranks)
         self._stage_of = np.repeat(np.arange(len(header.layers)), header.layers)
         self._shares = shares
 
@@ -201,7 +211,9 @@ class _Simulation:
             together = _in_turns(replicas)
             replicas = [
                 together.with_microbatches(share)
-                for share in deal([together.costs_s] * len(replicas))
+                for share in deal(
+                    [together.costs_s] * len(replicas), group=self._group, least=self._least
+                )
             ]
         if treatment.is_ordered:
             ranks = self._header.num_ranks
@@ -218,7 +230,7 @@ class _Simulation:
 
     def _cut(self, step: RecordedStep, partition: Sequence[int]) -> RecordedStep:
         """Returns ``step`` with its segments divided among the stages by ``partition``."""
-        segments = step.durations_s[:, self._stage_of] * self._shares[:, None]
+        segments = step.durations_s[:, self._stage_of] * self._shares[:, :, None]
         stages = [segments[:, part].sum(axis=1) for part in _slices(partition)]
         return replace(step, durations_s=np.stack(stages, axis=1))
 
@@ -230,11 +242,12 @@ class _Simulation:
         """
         recorded = self._header.layers
         stages = len(recorded)
-        if not self.covers_partitions or len(self._shares) <= stages:
+        if not self.covers_partitions or len(self._stage_of) <= stages:
             return ()
         together = _joined([replica for step in self._steps for replica in step])
-        stage_s = together.durations_s.sum(axis=(0, 2))
-        even = _even_partition(stage_s[self._stage_of] * self._shares, stages)
+        kinds_s = together.durations_s.sum(axis=2)
+        segments_s = (kinds_s[:, self._stage_of] * self._shares).sum(axis=0)
+        even = _even_partition(segments_s, stages)
 
         def step_s(partition: tuple[int, ...]) -> float:
             return self._mean_s(Treatment(partition=partition))
@@ -250,10 +263,12 @@ class _Simulation:
 
 def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
     """Returns a step with the microbatches of all ``steps``."""
+    sizes = [step.sizes for step in steps]
     return RecordedStep(
         np.concatenate([step.durations_s for step in steps], axis=2),
         np.concatenate([step.delays_ps for step in steps], axis=2),
         max(step.pieces for step in steps),
+        sizes=sum(sizes, ()) if all(sizes) else (),
     )
 
 

@@ -92,6 +92,18 @@ def whole(iteration: int, replica: int) -> SliceCounts:
     return 1
 
 
+class StepSizes(Protocol):
+    """Function that returns the activation bytes of each microbatch in a replica's step."""
+
+    def __call__(self, iteration: int, replica: int) -> tuple[int, ...]:
+        """Returns the sizes for an iteration and a data-parallel replica; empty if unknown."""
+
+
+def no_sizes(iteration: int, replica: int) -> tuple[int, ...]:
+    """Returns an empty tuple, for runs whose microbatches have equal or unknown sizes."""
+    return ()
+
+
 @dataclass(frozen=True, eq=False)
 class Pipelines:
     """Describes the pipeline rank, replica and stages of each recorded rank (worker).
@@ -103,6 +115,8 @@ class Pipelines:
         stages: ``[pipeline ranks, chunks]``, index of the stage that each chunk of a rank computes.
         slices: Function that returns the number of slices of each microbatch, given the numbers of
             an iteration and a replica. It returns 1 if microbatches are not split.
+        sizes: Function that returns the activation bytes of each microbatch, given the numbers of
+            an iteration and a replica. It returns an empty tuple if they are equal or unknown.
     """
 
     ranks: Ints
@@ -110,6 +124,7 @@ class Pipelines:
     replica: Ints
     stages: Ints
     slices: StepSlices = whole
+    sizes: StepSizes = no_sizes
 
     @property
     def num_stages(self) -> int:
@@ -218,12 +233,16 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
     def slices(iteration: int, replica: int) -> SliceCounts:
         return first_of[int(dp_ranks[replica])].slices(iteration)
 
+    def sizes(iteration: int, replica: int) -> tuple[int, ...]:
+        return first_of[int(dp_ranks[replica])].sizes(iteration)
+
     return Pipelines(
         ranks=np.array([header.rank for header in headers]),
         pp_rank=np.array([header.pp_rank for header in headers]),
         replica=replica,
         stages=np.array([stages_of_rank(headers[0], rank) for rank in range(run.num_ranks)]),
         slices=slices,
+        sizes=sizes,
     )
 
 

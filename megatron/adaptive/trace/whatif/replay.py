@@ -300,7 +300,12 @@ def candidate_for(
 
 
 def simulated_s(
-    candidate: Candidate, durations_s: Floats, delays_ps: Ints, counts: Counts, actions: int
+    candidate: Candidate,
+    durations_s: Floats,
+    delays_ps: Ints,
+    counts: Counts,
+    actions: int,
+    sizes: tuple[float, ...] = (),
 ) -> float:
     """Simulates a step, and returns its time in seconds.
 
@@ -310,6 +315,7 @@ def simulated_s(
         delays_ps: ``[2, stages, slices]``, times of the messages after F and B in picoseconds.
         counts: Number of slices of each microbatch.
         actions: Total number of actions in all simulated steps.
+        sizes: Activation memory of each slice relative to the mean slice; empty if all are equal.
     """
     ranks = candidate.placement.num_ranks
     slices: SliceCounts = counts[0] if len(set(counts)) == 1 else counts
@@ -318,8 +324,12 @@ def simulated_s(
         delays_ps=delays_ps,
         occupancy_ps=np.zeros((ranks, ranks), dtype=np.int64),
         num_slices=slices,
+        sizes=sizes,
     )
     policies = candidate.policies(work.num_microbatches, slices)
+    if sizes and candidate.cap is not None:
+        # Raise the limit so that every microbatch can start, as a real step does.
+        candidate = replace(candidate, cap=max(candidate.cap, *whole_sizes(sizes, slices)))
     shared = rule_of(policies)
     compiled = shared is not None and saves_time(shared[0], actions)
     return candidate.simulate(work, compiled=compiled, policies=policies).makespan_s
@@ -455,6 +465,7 @@ class RecordedStep:
         slices: Number of slices of each microbatch. If microbatches are split, the last axis of
             both arrays contains the slices of all microbatches.
         frozen_stages: Number of leading stages that run no backward passes.
+        sizes: Activation memory of each microbatch in bytes; empty if all are equal or unknown.
     """
 
     durations_s: Floats
@@ -462,6 +473,7 @@ class RecordedStep:
     pieces: int
     slices: SliceCounts = 1
     frozen_stages: int = 0
+    sizes: tuple[int, ...] = ()
 
     @property
     def costs_s(self) -> list[float]:
@@ -475,6 +487,7 @@ class RecordedStep:
             durations_s=self.durations_s[:, :, order],
             delays_ps=self.delays_ps[:, :, order],
             slices=1,
+            sizes=tuple(self.sizes[index] for index in order) if self.sizes else (),
         )
 
     def simulated_s(self, header: TraceHeader, slices: int = 1) -> float:
@@ -498,7 +511,9 @@ class RecordedStep:
         )
         candidate = replace(candidate, frozen_stages=self.frozen_stages)
         actions = durations[0].size * (2 + self.pieces)
-        return simulated_s(candidate, durations, delays, counts, actions)
+        mean = sum(self.sizes) / max(1, len(self.sizes))
+        sizes = tuple(size / mean for size in self.sizes for _ in range(slices))
+        return simulated_s(candidate, durations, delays, counts, actions, sizes)
 
 
 def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep | None:
@@ -536,7 +551,10 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     slices = _slices_of(ops, rows)
     if sum(counts_of(shape[2], slices)) != shape[2]:
         return None
-    return RecordedStep(durations, delays, pieces, slices, frozen)
+    sizes = _sizes_of(ops, rows)
+    if slices != 1 or len(sizes) != shape[2] or min(sizes) < 1:
+        sizes = ()
+    return RecordedStep(durations, delays, pieces, slices, frozen, sizes)
 
 
 def _slices_of(ops: Operations, rows: Ints) -> SliceCounts:
@@ -545,6 +563,14 @@ def _slices_of(ops: Operations, rows: Ints) -> SliceCounts:
         return 1
     replica = int(ops.where.replica[ops.worker[rows[0]]])
     return ops.where.slices(int(ops.iteration[rows[0]]), replica)
+
+
+def _sizes_of(ops: Operations, rows: Ints) -> tuple[int, ...]:
+    """Returns the activation bytes of each microbatch in the step that contains ``rows``."""
+    if not len(rows):
+        return ()
+    replica = int(ops.where.replica[ops.worker[rows[0]]])
+    return ops.where.sizes(int(ops.iteration[rows[0]]), replica)
 
 
 def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedStep, float]] | None:

@@ -1,0 +1,63 @@
+"""Checks settings of a trace that a user's program passes: profiled steps, and the collector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron.adaptive.config.collector import collector_url, shown_url
+from megatron.adaptive.errors import ConfigError
+
+
+def require_profiled_steps(first: int, end: int) -> None:
+    """Checks that the range of profiled steps is not empty.
+
+    Args:
+        first: First profiled step.
+        end: Step after the last profiled step.
+
+    Raises:
+        ConfigError: The range is empty.
+    """
+    if first >= end:
+        raise ConfigError(
+            "profile_step_end must be greater than profile_step_start, got "
+            f"profile_step_start={first} and profile_step_end={end}"
+        )
+
+
+def checked_profile_ranks(ranks: object) -> tuple[int, ...]:
+    """Returns the ranks to profile as a tuple.
+
+    Args:
+        ranks: Ranks from the user's code.
+
+    Raises:
+        ConfigError: The value is not a list of ranks, or a rank is not a non-negative integer.
+    """
+    if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+        raise ConfigError(f"profile_ranks must be a list of ranks such as [0], got {ranks!r}")
+    checked = tuple(ranks)
+    for rank in checked:
+        if type(rank) is not int or rank < 0:
+            raise ConfigError(f"profile_ranks must be a non-negative integer, got {rank!r}")
+    return checked
+
+
+def check_collector(target: str | None, trace_dir: str | None) -> None:
+    """Checks the setting ``trace_otlp``.
+
+    Args:
+        target: URL of a collector, or ``None``.
+        trace_dir: Folder of the trace, or ``None`` if tracing is off.
+
+    Raises:
+        ConfigError: The target is not an HTTP URL, or there is no trace.
+    """
+    if target is None:
+        return
+    collector_url("trace_otlp", target)
+    if trace_dir is None:
+        raise ConfigError(
+            f"trace_otlp {shown_url(target)} requires trace_dir, because the collector receives "
+            "the spans of a trace; pass trace_dir, or remove trace_otlp"
+        )
