@@ -325,13 +325,6 @@ def _begin_trace(
     return Tracing(recorder, job.accelerator.clock(), sync, counters)
 
 
-def _machine_counters(job: Job) -> MachineCounters:
-    """Returns the counters of this rank's machine."""
-    environment = job.environment
-    interface = interface_towards(environment.socket_interface, environment.master_addr)
-    return MachineCounters(job.accelerator.gpu_uuid, job.accelerator.shares, interface)
-
-
 def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> None:
     """Raises an error on all ranks unless they have the same settings. All ranks must call this.
 

@@ -8,25 +8,12 @@ from typing import Any, Literal, TypedDict, cast
 
 import torch
 
-from megatron.adaptive.config.flags import assign, check_values, fields_of
+from megatron.adaptive.config.flags import assign
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.config.schedule import ScheduleConfig
-from megatron.adaptive.config.trace_settings import (
-    check_collector,
-    checked_profile_ranks,
-    require_profiled_steps,
-)
-from megatron.adaptive.engine.executor_setup import require_equal_settings
-from megatron.adaptive.engine.process_context import Job
+from megatron.adaptive.config.trace_settings import checked_profile_ranks
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.batch import (
-    Microbatch,
-    Signature,
-    is_list,
-    require_whole,
-    samples_in,
-)
+from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
 from megatron.adaptive.modules.content import Dealing, MicrobatchOrder, check_rules
 from megatron.adaptive.modules.cut_points import are_added, describe
 from megatron.adaptive.modules.cutting import (
@@ -54,40 +41,6 @@ from megatron.adaptive.modules.recordings import (
 from megatron.adaptive.modules.segments import check_replay
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.stage_placement import Placement
-
-_ALIKE = (
-    "mixed_precision",
-    "decisive_entries",
-    "slicing",
-    "recompute",
-    "order",
-    "dealing",
-    "repartition",
-    "repartition_interval",
-    "repartition_gain",
-    "pipeline_size",
-    "micro_batch_size",
-    "batch_size",
-    "trace_detail",
-    "trace_interval",
-    "trace_iterations",
-    "schedule",
-    "chunks",
-    "activation_cap",
-    "split_backward",
-    "partition",
-    "seed",
-)
-"""Names of settings that must be equal on all ranks, because messages depend on them."""
-
-_LIKE_FLAGS = (
-    "hang_after_s",
-    "on_hang",
-    "trace_detail",
-    "repartition",
-    "repartition_interval",
-    "repartition_gain",
-)
 
 Initialize = Callable[[Mapping[str, torch.Tensor]], None]
 """Function that fills parameters and buffers in place. Its argument maps their names to tensors."""
@@ -213,33 +166,6 @@ class PipelineSettings(SampledModel):
         return samples_in(self.sample_batch, "sample_batch")
 
 
-def check_settings(request: PipelineSettings) -> None:
-    """Checks the values of settings, most of them against the limits of the trainer's flags.
-
-    Raises:
-        ConfigError: If a value is outside its range.
-    """
-    values = {name: getattr(request, name) for name in _LIKE_FLAGS}
-    check_values(values, {spec.dest: spec for spec in fields_of(ScheduleConfig)})
-    require_whole(1, max_recordings=request.max_recordings)
-    _check_traced(request)
-
-
-def _check_traced(request: PipelineSettings) -> None:
-    """Checks which steps are traced and profiled, and the collector of the trace.
-
-    Raises:
-        ConfigError: If a value is invalid, or a collector is named without a trace.
-    """
-    require_whole(1, trace_interval=request.trace_interval)
-    if request.trace_iterations is not None:
-        require_whole(1, trace_iterations=request.trace_iterations)
-    first, end = request.profile_step_start, request.profile_step_end
-    require_whole(0, profile_step_start=first, profile_step_end=end)
-    require_profiled_steps(first, end)
-    check_collector(request.trace_otlp, request.trace_dir)
-
-
 class PipelineOptions(TypedDict, total=False):
     """Declares the types of ``Pipeline``'s keyword arguments, for functions that pass them on."""
 
@@ -322,29 +248,6 @@ class Assembly:
     def frozen_segments(self) -> int:
         """Returns the number of leading segments that are frozen in all recordings."""
         return frozen_segments_of(self.forwards)
-
-
-def require_alike(request: PipelineSettings, job: Job) -> None:
-    """Checks that all ranks have the same parameters and settings. All ranks must call this.
-
-    If ranks differed, they would wait for messages or reductions that never come. A parameter that
-    is frozen on one rank alone, for example, changes the messages of its stage.
-
-    Raises:
-        ConfigError: If ranks differ. The message names the first difference.
-    """
-    settings = {name: f"{name}={getattr(request, name)!r}" for name in _ALIKE}
-    settings["trace_dir"] = "no trace_dir" if request.trace_dir is None else "a trace_dir"
-    transport = request.transport or TransportConfig()
-    settings["transport"] = f"transport={transport.transport!r}"
-    count = 0
-    for name, parameter in request.model.named_parameters():
-        kind = "trained" if parameter.requires_grad else "frozen"
-        shape = f"{list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
-        settings[f"parameter {name}"] = f"{kind} parameter {name} {shape}"
-        count += 1
-    settings["number of parameters"] = f"{count} parameters"
-    require_equal_settings(settings, job.control_group)
 
 
 def assemble(

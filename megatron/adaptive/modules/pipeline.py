@@ -28,18 +28,9 @@ with _accelerator.quiet_imports():
         PipelineOptions,
         PipelineSettings,
         assemble,
-        check_settings,
     )
-    from megatron.adaptive.modules.batch import (
-        Batch,
-        BatchShape,
-        Microbatch,
-        is_list,
-        microbatch_list,
-        samples_in,
-    )
+    from megatron.adaptive.modules.batch import Batch, Microbatch
     from megatron.adaptive.modules.content import Dealing, MicrobatchOrder
-    from megatron.adaptive.modules.cutting import check_groups
     from megatron.adaptive.modules.first_partition import FirstPartition
     from megatron.adaptive.modules.pipeline_trace import PipelineTrace
     from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
@@ -50,6 +41,7 @@ with _accelerator.quiet_imports():
         check_repartition,
         make_balancer,
     )
+    from megatron.adaptive.modules.request_checks import check_model_and_sample, check_settings
     from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
@@ -68,22 +60,6 @@ def _inputs(
     """Returns the entries of a microbatch that the programs use, moved to ``device``."""
     names = {name for program in programs for name in program.plan.inputs}
     return {name: microbatch[name].to(device, non_blocking=True) for name in names}
-
-
-def _checked_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
-    """Checks the sample batch, and returns completed settings and the number of samples."""
-    sample = request.sample_batch
-    if not is_list(sample):
-        if request.micro_batch_size is not None:
-            BatchShape(sample, request.micro_batch_size)
-        return request, samples_in(sample, "sample_batch")
-    microbatch_list(sample, "sample_batch")
-    if request.micro_batch_size not in (None, 1) or request.pipeline_size == "auto":
-        raise ConfigError(
-            "sample_batch is a list of microbatches, so their sizes are known; remove "
-            "micro_batch_size, and set pipeline_size to a number or None"
-        )
-    return dataclasses.replace(request, micro_batch_size=1), len(sample)
 
 
 class Pipeline:
@@ -327,8 +303,7 @@ class Pipeline:
     def _begin(self, request: PipelineSettings) -> None:
         """Creates this process's part of the pipeline. All processes must call this."""
         check_settings(request)
-        request, samples = _checked_sample(request)
-        check_groups(request.model, request.shared_weights)
+        request, samples = check_model_and_sample(request)
         request = with_cut_points(request)
         self.model = request.model
         self._source_folder: Path | None = None

@@ -12,8 +12,6 @@ The launcher plans the layout, because only the launcher knows which machines jo
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,8 @@ from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError
-from megatron.adaptive.modules.assembly import PipelineSettings, require_alike
+from megatron.adaptive.modules.assembly import PipelineSettings
 from megatron.adaptive.modules.batch import is_list, require_whole
-from megatron.adaptive.modules.cut_points import CutPoint
 from megatron.adaptive.modules.cutting import (
     balanced,
     check_weights,
@@ -38,6 +35,7 @@ from megatron.adaptive.modules.cutting import (
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
 from megatron.adaptive.modules.profiler import ModuleProfile, Profiler
 from megatron.adaptive.modules.recording import SampledModel
+from megatron.adaptive.modules.request_checks import request_signature, require_alike
 from megatron.adaptive.planner.job_shape import Option, Running, choose_option
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
@@ -46,18 +44,6 @@ from megatron.adaptive.schedule.stage_placement import Placement
 # Number of parts into which each weight-gradient action is divided if the schedule is a run-time
 # rule.
 _PIECES = 4
-# Settings that affect the measurement of a model, besides the model itself. An elastic job
-# recognizes a model by a hash of these settings, so their order must not change.
-_SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
-_SIGNED_SHAPE = (
-    "pipeline_size",
-    "micro_batch_size",
-    "samples",
-    "schedule",
-    "chunks",
-    "activation_cap",
-    "split_backward",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +160,7 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
             f"there are {world_size} processes; start the script only with python -m "
             "megatron.adaptive train elastic"
         )
-    if _signature(request) != order.signature:
+    if request_signature(request) != order.signature:
         _measure_for_job(job, order, request)
     settled = dataclasses.replace(
         request,
@@ -315,7 +301,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
     profile = profiler.measure(job, batch_size=request.samples, most=most, is_quick=True)
     check_weights(request.weights, len(profile.cut_points) + 1)
     return profile, MeasuredModule(
-        signature=_signature(request),
+        signature=request_signature(request),
         name=profile.name,
         whole=profile.document(split=False),
         split=profile.document(split=True) if splits else None,
@@ -426,23 +412,3 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
     job.on_first(write)
     job.close()
     raise JobEnded(EXIT_MEASURED)
-
-
-def _signature(request: PipelineSettings) -> str:
-    """Returns a hash of the model and of the settings that affect its measurement."""
-    model, sample = request.model, request.sample
-    content: dict[str, Any] = {
-        "model": type(model).__qualname__,
-        "parameters": [
-            (n, list(item.shape), str(item.dtype), *(() if item.requires_grad else ("frozen",)))
-            for n, item in model.named_parameters()
-        ],
-        "cuts": [name for name, item in model.named_modules() if isinstance(item, CutPoint)],
-        "sample": [(n, list(item.shape[1:]), str(item.dtype)) for n, item in sample.items()],
-        "cut": [getattr(request, name) for name in _SIGNED_CUT],
-        "wanted": [getattr(request, name) for name in _SIGNED_SHAPE],
-        "memory": request.memory_limit_bytes,
-        "autocast": str(request.autocast),
-    }
-    text = json.dumps(content, default=list, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

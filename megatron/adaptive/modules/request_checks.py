@@ -1,0 +1,167 @@
+"""Checks the settings of a pipeline before its model is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from megatron.adaptive.config.flags import check_values, fields_of
+from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.trace_settings import check_collector, require_profiled_steps
+from megatron.adaptive.engine.executor_setup import require_equal_settings
+from megatron.adaptive.engine.process_context import Job
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.assembly import PipelineSettings
+from megatron.adaptive.modules.batch import (
+    BatchShape,
+    is_list,
+    microbatch_list,
+    require_whole,
+    samples_in,
+)
+from megatron.adaptive.modules.cut_points import CutPoint
+from megatron.adaptive.modules.cutting import check_groups
+
+# Settings that affect the measurement of a model, besides the model itself. An elastic job
+# recognizes a model by a hash of these settings, so their order must not change.
+_SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
+_SIGNED_SHAPE = (
+    "pipeline_size",
+    "micro_batch_size",
+    "samples",
+    "schedule",
+    "chunks",
+    "activation_cap",
+    "split_backward",
+)
+
+_ALIKE = (
+    "mixed_precision",
+    "decisive_entries",
+    "slicing",
+    "recompute",
+    "order",
+    "dealing",
+    "repartition",
+    "repartition_interval",
+    "repartition_gain",
+    "pipeline_size",
+    "micro_batch_size",
+    "batch_size",
+    "trace_detail",
+    "trace_interval",
+    "trace_iterations",
+    "schedule",
+    "chunks",
+    "activation_cap",
+    "split_backward",
+    "partition",
+    "seed",
+)
+"""Names of settings that must be equal on all ranks, because messages depend on them."""
+
+_LIKE_FLAGS = (
+    "hang_after_s",
+    "on_hang",
+    "trace_detail",
+    "repartition",
+    "repartition_interval",
+    "repartition_gain",
+)
+
+
+def check_settings(request: PipelineSettings) -> None:
+    """Checks the values of settings, most of them against the limits of the trainer's flags.
+
+    Raises:
+        ConfigError: If a value is outside its range.
+    """
+    values = {name: getattr(request, name) for name in _LIKE_FLAGS}
+    check_values(values, {spec.dest: spec for spec in fields_of(ScheduleConfig)})
+    require_whole(1, max_recordings=request.max_recordings)
+    _check_traced(request)
+
+
+def _check_traced(request: PipelineSettings) -> None:
+    """Checks which steps are traced and profiled, and the collector of the trace.
+
+    Raises:
+        ConfigError: If a value is invalid, or a collector is named without a trace.
+    """
+    require_whole(1, trace_interval=request.trace_interval)
+    if request.trace_iterations is not None:
+        require_whole(1, trace_iterations=request.trace_iterations)
+    first, end = request.profile_step_start, request.profile_step_end
+    require_whole(0, profile_step_start=first, profile_step_end=end)
+    require_profiled_steps(first, end)
+    check_collector(request.trace_otlp, request.trace_dir)
+
+
+def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
+    """Checks shared weights and the sample batch. Returns the settings and the number of samples.
+
+    If the sample batch is a list, the returned settings also set ``micro_batch_size``.
+
+    Raises:
+        ConfigError: The sample batch is invalid, a setting contradicts it, or ``shared_weights``
+            does not fit the model.
+    """
+    check_groups(request.model, request.shared_weights)
+    sample = request.sample_batch
+    if not is_list(sample):
+        if request.micro_batch_size is not None:
+            BatchShape(sample, request.micro_batch_size)
+        return request, samples_in(sample, "sample_batch")
+    microbatch_list(sample, "sample_batch")
+    if request.micro_batch_size not in (None, 1) or request.pipeline_size == "auto":
+        raise ConfigError(
+            "sample_batch is a list of microbatches, so their sizes are known; remove "
+            "micro_batch_size, and set pipeline_size to a number or None"
+        )
+    return dataclasses.replace(request, micro_batch_size=1), len(sample)
+
+
+def require_alike(request: PipelineSettings, job: Job) -> None:
+    """Checks that all ranks have the same parameters and settings. All ranks must call this.
+
+    If ranks differed, they would wait for messages or reductions that never come. A parameter that
+    is frozen on one rank alone, for example, changes the messages of its stage.
+
+    Raises:
+        ConfigError: If ranks differ. The message names the first difference.
+    """
+    settings = {name: f"{name}={getattr(request, name)!r}" for name in _ALIKE}
+    settings["trace_dir"] = "no trace_dir" if request.trace_dir is None else "a trace_dir"
+    transport = request.transport or TransportConfig()
+    settings["transport"] = f"transport={transport.transport!r}"
+    count = 0
+    for name, parameter in request.model.named_parameters():
+        kind = "trained" if parameter.requires_grad else "frozen"
+        shape = f"{list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+        settings[f"parameter {name}"] = f"{kind} parameter {name} {shape}"
+        count += 1
+    settings["number of parameters"] = f"{count} parameters"
+    require_equal_settings(settings, job.control_group)
+
+
+def request_signature(request: PipelineSettings) -> str:
+    """Returns a hash of the model and of the settings that affect its measurement."""
+    model, sample = request.model, request.sample
+    content: dict[str, Any] = {
+        "model": type(model).__qualname__,
+        "parameters": [
+            (n, list(item.shape), str(item.dtype), *(() if item.requires_grad else ("frozen",)))
+            for n, item in model.named_parameters()
+        ],
+        "cuts": [name for name, item in model.named_modules() if isinstance(item, CutPoint)],
+        "sample": [(n, list(item.shape[1:]), str(item.dtype)) for n, item in sample.items()],
+        "cut": [getattr(request, name) for name in _SIGNED_CUT],
+        "wanted": [getattr(request, name) for name in _SIGNED_SHAPE],
+        "memory": request.memory_limit_bytes,
+        "autocast": str(request.autocast),
+    }
+    text = json.dumps(content, default=list, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
