@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -68,3 +69,19 @@ def test_a_failed_channel_is_told_in_its_turn() -> None:
     assert queue.wait(time.monotonic() + WATCHDOG_S) is not None
     with pytest.raises(PeerLostError, match="rank 3 is gone"):
         queue.wait(time.monotonic() + WATCHDOG_S)
+
+
+def test_a_wait_that_is_almost_over_returns() -> None:
+    """Checks that short waits end. Before Python 3.13, those of ``SimpleQueue`` may not."""
+    completions = CompletionQueue()
+
+    def wait_often() -> None:
+        for number in range(3000):
+            completions.put(arrival(0))
+            assert completions.poll() is not None
+            assert completions.wait(time.monotonic() + number * 1e-9) is None
+
+    thread = threading.Thread(target=wait_often, daemon=True)
+    thread.start()
+    thread.join(WATCHDOG_S)
+    assert not thread.is_alive()

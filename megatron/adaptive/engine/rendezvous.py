@@ -113,7 +113,7 @@ def within(
         MeetingError: The timeout has passed. The thread with the function keeps running until the
             process exits.
     """
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    answers: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
 
     def run() -> None:
         try:

@@ -41,7 +41,7 @@ def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
     Raises:
         BaseException: Any exception that the function raises within the limit.
     """
-    results: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
+    results: queue.Queue[T | BaseException] = queue.Queue()
 
     def run() -> None:
         try:

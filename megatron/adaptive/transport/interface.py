@@ -224,7 +224,8 @@ class CompletionQueue:
     """Implements the completion queue in Python. :meth:`put` calls the listener."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
+        # Before Python 3.13, SimpleQueue.get() may block forever if its timeout is short.
+        self._queue: queue.Queue[Item | Exception] = queue.Queue()
         self._listener: Listener | None = None
 
     def listen(self, listener: Listener) -> None:

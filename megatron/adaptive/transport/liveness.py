@@ -408,7 +408,8 @@ class _Board:
         self._still = [0] * len(names)
         self._silent_ticks = math.ceil(silent_s / _PERIOD_S)
         self._silent_s = silent_s
-        self._jobs: queue.SimpleQueue[Callable[[dist.Store], None] | None] = queue.SimpleQueue()
+        # Before Python 3.13, SimpleQueue.get() may block forever if its timeout is short.
+        self._jobs: queue.Queue[Callable[[dist.Store], None] | None] = queue.Queue()
         self._busy_since: float | None = None
         self._thread = threading.Thread(
             target=self._run, args=(store,), name="liveness-store", daemon=True
@@ -457,7 +458,7 @@ class _Board:
 
     def _call(self, job: Callable[[dist.Store], _Answer], limit_s: float) -> _Answer | None:
         """Runs ``job`` in the store's thread; returns ``None`` if it exceeds the limit or fails."""
-        answers: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
+        answers: queue.Queue[_Answer | None] = queue.Queue()
 
         def run(store: dist.Store) -> None:
             answer = None
