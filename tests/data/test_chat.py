@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -59,12 +60,22 @@ def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
     return None
 
 
+RELEASE = "5.23"
+"""First release of ``transformers`` that renders all conversations of these tests as expected.
+
+Earlier releases render a missing content as the text ``None``, for example.
+"""
+
+
 class Reference:
     """Computes the results of ``transformers`` for conversations."""
 
     def __init__(self, folder: Path, template: str) -> None:
+        import transformers
         from transformers import PreTrainedTokenizerFast
 
+        if Version(transformers.__version__) < Version(RELEASE):
+            pytest.skip(f"needs transformers {RELEASE}, got {transformers.__version__}")
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self.tokenizer.chat_template = template
 
