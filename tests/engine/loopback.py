@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron.adaptive.accelerator import CpuClock
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.policy import Policy
@@ -23,6 +24,20 @@ WATCHDOG_S = 30.0
 FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # These are the sizes of the tensors below.
 ACTIVATION_BYTES, RETAINED_BYTES = 100, 30
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+
+
+class TickingClock(CpuClock):
+    """Simulates a device that needs one second from each mark to the next."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def resolve_ns(self, mark: int) -> int:
+        return 1_000_000_000 * mark
 
 
 class Loopback:

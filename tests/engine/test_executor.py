@@ -28,6 +28,7 @@ from .loopback import (
     Loopback,
     Picks,
     Ranks,
+    TickingClock,
     W,
     forward_of,
     last_rank,
@@ -334,22 +335,9 @@ def test_a_blocked_send_is_no_computing_time() -> None:
 
 
 def test_the_computing_time_on_a_device_ends_before_the_send() -> None:
-    class Device(CpuClock):
-        """Simulates a device that needs one second from each mark to the next."""
-
-        def __init__(self) -> None:
-            self.marks = 0
-
-        def mark(self) -> int:
-            self.marks += 1
-            return self.marks
-
-        def resolve_ns(self, mark: int) -> int:
-            return 1_000_000_000 * mark
-
     pipeline, completions = last_rank()
     completions.put(forward_of(0, 0))
-    executor = make_executor(pipeline, clock=Device())
+    executor = make_executor(pipeline, clock=TickingClock())
     policy = make_policies("1f1b", pipeline.placement, 1)[1]
     executor.run(Counting(pipeline.placement, 1), policy, pipeline.state(1, 1))
     # F has the marks 1 and 2. B has the marks 3, 4 before its send, and 5 after it.

@@ -21,7 +21,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import StageTimes
 
 from ..schedule.conftest import actions
-from .loopback import Writing
+from .loopback import TickingClock, Writing
 
 ALONE = Placement(num_ranks=1, num_chunks=1)
 ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
@@ -83,21 +83,8 @@ def test_a_pair_takes_turns_at_each_exchange() -> None:
 
 
 def test_the_time_of_the_other_lane_is_that_of_the_device() -> None:
-    class Device(CpuClock):
-        """Simulates a device that needs one second from each mark to the next."""
-
-        def __init__(self) -> None:
-            self.marks = 0
-
-        def mark(self) -> int:
-            self.marks += 1
-            return self.marks
-
-        def resolve_ns(self, mark: int) -> int:
-            return 1_000_000_000 * mark
-
     policy = Follow(actions("F0-0 F0-1+ B0-0 W0-0 B0-1 W0-1"))
-    _, executor = run(policy, clock=Device(), weight_pieces=1)
+    _, executor = run(policy, clock=TickingClock(), weight_pieces=1)
     done = executor.finish_step()
     # F and B have three parts each, and W has one. Other actions run between the parts.
     assert [nanoseconds for _, nanoseconds in done.actions] == [3e9, 3e9, 3e9, 1e9, 3e9, 1e9]

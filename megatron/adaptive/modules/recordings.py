@@ -348,7 +348,7 @@ def segment_work(tape: Tape) -> tuple[float, ...]:
 
 
 def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
-    """Returns the operation counts of each segment like :func:`segment_work`, but by action."""
+    """Returns the operation counts of each segment, separately for each kind of action."""
     work = [SegmentWork()] * tape.num_segments
     for call in tape.calls:
         pairs = zip(work[call.segment], _work(tape, call), strict=True)
