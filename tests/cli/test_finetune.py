@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 
 from megatron.adaptive import __main__ as program
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
+from megatron.adaptive.trace.read import read_run
 
 from ..cluster.jobs import ElasticJob
 from ..multiprocess.launch import ROOT, TRANSFORMERS, forking_every
@@ -60,7 +61,8 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
     write_image_model(tmp_path / "model")
     data = write_image_data(tmp_path / "data")
     options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
-    options += " --repartition auto"
+    traces = tmp_path / "traces"
+    options += f" --repartition auto --order work --trace-dir {traces} --trace-interval 2"
     output = tuned(tmp_path, options)
     losses = re.findall(r"step \d of 4: loss ([\d.]+)", output)
     evaluated = re.findall(r"evaluation loss ([\d.]+)", output)
@@ -74,6 +76,10 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
     after = loss_of_transformers(tmp_path / "tuned", data, held_out)
     assert float(evaluated[-1]) == pytest.approx(after, rel=1e-5)
     assert after < loss_of_transformers(tmp_path / "model", data, held_out) - 0.3
+    # If segments have moved, their new partition has a trace of its own.
+    read = [read_run(folder) for folder in sorted(tmp_path.glob("traces*"))]
+    assert all(sorted(run.ranks) == [0, 1] for run in read)
+    assert sorted(step for run in read for step in run.iterations) == [1, 3]
 
 
 @pytest.mark.multiprocess

@@ -59,6 +59,14 @@ def _parser() -> CommandParser:
     moves = ("off", "auto")
     text = "auto: move layers between processes if this makes steps faster (off)"
     add("--repartition", choices=moves, default="off", help=text)
+    orders = ("given", "work", "time")
+    text = "order of the samples of a step; work or time: cheap samples first and last (given)"
+    add("--order", choices=orders, default="given", help=text)
+    add("--trace-dir", **folder, help="folder for traces, for `trace` and `job top`")
+    details = ("actions", "layers", "collectives", "kernels")
+    text = "events in a trace; see docs/reference/traces.md (actions)"
+    add("--trace-detail", choices=details, default="actions", help=text)
+    add("--trace-interval", **amount, default=1, help="trace every N-th step (1)")
     add("--seed", type=number(int, 0, 2**31 - 1), default=1, metavar="N", help="seed (1)")
     text = "folder of checkpoints; if it has checkpoints, training continues from the newest"
     add("--checkpoints", **folder, help=text)

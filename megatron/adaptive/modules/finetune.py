@@ -21,6 +21,7 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.process_context import naming_lost_peers
 from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
 from megatron.adaptive.modules.batch import Microbatch
+from megatron.adaptive.modules.content import MicrobatchOrder
 from megatron.adaptive.modules.pipeline import Pipeline
 from megatron.adaptive.modules.pretrained import read_config
 from megatron.adaptive.modules.pretrained_saving import finish, guarded
@@ -30,6 +31,16 @@ from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_lear
 
 _RECORD = "finetune.json"
 """Name of the file in the tuned model's folder that contains the settings of the run."""
+
+_WITHOUT_EFFECT = (
+    "checkpoints",
+    "save_interval",
+    "wandb",
+    "trace_dir",
+    "trace_detail",
+    "trace_interval",
+)
+"""Names of the settings that do not change the tuned model."""
 
 _READ_LIMIT_S = 600.0
 """Maximum time in seconds to wait for another process that encodes its part of the samples."""
@@ -58,6 +69,10 @@ class FineTuning:
         recompute: Calls that the backward pass recomputes, as for :class:`Pipeline`.
         slicing: Method of recording the forward pass, as for :class:`Pipeline`.
         repartition: Whether segments move between processes, as for :class:`Pipeline`.
+        order: Order in which a process runs the samples of a step, as for :class:`Pipeline`.
+        trace_dir: Folder to which traces are written; ``None`` disables tracing.
+        trace_detail: Events in a trace, as for :class:`Pipeline`.
+        trace_interval: Number of steps from one traced step to the next.
         seed: Seed of the sample order, of adapters and of dropout.
         checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None``
             disables checkpoints.
@@ -84,6 +99,10 @@ class FineTuning:
     recompute: Literal["all", "selective"] | None = None
     slicing: Slicing = "auto"
     repartition: Literal["off", "auto"] = "off"
+    order: MicrobatchOrder = "given"
+    trace_dir: Path | None = None
+    trace_detail: Literal["actions", "layers", "collectives", "kernels"] = "actions"
+    trace_interval: int = 1
     seed: int = 1
     checkpoints: Path | None = None
     save_interval: int | None = None
@@ -137,7 +156,7 @@ class FineTuning:
             digest: Hash of the samples.
         """
         values = dataclasses.asdict(self)
-        for name in ("checkpoints", "save_interval", "wandb"):
+        for name in _WITHOUT_EFFECT:
             del values[name]
         texts = {name: str(value) for name, value in values.items() if isinstance(value, Path)}
         return {**values, **texts, "samples": digest}
@@ -227,6 +246,10 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         recompute=settings.recompute,
         slicing=settings.slicing,
         repartition=settings.repartition,
+        order=settings.order,
+        trace_dir=None if settings.trace_dir is None else str(settings.trace_dir),
+        trace_detail=settings.trace_detail,
+        trace_interval=settings.trace_interval,
         seed=settings.seed,
         decisive_entries=samples.decisive_entries,
     ) as pipeline:
