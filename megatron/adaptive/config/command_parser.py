@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from megatron.adaptive.errors import ConfigError
@@ -23,6 +23,8 @@ class CommandParser(argparse.ArgumentParser):
             error message consists of the command's name, argparse's message and the option with the
             most similar name.
         otherwise: Hint at the end of an error message if no option has a similar name.
+        elsewhere: Function that returns the options of another program for which users take this
+            one's. An error about such an option ends with ``otherwise``.
         prog: Name of the program in help texts and messages, or ``None`` for the name of the
             process.
         usage: Usage line, or ``None`` to derive it from the arguments.
@@ -37,6 +39,7 @@ class CommandParser(argparse.ArgumentParser):
         *,
         complain: Callable[[str], str] | None = None,
         otherwise: str = "see --help",
+        elsewhere: Callable[[], Collection[str]] = tuple,
         prog: str | None = None,
         usage: str | None = None,
         description: str | None = None,
@@ -55,6 +58,7 @@ class CommandParser(argparse.ArgumentParser):
         )
         self._complain = complain
         self._otherwise = otherwise
+        self._elsewhere = elsewhere
 
     def error(self, message: str) -> NoReturn:
         """Raises an error with argparse's message and a hint, instead of exiting like argparse.
@@ -65,9 +69,17 @@ class CommandParser(argparse.ArgumentParser):
         if self._complain is not None:
             raise ConfigError(self._complain(message))
         unknown = message.partition("unrecognized arguments: ")[2].partition("=")[0].split()
-        nearest = difflib.get_close_matches("".join(unknown[:1]), self._option_string_actions, n=1)
-        hint = f"the nearest is {nearest[0]}" if nearest else self._otherwise
+        hint = self._hint("".join(unknown[:1]))
         raise ConfigError(f"{_short_name(self.prog)}: {message}; {hint}")
+
+    def _hint(self, unknown: str) -> str:
+        """Returns what to use instead of the option ``unknown``, which may be empty."""
+        # Compare names without dashes. Otherwise every short name would be similar to --help.
+        options = {option.strip("-"): option for option in self._option_string_actions}
+        nearest = difflib.get_close_matches(unknown.strip("-"), options, n=1)
+        if not nearest or unknown in self._elsewhere():
+            return self._otherwise
+        return f"the nearest is {options[nearest[0]]}"
 
 
 def _short_name(prog: str) -> str:
