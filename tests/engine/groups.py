@@ -1,10 +1,10 @@
 """Simulates random pipelines of decision groups whose members differ in speed.
 
-A pipeline is replicated over the members of its groups (EP x TP). Every member has separate inputs,
+A pipeline rank is a group of several ranks (EP x TP), its members. Each member has separate inputs,
 times and delays, and members synchronize in the exchanges within forward and backward passes. The
-state, the policies and both sides of the agreement are the same as in the executor; only channels
-and clocks are simulated. Run as a program, it simulates ten thousand pipelines: ``python -m
-tests.engine.groups [CASES]``.
+state, the policies and both sides of the agreement are the same as in the executor. Only channels
+and clocks are simulated. Run as a program, this module simulates ten thousand pipelines: ``python
+-m tests.engine.groups [CASES]``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NOTHING = torch.zeros(0)
 
 
 class Line:
-    """Simulates a channel of the agreement."""
+    """Simulated channel on which the members of a group agree on actions."""
 
     def __init__(self, deliver: Callable[[int], None] = lambda word: None) -> None:
         self.words: deque[int] = deque()
@@ -54,16 +54,16 @@ class Line:
 
 @dataclass
 class Case:
-    """A random pipeline.
+    """Random pipeline that is simulated.
 
     Attributes:
-        placement: Assignment of stages to ranks.
+        size: Number of members in each group.
         size: Number of members of each group.
         name: Name of the schedule or policy.
         microbatches: Number of microbatches in the step.
-        pieces: Number of W actions per weight gradient.
-        cap: Limit on activations, or ``None`` for a fixed order.
-        beside: Whether actions may start while other actions communicate.
+        pieces: Number of W actions per weight gradient, or 0 if backward passes are not split.
+        cap: Limit on activations in flight, or ``None`` if the schedule has a fixed order.
+        beside: Whether an action may start while another action of the same rank communicates.
         exchanges: Number of exchanges in each forward and backward pass.
         slow: Factor by which the last member of each group is slower.
     """
@@ -80,7 +80,7 @@ class Case:
 
 
 def random_case(rng: random.Random) -> Case:
-    """Returns a random pipeline, drawn with ``rng``."""
+    """Returns a random pipeline that is drawn with ``rng``."""
     ranks = rng.randint(2, 5)
     if rng.random() < 0.8:
         name = rng.choice(RULES)
@@ -108,7 +108,7 @@ def random_case(rng: random.Random) -> Case:
 
 @dataclass
 class Meeting:
-    """An exchange of a group, with the actions of its members and its end time."""
+    """Exchange of a group, with the actions of the members and the time at which it ends."""
 
     actions: set[str] = field(default_factory=set)
     count: int = 0
@@ -118,7 +118,7 @@ class Meeting:
 
 @dataclass
 class Member:
-    """Simulates a rank, which is a member of the group of one pipeline rank."""
+    """Simulated rank, which is a member of the group of a pipeline rank."""
 
     rank: int
     state: RankState
@@ -129,22 +129,22 @@ class Member:
     pace: float
     resume: Callable[[], None] = lambda: None
     is_waiting: bool = False
-    met: int = 0  # This is the number of exchanges that have begun.
+    met: int = 0  # Number of exchanges that the member has begun.
     last_word: float = 0.0
     taken: list[str] = field(default_factory=list)
 
     @property
     def has_word(self) -> bool:
-        """Returns whether the member does not have to wait for its leader."""
+        """Returns whether the member can choose an action without waiting for its leader."""
         return self.agreement.decides or bool(self.decisions.words)
 
 
 Steps = Generator[float | None, None, Any]
-"""Program of a member, which yields durations, or ``None`` to wait for an arrival."""
+"""Program of a member, which yields delays, or ``None`` to wait until another event wakes it."""
 
 
 class World:
-    """Runs the step of one random pipeline."""
+    """Simulates one step of a random pipeline."""
 
     def __init__(self, case: Case, rng: random.Random) -> None:
         self.case, self.rng, self.now = case, rng, 0.0
@@ -164,7 +164,7 @@ class World:
             member.resume = partial(self._resume, member, steps)
 
     def run(self) -> str:
-        """Runs the step, and returns a description of the failure or an empty string."""
+        """Simulates the step, and returns a description of the failure, or an empty string."""
         while self.events:
             self.now, _, event = heapq.heappop(self.events)
             event()
@@ -218,7 +218,7 @@ class World:
 
     def _publish(self, followers: range, word: int) -> None:
         for member in (self.members[rank] for rank in followers):
-            # Messages keep their order.
+            # Messages to a member keep their order.
             member.last_word = max(member.last_word, self.now + self._delay())
             event = partial(self._hear, member, word)
             heapq.heappush(self.events, (member.last_word, next(self.numbers), event))
@@ -246,7 +246,10 @@ class World:
             self._at(0.0, member.resume)
 
     def _steps(self, member: Member) -> Steps:
-        """Runs the actions of ``member`` like the executor, in two alternating lanes."""
+        """Runs the actions of ``member`` like the executor, in two alternating lanes.
+
+        A lane runs one action at a time. While an action communicates, the other lane may continue.
+        """
         state, beside = member.state, self.case.beside
         here: tuple[Action, int, Meeting | None] | None = None
         other: tuple[Action, int, Meeting | None] | None = None
@@ -299,7 +302,7 @@ class World:
                 member.state.arrive(action.kind, action.chunk, action.microbatch)
 
     def _meet(self, member: Member, action: str) -> Meeting:
-        """Begins the next exchange of ``member``, which must be the same on all group members."""
+        """Begins the next exchange of ``member``. All group members pass the same ``action``."""
         meeting = self.meetings.setdefault((member.rank // self.case.size, member.met), Meeting())
         member.met += 1
         meeting.actions.add(action)
@@ -327,7 +330,7 @@ class World:
 
 
 def failures(cases: int, seed: int = 1) -> list[str]:
-    """Runs ``cases`` random pipelines, and returns a description of each failure."""
+    """Simulates ``cases`` random pipelines, and returns a description of each failure."""
     failed = []
     for number in range(cases):
         rng = random.Random(f"{seed}-{number}")

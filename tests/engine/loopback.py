@@ -1,4 +1,4 @@
-"""Runs executors of all pipeline ranks in one process, in threads connected by queues."""
+"""Runs the executors of all pipeline ranks in threads of one process, connected by queues."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
 WATCHDOG_S = 30.0
-FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # These are the sizes of the tensors below.
+FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # Sizes of the tensors that :class:`Counting` sends.
 ACTIVATION_BYTES, RETAINED_BYTES = 100, 30
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 class TickingClock(CpuClock):
-    """Simulates a device that needs one second from each mark to the next."""
+    """Simulates a device that needs one second between two consecutive marks."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -41,11 +41,12 @@ class TickingClock(CpuClock):
 
 
 class Loopback:
-    """Connects executors of one process, by adding each sent message to the peer's queue.
+    """Transport between executors of one process, which adds each sent message to the peer's queue.
 
     Args:
-        me: Global rank of this process.
-        network: Queues of the ranks that receive messages. Messages to other ranks are dropped.
+        me: Global rank that sends with this transport.
+        network: Queue of each rank that receives messages. Messages to ranks without a queue are
+            dropped.
     """
 
     name = "loopback"
@@ -73,7 +74,7 @@ def arrival(label: Label, peer: int, tensor: torch.Tensor) -> Arrival:
 
 
 class Writing:
-    """Simulates stages that compute nothing and record their calls."""
+    """Stages that compute nothing, and list the calls of their methods."""
 
     def __init__(self, when_run: Callable[[Action], None] = lambda action: None) -> None:
         self.calls: list[str] = []
@@ -109,10 +110,10 @@ class Writing:
 
 
 class Counting(Writing):
-    """Simulates stages whose tensors record which stages they have passed.
+    """Stages whose tensors count the stages that the tensors have passed.
 
-    Forward passes send ``[microbatch, stages passed]`` in float32, and backward passes send the
-    same in float64, so that they cannot be confused.
+    A tensor is ``[microbatch, number of stages passed]``. Forward passes send float32 tensors, and
+    backward passes send float64 tensors, so that the two cannot be confused.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Counting(Writing):
         self._pp_rank = pp_rank
 
     def whole(self, microbatch: int) -> int:
-        """Returns the index of ``microbatch`` in the whole step."""
+        """Returns the index of ``microbatch`` in the whole step, which tensors contain."""
         return microbatch
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -156,7 +157,7 @@ class Counting(Writing):
 
 
 def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
-    """Calls ``run`` for each of ``count`` ranks in a thread, and raises the first error."""
+    """Calls ``run`` for ``count`` ranks, each in a separate thread, and raises the first error."""
     errors: list[BaseException] = []
 
     def watched(rank: int) -> None:
@@ -176,7 +177,7 @@ def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
 
 
 class Ranks:
-    """All ranks of a pipeline in this process."""
+    """All ranks of a pipeline in this process, with an executor and a transport each."""
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class Ranks:
         self.placement = placement
         self.when_run = when_run
         count = placement.num_ranks
-        # Global ranks differ from pipeline ranks, as in jobs with several groups.
+        # Global ranks differ from pipeline ranks here, as in jobs with several process groups.
         network = {10 + rank: CompletionQueue() for rank in range(count)}
         self.transports = [Loopback(10 + rank, network) for rank in range(count)]
         self.executors = [
@@ -209,7 +210,10 @@ class Ranks:
     def step(
         self, policies: Sequence[Policy], microbatches: int, **options: Any
     ) -> tuple[list[Counting], list[RankState]]:
-        """Runs one step on every rank, each in a separate thread; returns stages and states."""
+        """Runs one step on every rank, in a separate thread per rank.
+
+        Returns the stages and the final states of the ranks.
+        """
         count = self.placement.num_ranks
         stages = [
             Counting(self.placement, rank, partial(self.when_run, rank)) for rank in range(count)
@@ -224,7 +228,7 @@ class Ranks:
 
 
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    """Returns a recorder for ``rank`` of a job with a single pipeline."""
+    """Returns a recorder that writes the trace of ``rank`` in a job with a single pipeline."""
     header = TraceHeader(
         run="run-1",
         rank=rank,
@@ -239,7 +243,7 @@ def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int
 
 
 class Picks:
-    """Wraps a function of the state as a policy."""
+    """Policy that picks actions with a function of the rank's state."""
 
     name = "made-up"
 
@@ -252,7 +256,7 @@ def ready_first(state: RankState) -> Action | None:
 
 
 def last_rank(timeout_s: float = WATCHDOG_S) -> tuple[Ranks, CompletionQueue]:
-    """Returns rank 1 of two ranks, and the queue through which a test sends its inputs."""
+    """Returns a pipeline with two ranks, and the queue through which a test sends to rank 1."""
     pipeline = Ranks(Placement(num_ranks=2, num_chunks=1), timeout_s=timeout_s)
     return pipeline, pipeline.transports[1].completions
 
@@ -264,7 +268,7 @@ def forward_of(step: int, microbatch: int) -> Arrival:
 
 
 def make_executor(pipeline: Ranks, *, pp_rank: int = 1, **options: Any) -> Executor:
-    """Returns a new executor for rank ``pp_rank`` of ``pipeline``."""
+    """Returns a new executor for pipeline rank ``pp_rank`` of ``pipeline``."""
     alone = pipeline.placement.num_ranks == 1
     settings: dict[str, Any] = {"timeout_s": WATCHDOG_S, **options}
     return Executor(

@@ -1,8 +1,9 @@
-"""Runs members of a decision group that share one pipeline rank. The tests start this program.
+"""Runs one member of a decision group, whose members share a pipeline rank.
 
-Usage under torchrun: ``members.py PROGRAM ARGUMENT FOLDER``. The result of the program is written
-to ``FOLDER/RANK.json``. ``ARGUMENT`` is a kind of channel, ``message`` or ``memory``, or, for
-programs about stopping, the time limit of each rank in minutes, such as ``30,0``.
+The tests start this program under torchrun: ``members.py PROGRAM ARGUMENT FOLDER``. The result of
+the program is written to ``FOLDER/RANK.json``. ``ARGUMENT`` is a kind of channel, ``message`` or
+``memory``. For programs about stopping, it is the time limit of each rank in minutes, such as
+``30,0``.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ from tests.transport.contract_rank import error_of
 
 WATCHDOG_S = 60.0
 MICROBATCHES = 8
-# The first rank has inputs of both kinds from rank 1. The tests provide every input.
+# Each chunk has forward inputs from the other rank, and each chunk except the last has backward
+# inputs. The tests provide every input.
 PLACEMENT = Placement(num_ranks=2, num_chunks=3)
 PP_RANK = 1
 ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 def inputs(step: int, seed: int) -> list[Arrival]:
-    """Returns all inputs of the rank in ``step``, shuffled with ``seed``."""
+    """Returns all inputs of the rank in step ``step``, shuffled with ``seed``."""
     actions = []
     for chunk in range(PLACEMENT.num_chunks):
         for kind in (ActionKind.F, ActionKind.B):
@@ -90,7 +92,7 @@ def run_step(executor: Executor, policy: Policy, stages: Writing, weight_pieces:
 
 
 class Member:
-    """Represents this process within its group."""
+    """This process as a member of its group."""
 
     def __init__(self, argument: str, rank: int, size: int) -> None:
         self.rank = rank
@@ -100,7 +102,7 @@ class Member:
         self.group = dist.new_group(self.ranks, backend="gloo")
         self.module = extension.require("this test") if argument == "memory" else None
         self.made: list[Any] = []
-        # This transport drops all messages that are sent.
+        # No rank receives the messages that are sent with this transport.
         self.transport = Loopback(-1, {-1: CompletionQueue()})
 
     def stop_request(self) -> StopRequest:
@@ -111,17 +113,19 @@ class Member:
         return connect(self.group, self.ranks, self.rank, queue, 20.0, describe, self.module)
 
     def channels(self) -> tuple[Writer, list[Reader]]:
-        """Returns endpoints of channels, which are kept until the process exits."""
+        """Returns the writer and the readers of new channels. The channels are kept until exit."""
         writer, readers = make_channels(self.group, self.ranks, self.rank, describe, self.module)
         self.made.append((writer, readers))
         return writer, [*readers.values()]
 
 
 def agree(member: Member) -> dict[str, Any]:
-    """Sends each member its inputs in a different order, and the last member one by one.
+    """Passes the inputs to each member in a different order, and returns the actions of all steps.
 
-    Steps 0 and 1 use unsplit backward passes, steps 2 and 3 use split backward passes, and steps 4
-    and 5 use a static order.
+    The last member gets its inputs more slowly.
+
+    Backward passes are not split in steps 0 and 1, and split in steps 2 and 3. Steps 4 and 5 use a
+    static order.
     """
     agreement = member.agreement()
     arrived_ns: dict[str, int] = {}
@@ -180,7 +184,7 @@ def lacking(member: Member) -> list[str]:
 
 
 def broken(member: Member) -> list[str]:
-    """Runs a step in which a channel of the last follower breaks, and returns the error."""
+    """Runs a step in which the last follower loses a channel, and returns this member's error."""
     agreement = member.agreement()
     executor = make_executor(member.transport, agreement)
     if member.rank == member.size - 1:
@@ -192,7 +196,10 @@ def broken(member: Member) -> list[str]:
 
 
 def many(member: Member) -> dict[str, Any]:
-    """Sends more values than fit into a channel, to readers of different speed, and then stops."""
+    """Sends more values than fit into a channel, to readers of different speed.
+
+    Returns the values that were read, and the error if no further value arrives.
+    """
     values = [number * number << 20 | number for number in range(600)]
     writer, readers = member.channels()
     if member.rank == 0:
@@ -219,7 +226,7 @@ def many(member: Member) -> dict[str, Any]:
 
 
 def deaf(member: Member) -> list[str]:
-    """Runs a writer whose reader does not read, and returns the error of the writer."""
+    """Writes to a reader that does not read, and returns the error of the writer."""
     writer, _ = member.channels()
     if member.rank == 0:
         text = error_of(lambda: [writer.publish(number, 0.2) for number in range(1000)])
@@ -230,7 +237,10 @@ def deaf(member: Member) -> list[str]:
 
 
 def record(member: Member) -> dict[str, Any]:
-    """Records the orders of two pipeline ranks; a third rank only takes part in the gathering."""
+    """Records the orders of two pipeline ranks, and returns the content of the record.
+
+    A third rank only takes part in gathering the orders.
+    """
     folder, group = Path(sys.argv[3]), dist.group.WORLD
     path = folder / "schedule.json"
     shape = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)
@@ -260,9 +270,11 @@ def record(member: Member) -> dict[str, Any]:
 
 
 def run(member: Member) -> Any:
-    """Runs ranks of very different speed, which only synchronize in ``StopRequest.agreed``.
+    """Asks in each iteration whether to stop, on ranks of different speed.
 
-    With ``30,30,30``, the last rank gets a signal when all ranks are running.
+    The ranks synchronize only in ``StopRequest.agreed``.
+
+    With ``30,30,30``, the last rank gets a signal in its fourth iteration.
     """
     rng = random.Random(member.rank)
     with member.stop_request() as stop:
@@ -276,7 +288,10 @@ def run(member: Member) -> Any:
 
 
 def lost(member: Member) -> Any:
-    """Exits on the last rank while the first rank keeps asking to stop; returns the error."""
+    """Exits on the last rank while rank 0 keeps asking whether to stop.
+
+    Returns the error of rank 0.
+    """
     with member.stop_request() as stop:
         for _ in range(4):
             stop.agreed(dist.group.WORLD)
@@ -286,7 +301,7 @@ def lost(member: Member) -> Any:
 
 
 def late(member: Member) -> Any:
-    """Asks on rank 0 whether to stop, which must not wait for ranks that have not asked yet."""
+    """Checks that rank 0 does not wait for ranks that have not asked yet whether to stop."""
     folder, seen = Path(sys.argv[3]), []
 
     def await_mark(name: str) -> None:
@@ -305,7 +320,7 @@ def late(member: Member) -> Any:
 
 
 def last(member: Member) -> Any:
-    """Requests a stop before the last iteration, which only the end of the run can report."""
+    """Requests a stop before the last iteration, so that only ``finish`` can report the request."""
     with member.stop_request() as stop:
         if member.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -328,9 +343,10 @@ def main() -> None:
     member = Member(argument, dist.get_rank(), dist.get_world_size())
     result = PROGRAMS[program](member)
     (Path(folder) / f"{member.rank}.json").write_text(json.dumps(result))
-    if program not in ("broken", "lost"):  # These two programs wait until another process exits.
+    # These two programs do not synchronize, because another process exits in them.
+    if program not in ("broken", "lost"):
         dist.barrier()
-    # A receive that timed out breaks gloo's connections, so exit without closing these.
+    # A receive that timed out breaks gloo's connections, so exit without closing the process group.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Runs the steps of small GPT models action by action, with split or unsplit backward passes."""
+"""Runs the actions of steps of small GPT models, with split or unsplit backward passes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,16 @@ from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 SEQUENCE, SAMPLES, HIDDEN, VOCABULARY = 16, 2, 32, 128
 
 Order = Sequence[tuple[Any, ...]]
-"""Actions ``("F", chunk, microbatch)``, ``("B", ...)`` and ``("W", ..., piece, pieces)``."""
+"""Actions of a step.
+
+These are ``("F", chunk, microbatch)``, ``("B", chunk, microbatch)`` and ``("W", chunk, microbatch,
+piece, pieces)``.
+"""
 
 
 @contextlib.contextmanager
 def job() -> Iterator[None]:
-    """Provides process groups and random states of megatron-core inside the context."""
+    """Provides megatron-core's process groups and random states inside the context."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
@@ -64,7 +68,7 @@ def seed() -> None:
 
 
 def core_config(**changes: Any) -> TransformerConfig:
-    """Returns a configuration of two layers with dropout."""
+    """Returns a configuration of two layers with dropout. ``changes`` replace default settings."""
     settings = {
         "num_layers": 2,
         "hidden_size": HIDDEN,
@@ -122,7 +126,7 @@ def build(
 
 
 def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Acts as a user's function for megatron-core, with tokens that depend on the microbatch."""
+    """Represents a user's forward step function, with tokens that depend on the microbatch."""
     numbers = torch.Generator().manual_seed(next(iterator))
     tokens = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE), generator=numbers)
     places = torch.arange(SEQUENCE).expand(SAMPLES, SEQUENCE)
@@ -134,7 +138,10 @@ def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[...
 def make_stages(
     chunks: list[Any], num_microbatches: int, stores: Any = None, **changes: Any
 ) -> MegatronStages:
-    """Returns the stages of a step in a pipeline with one rank, split if ``stores`` are given."""
+    """Returns the stages of a step in a pipeline with one rank.
+
+    If ``stores`` are given, the backward passes are split.
+    """
     return MegatronStages(
         forward_step_func=forward_step,
         data_iterators=[iter(range(num_microbatches)) for _ in chunks],
@@ -173,9 +180,9 @@ def drive(stages: Any, order: Order, num_chunks: int) -> None:
 
 
 def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
-    """Returns the forward and backward passes of a step, microbatch by microbatch.
+    """Returns the forward and backward passes of a step.
 
-    Each forward pass except the first precedes the backward pass of the previous microbatch.
+    The forward passes of each microbatch precede the backward passes of the previous microbatch.
     """
     order: list[tuple[Any, ...]] = []
     for number in range(num_microbatches + 1):
@@ -187,7 +194,10 @@ def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
 
 
 def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...]]:
-    """Adds the weight gradients of each backward pass, ``late`` backward passes later."""
+    """Returns ``order`` with the weight gradients of each backward pass added.
+
+    The weight gradients follow ``late`` backward passes later, in ``pieces`` actions.
+    """
     result: list[tuple[Any, ...]] = []
     waiting: dict[int, list[int]] = {}
 
@@ -208,7 +218,7 @@ def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...
 
 
 def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
-    """Runs one step like ``ForwardBackward`` and the training loop, without an optimizer."""
+    """Runs one step like ``ForwardBackward`` and the training loop, but without the optimizer."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     seed()
@@ -222,7 +232,7 @@ def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
 
 
 def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Returns copies of all ``main_grad`` tensors of ``chunks``, by chunk and name."""
+    """Returns copies of the ``main_grad`` tensors of all parameters, by chunk and name."""
     return {
         f"{number} {name}": parameter.main_grad.clone()
         for number, chunk in enumerate(chunks)
@@ -231,7 +241,7 @@ def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Checks that ``actual`` and ``expected`` are non-empty and bitwise equal gradients."""
+    """Checks that the gradients ``actual`` are nonzero and bitwise equal to ``expected``."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.abs().sum() > 0, name

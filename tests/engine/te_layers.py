@@ -1,9 +1,10 @@
-"""Imitates linear layers with Transformer Engine's documented delay of weight gradients.
+"""Imitates linear layers of Transformer Engine that delay weight gradients as documented.
 
 The real layers need a GPU. A layer has a ``wgrad_store``. While the store delays, a backward pass
-puts the inputs of the weight gradient there, and ``backward_dw()`` takes them. Like the real
-layers, these layers fuse the gradient into ``main_grad`` or overwrite ``grad``, give a weight with
-fusion a meaningless gradient, and compute the gradient of a bias in B with fp8.
+puts the inputs of the weight gradient into the store, and ``backward_dw()`` takes them out. Like
+the real layers, these layers add the gradient to ``main_grad`` (fusion) or overwrite ``grad``. With
+fusion, the returned weight gradient is meaningless. With fp8, the backward pass computes the
+gradient of the bias.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ GroupedLinear.__module__ = "transformer_engine.pytorch.module.grouped_linear"
 
 
 class TELinear(Linear):
-    """Imitates megatron-core's wrapper, which returns output and bias and can delay gradients."""
+    """Imitates megatron-core's wrapper, which returns output and bias and may delay gradients."""
 
     normalizes_input = False
     settings: dict[str, bool] = {}  # noqa: RUF012
@@ -210,6 +211,6 @@ class TELinear(Linear):
 
 
 class TELayerNormLinear(TELinear):
-    """Adds a norm before :class:`TELinear`."""
+    """Applies a layer norm before :class:`TELinear`."""
 
     normalizes_input = True

@@ -1,4 +1,4 @@
-"""Tests that the members of a decision group run the same actions."""
+"""Tests that all members of a decision group run the same actions."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
     results = start("agree", board, 3)
     leader = results[0]
     assert [len(step) for step in leader["taken"]] == [48, 48, 120, 120, 48, 48]
-    # A static order needs no leader.
+    # Members do not need the leader if the order is static.
     assert leader["taken"][4] == leader["taken"][5] == leader["static"]
     for result in results:
         assert result["taken"] == leader["taken"]
         assert result["threads"] == ["MainThread"]
         if board == "memory":
             assert result["words"] == 48 + 48 + 120 + 120
-        # If the leader considered only the inputs of this rank, all ranks would wait in a
-        # collective.
+        # If the leader started an action when only its own input had arrived, all ranks would wait
+        # in a collective.
         arrived = {name: ns for name, ns in result["arrived"].items() if name[0] in "0123"}
         assert len(arrived) == 4 * 40
         for name, arrived_ns in arrived.items():
@@ -46,14 +46,14 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
 
 
 def test_no_random_group_deadlocks_or_disagrees() -> None:
-    # ``python -m tests.engine.groups`` runs ten thousand cases.
+    # The command ``python -m tests.engine.groups`` runs ten thousand cases.
     assert groups.failures(300) == []
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
-    # The leader has the input itself, but must not continue.
+    # The leader has this input, but must not continue before the follower has the input too.
     leader, follower = start("lacking", board, 2)
     assert leader[0] == "DeadlineError"
     assert "rank 1 of the pipeline waited 0.5 s in step 0 for " in leader[1]
@@ -87,7 +87,7 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_numbers_keep_their_order_and_silence_is_an_error(board: str, start: Start) -> None:
-    # More numbers are sent than fit into the channel.
+    # The writer sends more numbers than fit into the channel.
     writer, *readers = start("many", board, 3)
     for reader in readers:
         assert reader["read"] == writer["read"]
@@ -130,7 +130,7 @@ def test_what_no_number_says_is_refused(action: Action, rest: int) -> None:
 
 
 class Paper:
-    """Implements a channel within this process."""
+    """Channel between members within this process."""
 
     def __init__(self) -> None:
         self.values: list[int] = []
@@ -171,7 +171,7 @@ def label_of(word: int) -> Label:
 
 def test_each_input_of_the_step_is_reported_once() -> None:
     reports, queue = Paper(), CompletionQueue()
-    queue.put(message(0, 0))  # This input arrives before the follower exists.
+    queue.put(message(0, 0))  # This input arrives before the follower is created.
     follower = Follower(Paper(), reports, queue, 1.0)
     queue.put(message(0, 1))  # This input arrives before the step begins.
     follower.begin(0, is_static=False)

@@ -1,4 +1,4 @@
-"""Tests that measured collectives behave like collectives that are not measured."""
+"""Tests that collectives behave the same whether or not they are measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = datetime.timedelta(seconds=30)
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """Creates a process group that contains only this process."""
+    """Yields a process group that contains only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=LIMIT)
     try:
         assert dist.group.WORLD is not None
@@ -32,7 +32,7 @@ def test_a_wait_takes_its_time_limit_by_name(group: dist.ProcessGroup) -> None:
     try:
         values = torch.arange(4.0)
         result = torch.zeros(4)
-        # There are two collectives. A future records the end of the first, and the second has no
+        # The end of the first collective is recorded by a future. The second collective has no
         # future.
         dist.all_reduce(values, group=group, async_op=True).wait(timeout=LIMIT)
         dist.reduce_scatter_tensor(result, values, group=group, async_op=True).wait(timeout=LIMIT)
@@ -68,7 +68,7 @@ def test_steps_of_two_models_may_overlap(group: dist.ProcessGroup) -> None:
     for meter in meters:
         meter.begin(1, is_traced=True)
         dist.all_reduce(torch.ones(2), group=group)
-    # The meter that begins first also ends first, as in steps of an actor and its critic.
+    # The meter that begins first also ends first, as in steps of an actor and a critic.
     assert [row.totals[0][0] for row in meters[0].rows()] == [2]
     dist.all_reduce(torch.ones(2), group=group)
     assert [row.totals[0][0] for row in meters[1].rows()] == [2]

@@ -1,4 +1,4 @@
-"""Tests that GPT models have bitwise equal gradients with split and unsplit backward passes."""
+"""Tests that split and unsplit backward passes of GPT models give bitwise equal gradients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def one_process() -> Iterator[None]:
 
 
 def check(core: Any, late: int, pieces: int, **model: Any) -> None:
-    """Checks that split steps of a model have the same gradients as an unsplit step."""
+    """Checks that a step with split backward passes gives the same gradients as an unsplit step."""
     plain = build_held(core, **model)
     order = pairs(len(plain), MICROBATCHES)
     run_step(plain, order)
@@ -74,7 +74,7 @@ def check(core: Any, late: int, pieces: int, **model: Any) -> None:
 
 
 def build_held(core: Any, **model: Any) -> list[Any]:
-    """Builds chunks. Overlapped reductions are delayed to the last backward pass."""
+    """Builds model chunks in which overlapped reductions wait for the last backward pass."""
     chunks = build(core, **model)
     if chunks[0].ddp_config.overlap_grad_reduce:
         core.no_sync_func = [chunk.no_sync for chunk in chunks]
@@ -101,8 +101,8 @@ WIDER = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 @pytest.mark.parametrize(
     ("changes", "late", "pieces", "model"),
     [
-        # One weight is used twice in a microbatch. Both gradients are added up before earlier
-        # gradients are added.
+        # A tied weight is used twice in a microbatch. The sum of both gradients is added to earlier
+        # gradients.
         ({}, 1, 3, {"tied": True}),
         ({}, 2, 2, {"chunks": 3}),
         (MODERN, 1, 2, {"rope": True}),
@@ -126,7 +126,7 @@ def test_other_models(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {
-            # The recomputation in megatron-core of an MLP with biases recurses endlessly.
+            # For an MLP with biases, the recomputation of megatron-core recurses endlessly.
             "add_bias_linear": False,
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn", "mlp"],
@@ -169,7 +169,7 @@ def test_fused_accumulation(
     with store.collect(0):
         layer(torch.ones(SEQUENCE, SAMPLES, HIDDEN))[0].sum().backward()
     store.run(0, 0, 1)
-    # A weight without main_grad uses the ordinary path.
+    # A weight without main_grad is not accumulated by a kernel.
     assert used == ([] if dtype is None else [kernel])
     accumulated = layer.weight.grad if dtype is None else layer.weight.main_grad
     assert torch.equal(accumulated.float(), torch.full((HIDDEN, HIDDEN), 1.0 * SEQUENCE * SAMPLES))
@@ -219,8 +219,8 @@ def test_embedding_backward_is_all_weight_gradient() -> None:
     assert word.shape[0] == VOCABULARY
     assert not word.main_grad.any()
     assert chunk.module.embedding.position_embeddings.weight.main_grad.any()
-    # The output layer comes first and the embedding last, with four linear layers per layer in
-    # between.
+    # The weight gradient of the output layer comes first and that of the embedding last. Between
+    # these are four linear layers for each layer of the model.
     for piece in range(30):
         before = word.main_grad.any()
         stages.weights(0, 0, piece, 30)
@@ -254,7 +254,7 @@ ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
     ids=["sequential", "shared", "grouped", "grouped probs"],
 )
 def test_experts(grouped: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # megatron-core imports these names from GPU packages.
+    # megatron-core imports these names from packages that need a GPU.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     if grouped and not hasattr(experts, "gg"):
         pytest.skip("from 0.17 on megatron-core groups experts with Transformer Engine alone")
@@ -293,7 +293,10 @@ def test_grouped_experts_of_transformer_engine() -> None:
 
 
 def engine_spec() -> ModuleSpec:
-    """Returns a layer of the imitated Transformer Engine, with norms fused into linear layers."""
+    """Returns a layer spec with imitated Transformer Engine layers.
+
+    Norms are fused into linear layers.
+    """
     spec = get_gpt_layer_local_spec()
     attention, mlp = map(parts_of, (spec.submodules.self_attention, spec.submodules.mlp))
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
@@ -303,7 +306,10 @@ def engine_spec() -> ModuleSpec:
 
 
 def parts_of(described: Any) -> Any:
-    """Returns the parts of the layer spec ``described``, which may be a partial call since 0.17."""
+    """Returns the submodules of the layer spec ``described``.
+
+    Since megatron-core 0.17, a spec may be a partial call.
+    """
     if isinstance(described, functools.partial):
         return described.keywords["submodules"]
     return described.submodules
@@ -402,6 +408,6 @@ def test_where_nothing_can_defer_the_first_layer_is_named(
     chunk = torch.nn.ModuleDict({"fc": layer})
     with pytest.raises(ConfigError, match=f"^backward passes cannot be split: fc {line}"):
         attach_stores([torch.nn.Identity(), chunk])
-    # A stage without layers has no pending gradients.
+    # A stage without layers has no pending weight gradients, and must not cause an error.
     (store,) = attach_stores([torch.nn.Identity()])
     assert store.pending == 0

@@ -1,4 +1,4 @@
-"""Tests executors on simulated stages, with ranks that are threads connected by queues."""
+"""Tests executors with simulated stages. Ranks are threads that are connected by queues."""
 
 from __future__ import annotations
 
@@ -54,14 +54,15 @@ def test_static_schedule_is_run_as_listed(
         for rank in range(ranks):
             assert stages[rank].actions == [str(action) for action in schedule.orders[rank]]
             assert states[rank].done
-        # Every microbatch returned to the first stage after passing all other stages.
+        # The gradient of every microbatch must reach the first stage after passing all other
+        # stages.
         expected = [[float(number), placement.num_stages - 1.0] for number in range(microbatches)]
         assert stages[0].last_gradients == expected
 
 
 @pytest.mark.parametrize("name", ["adaptive", "hinted", "dfc", "bfc"])
 def test_random_pipelines_run_each_action_once_within_the_cap(name: str) -> None:
-    """Checks random pipelines with random action times and some very slow stages."""
+    """Checks random pipelines with random action times and some much slower ranks."""
     rng = random.Random(name)
     for case in range(50):
         chunks, microbatches = rng.choice([1, 2, 2, 3]), rng.randint(1, 8)
@@ -145,13 +146,14 @@ def test_inputs_may_come_in_any_order() -> None:
 
 
 def test_what_comes_early_is_kept_for_later_steps() -> None:
-    # The first stage does not wait for other stages in an evaluation, but receives messages.
+    # Without backward passes, the first stage does not wait for others, so messages may arrive
+    # early.
     pipeline, completions = last_rank(timeout_s=0.5)
     for step, microbatch in ((2, 0), (0, 0), (1, 0), (1, 1), (2, 1), (0, 1)):
         completions.put(forward_of(step, microbatch))
     for _ in range(3):
         assert sorted(run_last(pipeline, 2).actions) == ["B0-0", "B0-1", "F0-0", "F0-1"]
-    # No message remains for another wait.
+    # All messages have been used, so a further step must time out.
     with pytest.raises(DeadlineError):
         run_last(pipeline, 1)
 
@@ -202,7 +204,7 @@ def test_a_pick_that_is_not_ready_is_named() -> None:
 
 
 class Following(Agreement):
-    """Takes actions from another rank, which knows that all inputs have arrived."""
+    """Lets another rank decide, as for the followers of a decision group."""
 
     decides = False
 
@@ -236,7 +238,7 @@ def test_errors_of_channels_name_slices() -> None:
 
 
 class Slow(CpuClock):
-    """Simulates a device on which an action only finishes when the host waits for it."""
+    """Device on which an action finishes only when the host waits for the action."""
 
     def __init__(self) -> None:
         self.launched = 0
@@ -257,7 +259,7 @@ class Slow(CpuClock):
 
 
 def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
-    # Marks are recorded before and after each action.
+    # Two marks are recorded for each action, before and after the action.
     clock = Slow()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
     executor = make_executor(pipeline, clock=clock, pp_rank=0)
@@ -275,14 +277,15 @@ def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
     ("action_ns", "ahead"), [(1_000_000, 1), (300_000, 1), (120_000, 3), (60_000, 5), (1, 9)]
 )
 def test_short_actions_leave_the_device_enough_to_do(action_ns: int, ahead: int) -> None:
-    """Checks that the host runs ahead of the device if actions are short.
+    """Checks that the host runs further ahead of the device if actions are short.
 
-    The first step measures the duration of the actions.
+    The executor measures the duration of actions in the first step.
     """
 
     class Timed(Slow):
         def resolve_ns(self, mark: int) -> int:
-            return mark * action_ns  # Marks are recorded before and after each action.
+            # Two marks are recorded for each action, before and after the action.
+            return mark * action_ns
 
     clock = Timed()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
@@ -308,7 +311,7 @@ def test_a_static_order_waits_for_no_device() -> None:
     policy = make_policies("1f1b", pipeline.placement, 3)[0]
     executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
     assert clock.waits == 0
-    # A device does not know the times of unfinished actions.
+    # The durations of unfinished actions are not known, so finish_step() must wait for the device.
     assert executor.finish_step().busy_s > 0
     assert (clock.waits, clock.finished) == (1, clock.launched)
 
@@ -328,7 +331,7 @@ def test_a_blocked_send_is_no_computing_time() -> None:
     policy = make_policies("1f1b", pipeline.placement, 2)[1]
     executor.run(stages, policy, pipeline.state(1, 2))
     times = executor.finish_step()
-    # The last rank sends the result of each B.
+    # The last rank sends the result of each backward pass.
     assert times.span_s >= 2 * (0.05 + 2 * 0.01)
     assert all(nanoseconds >= 10_000_000 for _, nanoseconds in times.actions)
     assert times.busy_s <= times.span_s - 2 * 0.05
@@ -340,7 +343,7 @@ def test_the_computing_time_on_a_device_ends_before_the_send() -> None:
     executor = make_executor(pipeline, clock=TickingClock())
     policy = make_policies("1f1b", pipeline.placement, 1)[1]
     executor.run(Counting(pipeline.placement, 1), policy, pipeline.state(1, 1))
-    # F has the marks 1 and 2. B has the marks 3, 4 before its send, and 5 after it.
+    # F has the marks 1 and 2. B has the marks 3 and 4 before its send, and 5 after the send.
     assert [nanoseconds for _, nanoseconds in executor.finish_step().actions] == [1e9, 1e9]
 
 

@@ -1,4 +1,4 @@
-"""Tests that a folder has a single writer, and that a suspended process loses the lease."""
+"""Tests that a folder has a single writer, and that a suspended owner loses the lease."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ time.sleep(float(sys.argv[2]))
 
 
 def change(folder: Path, **facts: object) -> None:
-    """Changes entries of the last claim, as if another process had made the claim."""
+    """Replaces entries of the last claim on ``folder``, as if another process had claimed it."""
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
-    del claim["sum"]  # Claims of earlier versions have no checksum.
+    del claim["sum"]  # Claims of earlier versions have no checksum, so this claim is still valid.
     path.write_text(json.dumps(claim))
 
 
@@ -62,7 +62,8 @@ def test_a_second_job_is_refused_while_the_first_counts_on(
         first.end()
     assert refusal.value.owner["port"] == 7
     assert "\n" not in str(refusal.value)
-    assert Lease(tmp_path).claim() == 2  # The previous owner has released the folder.
+    # The previous owner has released the folder, so a new job can claim it.
+    assert Lease(tmp_path).claim() == 2
 
 
 @pytest.mark.parametrize("is_reaped", [True, False], ids=["gone", "zombie"])
@@ -102,7 +103,8 @@ def test_a_restart_of_the_same_job_goes_on_at_once(tmp_path: Path) -> None:
         Lease(tmp_path).claim(job="a", restarts=2)
         assert not looked
         change(tmp_path, boot="another")
-        # This claim has the same number of restarts, so it may belong to another job of that name.
+        # The number of restarts is the same as in the previous claim, so another job may have made
+        # that claim under the same name.
         Lease(tmp_path).claim(job="a", restarts=2)
         assert looked
 
@@ -131,12 +133,12 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
     said: list[str] = []
     assert not first.is_held(said.append)
     assert len(said) == 1
-    first.end()  # Ending the lost lease does not affect the other owner.
+    first.end()  # Ending a lease that was lost must not affect the other owner.
     assert second.beat()
     second.require()
     assert first.taken().owner["port"] == 8
-    assert not first._take(2)  # The other owner has already made this claim.
-    for _ in range(12):  # Many claims leave only a few files.
+    assert not first._take(2)  # The other owner has already made claim 2.
+    for _ in range(12):  # Many claims must leave only a few files.
         Lease(tmp_path).claim()
     assert sorted(file.name for file in (tmp_path / ".lease").iterdir()) == [
         "beat-14",
@@ -149,7 +151,10 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
 def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
     tmp_path: Path,
 ) -> None:
-    """Checks the error if a manager makes new claims while another job waits for the folder."""
+    """Checks which owner the error names if a manager advances while another job waits.
+
+    The manager makes new claims on the folder.
+    """
     first, second, manager = (Lease(tmp_path) for _ in range(3))
     first.claim(run="job")
     change(tmp_path, boot="another")
@@ -172,7 +177,7 @@ def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
 
 
 def test_a_claim_that_others_made_and_removed_is_not_made_again(tmp_path: Path) -> None:
-    """Checks that a process that was suspended before it made a claim does not make it later."""
+    """Checks that a suspended process does not later make a claim that others have made."""
     holder, stopped = Lease(tmp_path), Lease(tmp_path)
     holder.claim(run="job")
     assert all(holder.advance() for _ in range(3))
@@ -214,7 +219,7 @@ def test_a_folder_that_is_removed_is_given_to_nobody_else(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> None:
-    """Checks that a failed write does not truncate the counter."""
+    """Checks that a failed write does not truncate the counter with which the owner shows life."""
     lease = Lease(tmp_path)
     lease.claim()
     assert lease.beat()
@@ -226,7 +231,7 @@ def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         assert lease.is_held(said.append)
-        assert lease.is_held(said.append)  # The failure is reported only once.
+        assert lease.is_held(said.append)  # The failure must be reported only once.
         with pytest.raises(OSError, match="File too large"):
             lease.advance()
     finally:
@@ -256,5 +261,6 @@ def test_a_damaged_claim_does_not_free_the_folder_of_a_living_job(tmp_path: Path
     lease.claim(job="a", restarts=1)
     path = tmp_path / ".lease" / "claim-1.json"
     claim = json.loads(path.read_text())
-    path.write_text(json.dumps({**claim, "pid": 2**22 + 1}))  # This process has never existed.
+    # A process with this ID has never existed.
+    path.write_text(json.dumps({**claim, "pid": 2**22 + 1}))
     assert not module._is_gone(lease._facts(1))

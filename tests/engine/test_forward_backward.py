@@ -1,4 +1,4 @@
-"""Tests that the replacement of megatron-core's function rejects unsupported arguments."""
+"""Tests that the replacement of megatron-core's step function rejects unsupported arguments."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_signature_is_that_of_megatron_core() -> None:
         *expected,
         "loss_parts",
         "sizes",
-    ]  # Only this project's function has the last two parameters.
+    ]  # The last two parameters are additions of this project.
     assert parameters["loss_parts"].default is parameters["sizes"].default is None
     for name, parameter in expected.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, name

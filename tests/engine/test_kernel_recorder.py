@@ -20,7 +20,7 @@ from .loopback import recorder_of
 
 
 def recorded(folder: Path, said: list[str]) -> int:
-    """Runs iterations 1 to 3, records the second, and returns the number of recorded lines."""
+    """Runs iterations 1 to 3 and records iteration 2. Returns the number of recorded lines."""
     recorder = KernelRecorder(str(folder), 3, range(2, 3), on_gpu=False, say=said.append)
     for iteration in (1, 2, 3):
         recorder.begin(iteration, is_traced=True)
@@ -46,14 +46,17 @@ def test_the_chosen_iteration_is_recorded_on_the_clock_of_the_trace(tmp_path: Pa
 
 
 class LateDevice(CpuClock):
-    """Simulates a device that finishes its work only after the profiler has stopped."""
+    """Device that finishes its work only after the profiler has stopped."""
 
     def is_passed(self, mark: int) -> bool:
         return not torch.autograd._profiler_enabled()
 
 
 def multiply(count: int) -> None:
-    """Multiplies ``count`` matrices, with pauses before and after, because clocks differ."""
+    """Multiplies ``count`` pairs of matrices.
+
+    Pauses before and after, because the clocks of profiler and trace differ slightly.
+    """
     time.sleep(0.005)
     for _ in range(count):
         torch.ones(8, 8).mm(torch.ones(8, 8))

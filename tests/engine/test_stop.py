@@ -1,4 +1,4 @@
-"""Tests that signals and the time limit stop all ranks at the same iteration."""
+"""Tests that signals and time limits stop all ranks at the same iteration."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_signal_to_one_rank_stops_all_at_one_iteration(start: Start) -> None:
 
 @pytest.mark.multiprocess
 def test_clock_that_is_first_stops_all(start: Start) -> None:
-    """Checks that all ranks stop when the time limit of any rank has passed."""
+    """Checks that all ranks stop as soon as the time limit of any rank has passed."""
     assert [iteration for iteration, _ in start("run", "30,0,30", 3)] == [1, 1, 1]
 
 
@@ -89,9 +89,9 @@ def test_clock_that_is_first_stops_all(start: Start) -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        # The call does not wait for a rank that is one boundary behind.
+        # A rank must not wait for another rank that asks one iteration later.
         ("late", [False, False, False, False, None]),
-        # A request before the last boundary is reported at the end.
+        # A request in the last iteration must be reported at the end.
         ("last", [False, None, True, True, "signal SIGTERM"]),
     ],
 )

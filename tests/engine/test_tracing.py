@@ -22,7 +22,7 @@ Chunks = list[torch.nn.Module]
 
 
 class Device(CpuClock):
-    """Simulates a device whose work finishes when the test allows it."""
+    """Device whose work finishes only when the test calls :meth:`catch_up`."""
 
     def __init__(self) -> None:
         self.passed_ns = 0
@@ -53,7 +53,8 @@ def test_spans_of_an_iteration_and_what_follows_it(tmp_path: Path) -> None:
             pass
         tracing.end_iteration()
         with tracing.host_span("evaluate"):
-            tracing.data_read(0, 30, 40)  # This span does not belong to the trace.
+            # This read occurs outside of an iteration's step, so it must not be in the trace.
+            tracing.data_read(0, 30, 40)
     with tracing.host_span("checkpoint"):
         pass
     tracing.close()
@@ -102,18 +103,21 @@ def test_an_error_inside_leaves_the_span(tmp_path: Path) -> None:
     assert kinds(read_run(tmp_path)) == {1: ["checkpoint", "step", "optimizer"]}
 
 
-# The following tests trace work that another loop orders, which is timed from outside.
+# The following tests trace another program's loop, which orders the actions itself.
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
-    """Runs a forward step like a user's function for megatron-core."""
+    """Runs a forward step, like a user's function for megatron-core."""
     return model(next(data_iterator)), partial(torch.sum)
 
 
 def loop(
     *, forward_step_func: Any, data_iterator: Any, model: Chunks, forward_only: bool = False
 ) -> list[Any]:
-    """Runs another loop: all forward passes of a chunk, then backward passes in reverse order."""
+    """Runs all forward passes of a chunk, and then its backward passes in reverse order.
+
+    This represents the loop of another program.
+    """
     losses = []
     for chunk in model:
         outputs = []
@@ -128,7 +132,7 @@ def loop(
 
 
 def step(function: Any, chunks: Chunks, **more: Any) -> list[float]:
-    """Runs a step from the same state each time, and returns its losses and gradients."""
+    """Runs a step from the same state each time, and returns the losses and sums of gradients."""
     data = iter(torch.arange(24.0).reshape(6, 1, 4))
     for chunk in chunks:
         chunk.zero_grad()

@@ -1,4 +1,4 @@
-"""Tests when deferred weight gradients are computed, and how they are split into pieces."""
+"""Tests when deferred weight gradients are computed, and how these are split into pieces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weight() -> torch.nn.Parameter:
 
 
 def collect(store: WeightGradientStore, microbatch: int, weights: list[torch.nn.Parameter]) -> None:
-    """Runs layers with these weights, and collects their weight gradients in ``store``."""
+    """Applies a layer for each of ``weights``, and collects the weight gradients in ``store``."""
     hidden = torch.randn(ROWS, WIDTH)
     for parameter in weights:
         hidden = torch.tanh(defer(LinearCall(parameter, None), hidden, store))
@@ -83,7 +83,7 @@ def test_what_communicates_is_in_the_same_piece_on_ranks_with_other_experts() ->
 def test_the_size_of_the_first_microbatch_is_known() -> None:
     store, layers = WeightGradientStore(), [weight() for _ in range(4)]
     assert store.microbatch_bytes == 0
-    # Each layer holds its input and a gradient. The first input is counted, too.
+    # Each layer keeps its input and a gradient. The input of the first layer is counted too.
     for number in range(2):
         collect(store, number, layers[: 4 - number])
         assert store.microbatch_bytes == 4 * 2 * TENSOR_BYTES
@@ -107,7 +107,7 @@ def test_a_tensor_of_two_layers_counts_once() -> None:
 
 
 class Watched(LinearCall):
-    """A call whose end can be observed."""
+    """Call whose deletion can be observed with a weak reference."""
 
     __slots__ = ("__weakref__",)
 
@@ -128,7 +128,7 @@ def test_tasks_are_freed_when_they_are_done() -> None:
     assert [reference() is None for reference in seen] == [
         False,
         True,
-    ]  # The last layer comes first.
+    ]  # The weight gradient of the last layer is computed first.
     store.run(0, 1, 2)
     assert [reference() is None for reference in seen] == [True, True]
 
@@ -228,7 +228,7 @@ def test_an_embedding_keeps_its_place_in_the_graph(by_index: bool) -> None:
     table = torch.nn.Parameter(torch.randn(5, WIDTH))
     output = defer(EmbeddingCall(table, by_index=by_index), tokens, store)
     assert torch.equal(output, table[tokens])
-    assert output.requires_grad  # The output requires gradients although its input does not.
+    assert output.requires_grad  # The output requires a gradient, although the tokens do not.
     with store.collect(0):
         output.sum().backward()
     assert table.grad is None

@@ -1,4 +1,7 @@
-"""Provides snapshot keepers and training runs. One training run exists at a time."""
+"""Provides snapshot keepers and training runs to the tests of this folder.
+
+Only one training run exists at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # Call this before megatron.core is imported.
+accelerator.install()  # This call must precede the import of megatron.core.
 
 from tests.checkpoint.keepers import keepers  # noqa: E402
 
@@ -21,7 +24,7 @@ __all__ = ["keepers"]
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Training]]:
-    """Returns a function that starts a training run, after it has closed the previous run."""
+    """Yields a function that closes the previous training run, and then starts a new run."""
     made: list[Training] = []
     monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
 

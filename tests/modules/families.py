@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 WIDTH, HEADS, WORDS, LENGTH = 32, 4, 64, 12
-IMAGE, START = 60, 58  # Both are special tokens; ordinary tokens are below 56.
+IMAGE, START = 60, 58  # Both IDs are special tokens, because ordinary tokens have IDs below 56.
 Batch = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
@@ -19,7 +19,7 @@ RELEASE = "5.23"
 """Release of ``transformers`` whose models are in the table of ``docs/reference/cutpoint.md``."""
 
 CHANGED = ("gemma2", "whisper", "smolvlm")
-"""Families whose code in releases before :data:`RELEASE` is recorded differently or not at all."""
+"""Families whose model code in releases before :data:`RELEASE` gives another or no recording."""
 
 
 def skip_older(name: str) -> None:
@@ -38,11 +38,12 @@ class Family:
         name: Name in the table of ``docs/reference/cutpoint.md``.
         model_class: Class of the model in ``transformers``.
         model_type: Name of the configuration in ``transformers``.
-        config: Function that returns the configuration for a total number of blocks.
+        config: Function that takes the total number of blocks and returns the configuration.
         make_batch: Function that returns a batch of four samples.
         slicing: Value of the pipeline's option ``slicing`` that the family requires.
-        decisive_entries: Names of the batch entries whose values determine what the model runs.
-        arguments: Arguments of ``forward`` that are the same for all batches.
+        decisive_entries: Names of the batch entries whose values determine which operations the
+            model runs.
+        arguments: Arguments of ``forward`` that are equal for all batches.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Family:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, blocks: int) -> torch.nn.Module:
-        """Returns a model with ``blocks`` blocks and always the same weights."""
+        """Returns a model with ``blocks`` blocks, and with the same weights in each call."""
         import transformers
 
         transformers.logging.set_verbosity_error()
@@ -66,18 +67,21 @@ class Family:
 
 
 def random_ids(length: int, seed: int, most: int = 56) -> torch.Tensor:
-    """Returns random ordinary tokens ``[4, length]``, one row per sample."""
+    """Returns random ordinary tokens with IDs from 3 to ``most - 1``, ``[4, length]``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, most, (4, length), generator=generator)
 
 
 def random_values(*shape: int) -> torch.Tensor:
-    """Returns random pixels or audio frames ``[4, *shape]``, one row per sample."""
+    """Returns random pixels or audio frames, ``[4, *shape]``."""
     return torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
 
 
 def text() -> Batch:
-    """Returns four sentences. The last two are padded, and one of them on the left."""
+    """Returns a batch of four sentences.
+
+    The third is padded on the right, and the fourth on the left.
+    """
     ids = random_ids(LENGTH, 3)
     mask = torch.ones_like(ids)
     mask[2, 9:] = 0
@@ -86,29 +90,29 @@ def text() -> Batch:
 
 
 def gaps() -> Batch:
-    """Returns sentences in which every second word is masked."""
+    """Returns a batch of sentences in which every second word has no label."""
     batch = text()
     batch["labels"][:, ::2] = -100
     return batch
 
 
 def translations() -> Batch:
-    """Returns four sentences, and four different sentences as labels."""
+    """Returns a batch of four sentences, with four different sentences as labels."""
     return {**text(), "labels": random_ids(8, 4)}
 
 
 def speech() -> Batch:
-    """Returns audio features of four samples and their transcripts."""
+    """Returns a batch with the audio features and the transcripts of four samples."""
     return {"input_features": random_values(16, 40), "labels": random_ids(8, 4)}
 
 
 def images() -> Batch:
-    """Returns four images and their classes."""
+    """Returns a batch of four images and the classes of the images."""
     return {"pixel_values": random_values(3, 8, 8), "labels": torch.tensor([0, 1, 1, 0])}
 
 
 def captions() -> Batch:
-    """Returns four images and sentences that end with the end token."""
+    """Returns a batch of four images, and four sentences that end with the end token."""
     ids = random_ids(LENGTH, 3)
     ids[:, -1] = 2
     return {"input_ids": ids, "pixel_values": random_values(3, 8, 8)}
@@ -117,15 +121,15 @@ def captions() -> Batch:
 def images_in_text(
     num_tokens: int, *shape: int, types: str | None = None, grid: tuple[int, ...] | None = None
 ) -> Callable[[], Batch]:
-    """Returns a function that creates sentences with one image each.
+    """Returns a function that creates a batch of sentences with one image each.
 
     Args:
         num_tokens: Number of tokens that represent an image.
         shape: Shape of an image's pixels.
         types: Name of the batch entry with the type of each token, text or image.
-        grid: Number of frames, rows and columns of patches, if the model requires a grid. Such a
-            model computes the positions of a sentence from the grid, so all sentences have equal
-            length.
+        grid: Number of frames, rows and columns of patches, if the model requires a grid. Models
+            with a grid compute the positions of tokens from the grid, so all sentences then have
+            equal length.
     """
 
     def make() -> Batch:
@@ -180,7 +184,7 @@ def vision(blocks: int, **options: Any) -> Config:
 
 
 def causal(name: str, model_class: str, model_type: str | None = None, **options: Any) -> Family:
-    """Returns a family of text decoders."""
+    """Returns the :class:`Family` of a text decoder. ``options`` are settings of the model."""
     return Family(
         name=name,
         model_class=f"{model_class}ForCausalLM",
@@ -191,7 +195,7 @@ def causal(name: str, model_class: str, model_type: str | None = None, **options
 
 
 def rope(**options: Any) -> Config:
-    """Returns the configuration of rotary position embeddings."""
+    """Returns the configuration of rotary position embeddings, with ``options`` added."""
     return {"rope_type": "default", "rope_theta": 1e4, **options}
 
 
@@ -277,7 +281,10 @@ def llava(images: int, layers: int) -> Config:
 
 
 def qwen_vl(kind: str, sections: list[int], **tower: Any) -> Callable[[int, int], Config]:
-    """Returns a function that creates the configuration of a Qwen model with images."""
+    """Returns a function that creates the configuration of a Qwen model with images.
+
+    The function takes the numbers of blocks of the image encoder and the text decoder.
+    """
 
     def config(images: int, layers: int) -> Config:
         positions = rope(mrope_section=sections)
@@ -455,4 +462,4 @@ FAMILIES = (
         make_batch=text,
     ),
 )
-"""All families that the tests cover, in the order of the table."""
+"""All families that the tests cover, in the order of the documentation's table."""

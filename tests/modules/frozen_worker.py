@@ -40,10 +40,13 @@ IMAGES = ([3, 2, 8, 1, 2, 4, 1, 1], [1, 0, 5, 0, 1, 2, 0, 3])
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """Trains two steps, and compares losses and parameters with the whole model.
+    """Trains for two steps, and compares losses and parameters with those of the whole model.
+
+    ``options`` are options of the pipeline.
 
     Returns:
-        Partition, stage of each chunk of this rank, and the chunks that ran backward passes.
+        Dict with the partition, the stage of each chunk of this rank, and the chunks that ran
+        backward passes.
     """
     steps = [[viewed(n, 3 + n, n) for n in counts] for counts in IMAGES]
     items = [[float(part["ids"].shape[1] - 1) for part in step] for step in steps]

@@ -1,7 +1,7 @@
-"""Creates folders of small vision-language models with their own processors and random weights.
+"""Creates folders with small vision-language models that have a processor and random weights.
 
 The folders have the layout of published models: image settings are in ``preprocessor_config.json``,
-video settings in ``video_preprocessor_config.json`` or together with the image settings.
+and video settings are in ``video_preprocessor_config.json`` or together with the image settings.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ VIDEO_FILE = "video_preprocessor_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder:
-    """Describes the folder of a vision-language model.
+    """Describes the model folder of a vision-language model.
 
     Attributes:
         processor: Class of the processor.
         images: Class of the image processor, without the suffix ``Pil``.
         settings: Settings of the image processor.
-        image_text: Placeholder of an image in the chat template.
+        image_text: Text that represents an image in the chat template.
         tokens: Tokens for images and videos in the tokenizer.
-        named: Tokens among ``tokens`` that are also attributes of the tokenizer, by attribute name.
-        ids: Settings of the model that contain token IDs.
+        named: Tokens among ``tokens`` that are also attributes of the tokenizer, keyed by the
+            attribute.
+        ids: Settings of the model that contain the IDs of tokens, each with the token.
         processor_settings: Settings of the processor itself, for ``processor_config.json``.
-        video: Settings of the video processor; ``None`` if there is no video processor.
-        slicing: Method of recording that the family requires.
+        video: Settings of the video processor, or ``None`` if there is no video processor.
+        slicing: Value of the pipeline's option ``slicing`` that the family requires.
         needs: Packages that transformers imports for the processor.
     """
 
@@ -63,7 +64,7 @@ class ImageFolder:
 
     @property
     def ids_token(self) -> str:
-        """Returns the token that represents a part of an image."""
+        """Returns the token that represents one part of an image."""
         return self.ids["image_token_id"]
 
 
@@ -156,7 +157,7 @@ IMAGE_FOLDERS: dict[str, ImageFolder] = {
         **_IDEFICS,
     ),
 }
-"""Folders by the name of their family in ``families.py``."""
+"""Maps the name of each family in ``families.py`` to the description of its folder."""
 
 
 def make_tokenizer(described: ImageFolder) -> transformers.PreTrainedTokenizerFast:
@@ -208,7 +209,11 @@ def write_folder(name: str, folder: Path) -> Path:
 
 
 def write_data(folder: Path, name: str, count: int = 12) -> Path:
-    """Writes ``count`` conversations and texts with up to two images of different sizes."""
+    """Writes a file of ``count`` conversations, and its images, to ``folder``. Returns the path.
+
+    A conversation has up to two images of different sizes. One line contains text instead of a
+    conversation.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"wide": (20, 10), "tall": (9, 17), "small": (8, 8)}
     for number, (image, size) in enumerate(sizes.items()):

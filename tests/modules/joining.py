@@ -1,4 +1,4 @@
-"""Runs one of two ranks, which joins and closes a job several times (first argument)."""
+"""Runs one of two ranks, which joins and closes a job as many times as the argument says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":
         os.environ["MASTER_PORT"] = os.environ["OTHER_PORT"]
     for turn in range(int(sys.argv[1])):
         mesh = make_mesh(join_job(20.0), 2)
-        time.sleep(0.05 * (mesh.rank ^ turn % 2))  # Let the ranks alternate in arriving first.
+        time.sleep(0.05 * (mesh.rank ^ turn % 2))  # Let the ranks take turns in arriving first.
         assert mesh.gather(mesh.rank + turn) == [turn, turn + 1]
         tensor = torch.ones(1)
         torch.distributed.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""Defines small models with cut points, each with a property that makes cutting difficult."""
+"""Defines small models with cut points. Each model has a property that makes cutting difficult."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ WIDTH, WORDS = 8, 16
 
 
 class Knotty(nn.Module):
-    """Has shared weights, skip connections, dropout, a running mean and unequal blocks.
+    """Model with shared weights, skip connections, dropout, a running mean and unequal blocks.
 
-    Computes the loss from ``ids [n, s] int64``, ``mask [n, s] bool`` and ``label [n, s] int64``.
+    The model computes a loss from ``ids [n, s] int64``, ``mask [n, s] bool`` and ``label [n, s]
+    int64``.
     """
 
     def __init__(self, blocks: int = 8, dropout: float = 0.0) -> None:
@@ -49,7 +50,7 @@ class Knotty(nn.Module):
 
 
 class Tower(nn.Module):
-    """Has costs that can be computed by hand; computes a loss from ``x [n, width]``."""
+    """Model whose costs can be computed by hand. It computes a loss from ``x [n, width]``."""
 
     def __init__(self, width: int = 16, layers: int = 3) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ SHARED = [["words.weight", "head.weight"], ["mixer.weight"], ["mixer.bias"]]
 
 
 def knotty(**options: float) -> Knotty:
-    """Returns a :class:`Knotty` that always has the same weights."""
+    """Returns a :class:`Knotty` with the same weights in each call."""
     torch.manual_seed(3)
     return Knotty(**options)  # type: ignore[arg-type]
 
@@ -84,7 +85,10 @@ def make_batch(samples: int, seed: int = 0, length: int = 5) -> dict[str, torch.
 
 
 class Net(nn.Module):
-    """Has dropout and a buffer that each forward changes; computes a loss from ``x [n, 4]``."""
+    """Model with dropout and with a buffer that each forward pass changes.
+
+    The model computes a loss from ``x [n, 4]``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +117,7 @@ class Training:
             Net(), batch_of(0, samples), micro_batch_size=2, mixed_precision=precision
         )
         self.optimizer = optimizer(self.pipeline.parameters(), lr=0.1)
-        # The first steps overflow in fp16, so the optimizer has no state then.
+        # The first steps overflow in fp16, so the optimizer has no state during these steps.
         self.pipeline.set_optimizer(self.optimizer, initial_loss_scale=2.0**40)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
         self.state: dict[str, Any] = {"scheduler": self.scheduler}
@@ -128,7 +132,10 @@ class Training:
         before: Callable[[int], object] = lambda step: None,
         **options: Any,
     ) -> None:
-        """Trains until step ``total``, or stops before step ``last`` like a killed process."""
+        """Trains until step ``total``. If ``last`` is not ``None``, stops before step ``last``.
+
+        Stopping early leaves the run as if the process was killed.
+        """
         for step in self.pipeline.loop(total, folder=folder, state=self.state, **options):
             if step == last:
                 break
@@ -141,11 +148,11 @@ IMAGE = WORDS - 1
 
 
 class Viewer(nn.Module):
-    """Encodes images of different sizes, and decodes text of any length.
+    """Model that encodes images of different sizes and decodes text of any length.
 
-    ``ids [n, s] int64`` contains ``IMAGE`` at the position of an image. ``patches [p, 6]`` are the
-    patches of all images, and ``sizes [images] int64`` is the number of patches of each image. Both
-    are absent if there are no images.
+    ``ids [n, s] int64`` contains ``IMAGE`` at the position of an image. ``patches [p, 6]`` contains
+    the patches of all images, and ``sizes [images] int64`` contains the number of patches of each
+    image. Without images, ``patches`` and ``sizes`` are absent.
     """
 
     def __init__(self, dropout: float = 0.0) -> None:
@@ -185,13 +192,16 @@ class Viewer(nn.Module):
 
 
 def viewer(**options: float) -> Viewer:
-    """Returns a :class:`Viewer` that always has the same weights."""
+    """Returns a :class:`Viewer` with the same weights in each call."""
     torch.manual_seed(6)
     return Viewer(**options)
 
 
 def frozen_viewer() -> Viewer:
-    """Returns a model whose image encoder is frozen, and which embeds the text before it."""
+    """Returns a :class:`Viewer` whose image encoder is frozen.
+
+    The model embeds the text before it encodes the images.
+    """
     model = viewer()
     model.eye.requires_grad_(False)
     model.layers.requires_grad_(False)
@@ -199,7 +209,7 @@ def frozen_viewer() -> Viewer:
 
 
 def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Returns a microbatch for :func:`viewer`: ``length`` words and ``images`` images."""
+    """Returns a microbatch for :func:`viewer` with ``length`` words and ``images`` images."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, IMAGE, (1, length + images), generator=generator)
     if not images:
@@ -211,7 +221,10 @@ def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Plain(nn.Module):
-    """Has blocks without cut points, and never calls one of them. The input is ``x [n, 8]``."""
+    """Model whose blocks have no cut points, and which never calls the last block.
+
+    The model computes a loss from ``x [n, 8]``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +245,7 @@ class Plain(nn.Module):
 
 
 class Single(nn.Module):
-    """Has no repeated blocks between which cut points could be added."""
+    """Model without repeated blocks between which cut points could be added."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def settings_that_differ_are_named(folder: Path) -> None:
-    """Checks that ranks with different settings raise an error before the timeout."""
+    """Checks that ranks with different settings raise an error before the timeout.
+
+    The error must name the setting.
+    """
     is_second = dist.get_rank() == 1
     groups = process_groups()
 
@@ -101,7 +104,7 @@ def settings_that_differ_are_named(folder: Path) -> None:
 
 
 def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
-    """Checks that a move succeeds after a failed save, and that later saves succeed."""
+    """Checks that segments can move after a failed save, and that later saves succeed."""
     checkpoints, aside = folder / "checkpoints", folder / "aside"
     whole = tied()
     reference = sgd(whole.parameters())
@@ -132,12 +135,13 @@ def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
         assert pipeline.partition == (1, 3)
         assert pipeline.shared_weights == (("layers.0.weight", "layers.1.weight"),)
     assert sorted(PipelineFolder(checkpoints).steps()) == [4, 6]
-    # The group for the shared weight was created by the move and belongs to the pipeline.
+    # The move created the process group for the shared weight, and the pipeline must close this
+    # group.
     assert process_groups() == groups
 
 
 def a_slow_search_ends_before_other_ranks_stop_to_wait(folder: Path) -> None:
-    """Checks that a search for a partition ends before the other ranks' wait times out."""
+    """Checks that a slow search for a partition is stopped before the other ranks time out."""
     vars(judgement)["propose"] = lambda *_: time.sleep(600)
     with make(
         partition="2-2", repartition="auto", repartition_interval=4, timeout_s=SEARCH_WAIT_S

@@ -40,7 +40,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def reference(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[list[float], list[Any]]:
-    """Trains the whole model in this process, and returns losses and gradient norms."""
+    """Trains the whole model in this process, and returns each step's loss and gradient norm."""
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = sgd(trained)
@@ -60,7 +60,7 @@ def reference(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[list[
 
 
 def require_equal(pipeline: Pipeline, model: Any) -> None:
-    """Checks that the pipeline's steps give the same results as the whole model."""
+    """Checks that the pipeline's losses and gradient norms equal those of the whole ``model``."""
     batches = [make_batch(seed) for seed in range(3)]
     losses, norms = reference(model, batches)
     for batch, loss, norm in zip(batches, losses, norms, strict=True):

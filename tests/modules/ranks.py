@@ -1,4 +1,4 @@
-"""Runs a model with cut points on the real executor, with all ranks in one process."""
+"""Runs a model with cut points on the real executor, with all ranks as threads of one process."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def load_example(name: str) -> ModuleType:
 
 
 class Case:
-    """Records a model, and runs it for a batch as a whole or as a pipeline.
+    """Records a model, and runs a batch through the whole model or through a pipeline.
 
     Args:
         model: Model with cut points.
         batch: Batch with the samples of all microbatches.
         micro_batch_size: Number of samples in a microbatch.
-        options: ``loss``, ``arguments``, ``decisive_entries`` and ``slicing`` of ``Pipeline``.
+        options: The options ``loss``, ``arguments`` and ``decisive_entries`` of ``Pipeline``.
     """
 
     def __init__(
@@ -102,7 +102,10 @@ class Case:
         split_backward: bool | None = None,
         forward_only: bool = False,
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Runs the batch as a pipeline on ``size`` ranks; returns losses and summed gradients."""
+        """Runs the batch as a pipeline on ``size`` ranks.
+
+        Returns the losses of the microbatches, and the gradients summed over ranks by name.
+        """
         request = PipelineSettings(
             self.model, self.batch, schedule=schedule, chunks=chunks, split_backward=split_backward
         )
@@ -160,7 +163,7 @@ class Case:
 
 
 def gradients_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the gradients that are not zero, by name."""
+    """Returns a dict from name to gradient, for all tensors whose gradient is not zero."""
     return {
         name: tensor.grad.clone()
         for name, tensor in tensors.items()
@@ -171,7 +174,10 @@ def gradients_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def assert_same(
     gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5
 ) -> None:
-    """Checks that each gradient differs by at most ``tolerance`` times its norm."""
+    """Checks that each gradient differs from the expected gradient by at most ``tolerance``.
+
+    Differences are relative to the norm of the expected gradient.
+    """
     assert sorted(gradients) == sorted(expected)
     for name, reference in expected.items():
         error = float((gradients[name] - reference).norm() / reference.norm())

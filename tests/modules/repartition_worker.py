@@ -32,7 +32,7 @@ SLEEP_S = [0.002]
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps in the forward and in the backward pass."""
+    """Sleeps in the forward pass and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Sleep(torch.autograd.Function):
 
 
 class SlowLinear(torch.nn.Linear):
-    """Sleeps before it computes a linear layer."""
+    """Linear layer that sleeps before it computes its output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the output of the linear layer."""
@@ -70,7 +70,7 @@ def marked(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Shrinking(torch.optim.AdamW):
-    """Updates like AdamW, and also scales each parameter by an attribute of the parameter."""
+    """Optimizer like AdamW that also scales each parameter by its attribute ``shrink``."""
 
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters, and scales them down."""
@@ -82,7 +82,10 @@ class Shrinking(torch.optim.AdamW):
 
 
 def adam(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    """Returns an optimizer of two groups that contain the parameters ``named`` and their names."""
+    """Returns an optimizer for the trained parameters in ``named``, in two groups.
+
+    The groups contain matrices and all other parameters. The optimizer also gets the names.
+    """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     groups = [
         [(name, parameter) for name, parameter in trained if (parameter.dim() > 1) is is_matrix]
@@ -142,9 +145,9 @@ def require_same(pipeline: Pipeline, whole: torch.nn.Module) -> None:
 
 
 def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
-    """Trains until segments have moved and moved back, and returns the partitions."""
+    """Trains until segments have moved and moved back, and returns all partitions in order."""
     model = sleeping_model()
-    # deepcopy() does not copy the attributes of parameters, so add them to the copy.
+    # deepcopy() does not copy added attributes of parameters, so add the attributes to the copy.
     reference = Reference(marked(copy.deepcopy(model)))
     batches = [make_batch(8, seed) for seed in range(3)]
     seconds = SLEEP_S[0]
@@ -184,7 +187,7 @@ def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
             if len(partitions) > 2 and partitions[-1] == partitions[-3]:
                 break
         if pipeline.replicas == 1:
-            # Replicas have different running means, so evaluate only if there is a single replica.
+            # Each replica has a different running mean, so evaluate only with a single replica.
             expected = reference.loss_of(batches[0], trains=False)
             assert pipeline.eval(batches[0]) == pytest.approx(expected, rel=1e-6)
         pipeline.load(folder / "checkpoints")

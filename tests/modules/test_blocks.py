@@ -28,7 +28,7 @@ def layers(count: int, width: int = WIDE) -> nn.ModuleList:
 
 
 class Block(nn.Module):
-    """Contains a nested list, which must be ignored."""
+    """Block that contains a nested list, which must be ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Calls its modules, and the members of its lists, one after another."""
+    """Model that calls its modules, and the members of its lists, one after another."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class Stage(nn.Module):
-    """Represents a stage of a model that works at several resolutions."""
+    """Stage of a model that works at several resolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -102,7 +102,10 @@ def test_cut_points_are_between_the_blocks(model: nn.Module, text: str) -> None:
 
 
 class Odd(nn.Module):
-    """Calls one block twice, one block only in training, and does not call a third block."""
+    """Model that does not call each of its five blocks exactly once.
+
+    It calls one block twice, one block only in training, and the last block never.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests microbatches with different shapes, such as text lengths and numbers of images."""
+"""Tests microbatches with different shapes, such as other text lengths and numbers of images."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_microbatches_of_any_content_give_what_the_model_gives(
         whole = viewer()
         loss, gradients = expected(whole, step, items)
         assert pipeline.step(step, num_items=items)[0] == pytest.approx(loss, rel=1e-5)
-        # The encoder has no gradient after a step without images, as in the whole model.
+        # After a step without images, the encoder has no gradient, as in the whole model.
         require_equal(pipeline, gradients)
         whole.eval()
         with torch.no_grad():
@@ -75,7 +75,10 @@ def test_microbatches_of_any_content_give_what_the_model_gives(
 
 
 def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
-    """Checks that the order does not change losses, and changes gradients only by rounding."""
+    """Checks that the order of microbatches does not change losses.
+
+    Gradients may change by rounding.
+    """
     kinds = [*SAMPLE, viewed(0, 40, 4)]
     step = [kinds[kind] for kind in (2, 0, 1, 2, 1)]
     _, gradients = expected(viewer(), step, [1.0] * 5)
@@ -92,7 +95,7 @@ def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
             labels = {label for of_stage in pipeline.costs for label in of_stage}
     assert set(losses) == {losses[0]}
     assert orders["given"] == (0, 1, 2, 3, 4)
-    # Cheap microbatches are first and last, and equal microbatches keep their order.
+    # Cheap microbatches must be first and last, and equal microbatches must keep their order.
     assert orders["work"] == (2, 1, 3, 0, 4)
     assert sorted(orders["time"]) == [0, 1, 2, 3, 4]
     entries = {"ids", "patches", "sizes"}
@@ -100,7 +103,10 @@ def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
 
 
 class Scorer(torch.nn.Module):
-    """Computes the mean loss of rows with a label from ``x [n, 4]`` and ``y [n] int64``."""
+    """Model that returns the mean loss over all rows with a label.
+
+    The inputs are ``x [n, 4]`` and ``y [n] int64``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +120,7 @@ class Scorer(torch.nn.Module):
 
 
 class Mean(Scorer):
-    """Updates a running mean, but only for microbatches of a minimum length."""
+    """Model that updates a running mean, but only for microbatches with at least ``least`` rows."""
 
     def __init__(self, least: int) -> None:
         super().__init__()
@@ -206,7 +212,10 @@ def test_recordings_are_bounded_and_reported_once(
 
 
 def test_a_late_recording_is_of_the_mode_that_runs(opened: list[Pipeline]) -> None:
-    """Checks that the model is recorded only in the mode (training or evaluation) that runs."""
+    """Checks that a new kind of microbatch is recorded only in the mode that runs.
+
+    The mode is training or evaluation.
+    """
     modes = []
     model = viewer()
     model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
@@ -258,7 +267,7 @@ def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:
 
 
 class Branching(torch.nn.Module):
-    """Chooses a branch by the value of a batch entry."""
+    """Model that chooses a branch by the value of a batch entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +291,7 @@ def test_values_that_decide_must_be_named(opened: list[Pipeline]) -> None:
 
 
 class Looking(torch.nn.Module):
-    """Reads values of an optional mask, except while it is exported."""
+    """Model that reads the values of an optional mask, except while the model is exported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +328,10 @@ def test_an_entry_that_no_stage_uses_is_told(
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_vision_language_model_of_transformers(opened: list[Pipeline], frozen: bool) -> None:
-    """Checks that a model without cut points that reads the values of a mask can be trained."""
+    """Checks that a model of transformers without cut points can be trained.
+
+    The model reads the values of a mask.
+    """
     transformers = pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -351,12 +363,16 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline], frozen:
     opened.append(Pipeline(model, [microbatch(1, 4), microbatch(0, 6)], chunks=2, partition="2-3"))
     assert opened[0].step(step)[0] == pytest.approx(float(loss.detach()), rel=1e-5)
     require_equal(opened[0], {n: p.grad for n, p in whole.named_parameters() if p.grad is not None})
-    # The embedding of the text, which comes before the vision tower, runs behind it.
+    # The text embedding precedes the vision tower in the model's code, but must run after the
+    # frozen segments.
     assert opened[0]._assembly.frozen_segments == 2 * frozen
 
 
 def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
-    """Checks that the error names the line of the model that reads values of a tensor."""
+    """Checks that the error names the line at which the model reads values of a tensor.
+
+    The model can be trained with ``slicing="record"``.
+    """
     pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
     skip_older("smolvlm")
     family = next(family for family in FAMILIES if family.name == "smolvlm")
@@ -380,7 +396,7 @@ def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
     opened.append(Pipeline(family.build(4), sample, slicing="record"))
     assert opened[0].step(step)[0] == pytest.approx(float(loss.detach()), rel=1e-5)
     require_equal(opened[0], {n: p.grad for n, p in whole.named_parameters() if p.grad is not None})
-    # Segments are not measured for a single stage, which contains all of them.
+    # A single stage contains all segments, so segments are not measured.
     assert (opened[0].partition, opened[0].weights) == ((5,), ())
 
 
@@ -405,7 +421,7 @@ def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_microbatch_without_items_adds_nothing(opened: list[Pipeline], split: bool) -> None:
-    """Checks that a microbatch without items does not add its mean loss, which is NaN."""
+    """Checks that a microbatch without items is ignored, although its mean loss is NaN."""
     labeled = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
     unlabeled = {"x": torch.randn(2, 4), "y": torch.tensor([-100, -100])}
     loss, gradients = expected(Scorer(), [labeled], [1.0])
@@ -417,7 +433,7 @@ def test_a_microbatch_without_items_adds_nothing(opened: list[Pipeline], split: 
 
 
 class Doubling(torch.nn.Module):
-    """Changes an entry of the batch in place, and compares it with another entry."""
+    """Model that changes an entry of the batch in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +446,7 @@ class Doubling(torch.nn.Module):
 
 
 def test_a_recording_leaves_the_microbatch_as_it_is(opened: list[Pipeline]) -> None:
-    """Checks that recording a new length does not change the microbatch used for training."""
+    """Checks that recording a new length does not change the microbatch that is then trained."""
     x, y = torch.ones(2, 4), torch.zeros(2, 4)
     opened.append(Pipeline(Doubling(), [{"x": x, "y": y}]))
     assert torch.equal(x, torch.ones(2, 4))
@@ -441,7 +457,7 @@ def test_a_recording_leaves_the_microbatch_as_it_is(opened: list[Pipeline]) -> N
 
 
 def test_a_tensor_under_two_names_counts_as_two_entries(opened: list[Pipeline]) -> None:
-    """Checks that two entries stay separate if they are the same tensor only in the sample."""
+    """Checks that two entries stay separate although they are the same tensor in the sample."""
     x = torch.ones(2, 4)
     opened.append(Pipeline(Doubling(), [{"x": x, "y": x}]))
     loss = float(Doubling()(x.clone(), torch.zeros(2, 4)).detach())
@@ -461,7 +477,7 @@ def test_an_entry_may_be_a_scalar(opened: list[Pipeline]) -> None:
 
 
 class Drawing(Scorer):
-    """Draws random numbers with Python's generator."""
+    """Model that draws random numbers with Python's generator."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Returns the loss for the inputs ``x`` and the labels ``y``."""

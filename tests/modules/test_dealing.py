@@ -1,4 +1,4 @@
-"""Tests how each replica computes the distribution of microbatches over replicas."""
+"""Tests how each replica computes which microbatches each replica gets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def balance_of(
 def dealt(
     batch: Sequence[Any], sample_work: Mapping[Signature, Sequence[float]], **options: Any
 ) -> list[DealtList]:
-    """Returns the part of ``batch`` that each replica gets."""
+    """Returns the microbatches of ``batch`` that each replica gets.
+
+    Checks that all replicas compute the same distribution.
+    """
     shares = []
     for replica in range(REPLICAS):
         balance = balance_of(replica, sample_work, **options)
@@ -77,7 +80,7 @@ def test_costly_microbatches_are_spread_and_cheap_ones_fill_up() -> None:
 
 
 def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
-    """Checks that text gets a cost even if the sample batch consists of images only."""
+    """Checks that text gets a cost even if the sample batch consists only of images."""
     images = {Signature.of({"images": torch.zeros(2, 3, 4, 4)}): (5.0, 5.0)}
     shares = dealt([part(10) for _ in range(9)], images)
     assert [len(share) for share in shares] == [3, 3, 3]
@@ -86,7 +89,7 @@ def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
 
 
 def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
-    """Checks that training rejects a number of microbatches that ``share`` accepts."""
+    """Checks that training rejects some numbers of microbatches that ``share`` accepts."""
     limits = {"group": 2, "least": 2}
     message = "microbatches .* at least 6, and a multiple of 2"
     for count in (4, 9):
@@ -101,7 +104,7 @@ def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
 
 
 def test_the_partition_does_not_change_what_is_dealt() -> None:
-    """Checks that costs are predicted for the whole model, regardless of the partition."""
+    """Checks that costs are predicted for the whole model, whatever the partition is."""
     parts = [part(tokens, images) for tokens, images in ((10, 0), (25, 1), (7, 3), (90, 2))]
     rng = random.Random(3)
     batch = [part(rng.randrange(5, 99), rng.randrange(5)) for _ in range(24)]
@@ -117,7 +120,7 @@ def test_the_partition_does_not_change_what_is_dealt() -> None:
 
 
 def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None:
-    """Checks that entries of equal size do not hide the cost of entries that differ."""
+    """Checks that the cost of an entry is seen although other entries have a fixed size."""
     fixed = {f"entry{number}": torch.zeros(64) for number in range(20)}
     sample = {Signature.of({**fixed, **part(10)}): (10.0, 10.0)}
     batch = [{**fixed, **part(30)}, *({**fixed, **part(10)} for _ in range(9))]

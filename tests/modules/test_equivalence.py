@@ -1,4 +1,4 @@
-"""Checks that all schedules give the whole model's losses and gradients for every example."""
+"""Checks that each schedule gives the whole model's losses and gradients for each example model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.adaptive.schedule.catalog import policy_names
 
 from .ranks import Case, assert_same, load_example
 
-# The entries are names of schedules and their numbers of chunks in these tests.
+# Each entry contains the name of a schedule and its number of chunks in these tests.
 SCHEDULES: list[tuple[str, int | None]] = [
     ("1f1b", None),
     ("adaptive", None),
@@ -30,12 +30,12 @@ SCHEDULES: list[tuple[str, int | None]] = [
     ("zb-v", None),
     ("combined-1f1b", 2),
     ("dualpipe-v", None),
-    # These schedules are defined in the examples.
+    # The example programs define these schedules.
     ("examples.own_schedule.eager_1f1b:eager_1f1b", None),
     ("examples.own_schedule.oldest_first:oldest_first", 2),
 ]
 TRIED = {"forward-only", *(name for name, _ in SCHEDULES)}
-# Schedules that are added to the table later are also tested.
+# Also test schedules that are added to the table of policies later.
 SCHEDULES += [(name, None) for name in policy_names() if name not in TRIED]
 NO_DROPOUT: dict[str, Any] = {
     "mlp": {},
@@ -67,7 +67,7 @@ def case_of(name: str) -> tuple[Case, Any]:
     return case, case.expected()
 
 
-# Every schedule runs with every model and both sizes.
+# Every schedule runs with every model, and with pipeline sizes 2 and 4 in alternation.
 CASES = [
     (name, (2, 4)[(index + turn) % 2], *scheduled)
     for turn, scheduled in enumerate(SCHEDULES)

@@ -1,4 +1,4 @@
-"""Tests the examples by running them as programs."""
+"""Tests the example programs by running them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
     command += ["--save", str(tmp_path), "--write-profile", str(tmp_path / "profile.json")]
     done = subprocess.run(
         [sys.executable, *command],
-        env=forking(),  # The launcher is forked, but its ranks are not.
+        env=forking(),  # The launcher is forked from a server, but its ranks are not.
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # No size was set, so the planner chose all sizes.
+    # The command line sets no sizes, so the planner must choose all sizes.
     assert "plan: " in done.stdout
     assert profile_file.load(tmp_path / "profile.json")["model"]["name"] == "Mlp"
     losses = [float(printed) for printed in re.findall(r"step \d: loss ([0-9.]+)", done.stdout)]
@@ -46,7 +46,8 @@ def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
     evaluated = re.findall(r"evaluation: loss ([0-9.]+)", done.stdout)
     loaded = alone(tmp_path, "--steps", "1", "--micro-batch-size", "2", "--load", str(tmp_path))
     assert loaded.returncode == 0, loaded.stderr
-    # The model has no randomness, so the first loss on one process equals the last evaluation loss.
+    # The model has no dropout, so the first loss after loading equals the loss of the last
+    # evaluation.
     assert re.findall(r"step (\d): loss ([0-9.]+)", loaded.stdout) == [("7", evaluated[0])]
 
 

@@ -35,20 +35,23 @@ from .test_recorder import (
 
 
 def on_meta(model: torch.nn.Module, *, buffers_too: bool = False) -> torch.nn.Module:
-    """Moves parameters of ``model`` to the meta device in place, and keeps tied parameters tied."""
+    """Moves the parameters of ``model`` to the meta device in place, and returns ``model``.
+
+    Tied parameters stay tied. Buffers are also moved if ``buffers_too`` is true.
+    """
     names = [] if buffers_too else [name for name, _ in model.named_buffers()]
     keep_only(model, names, CPU)
     return model
 
 
 def ids_in(model: torch.nn.Module) -> dict[str, int]:
-    """Returns the ``id()`` of each tensor of ``model``, by name."""
+    """Returns a dict from the name of each tensor of ``model`` to its ``id()``."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: id(tensor) for name, tensor in named}
 
 
 def facts(tape: Tape) -> list[Any]:
-    """Returns the content of ``tape`` without the addresses of its tensors."""
+    """Returns the content of ``tape`` without the addresses of tensors."""
     values = [
         (value.shape, value.dtype, value.requires_grad, value.source, value.name, value.varies)
         for value in tape.values
@@ -95,7 +98,7 @@ def test_random_calls_are_found_without_random_numbers() -> None:
     state = torch.get_rng_state()
     forwards = Forwards.of(Forward(on_meta(Model(noisy))), {"x": torch.ones(2, 4)}, "auto")
     assert torch.equal(torch.get_rng_state(), state)
-    # The evaluation tape has no F.dropout, because F.dropout returns its argument in evaluation.
+    # The evaluation tape lacks F.dropout, which returns its argument in evaluation.
     for tape, expected in (
         (forwards.training, [True, True, False, True]),
         (forwards.evaluation, [True, False, True]),
@@ -138,7 +141,7 @@ def test_values_that_depend_on_weights_are_refused() -> None:
         Forwards.of(Forward(on_meta(Model(chosen))), batch, "auto")
     with pytest.raises(ConfigError, match=r"test_fake_recording.py:\d+ \(branching\) reads the"):
         Forwards.of(Forward(on_meta(Model(branching))), batch, "auto")
-    # Reading values of the sample is allowed, because they exist even without weights.
+    # The option "record" permits reading values of the sample, which exist even without weights.
     forwards = Forwards.of(Forward(on_meta(Model(branching))), batch, "record")
     assert forwards.training.cuts == ["cuts.0", "cuts.1"]
 
@@ -168,7 +171,7 @@ def test_a_part_of_a_model_is_recorded_again_with_other_shapes() -> None:
 
 
 def test_ranks_keep_the_buffers_that_code_of_the_model_reads() -> None:
-    """Checks that all ranks keep buffers that the model's Python code reads."""
+    """Checks that all ranks keep the buffers that the model's Python code reads."""
 
     def sized(model: Model, x: torch.Tensor) -> torch.Tensor:
         return plain(model, x) * int(model.table.max()) * int(model.size)

@@ -1,4 +1,4 @@
-"""Checks losses and gradients of ``transformers`` models whose cut points are added.
+"""Checks losses and gradients of ``transformers`` models to which cut points are added.
 
 The default run tests each family on two ranks with one placement. ``FAMILIES=all`` tests each
 family on one, two and four ranks with all placements, which takes minutes.
@@ -43,19 +43,20 @@ PLACINGS = {
     "v": Placing(schedule="adaptive", chunks=2, split=False),
     "v-split": Placing(schedule="zb-v", chunks=None, split=None),
 }
-# Four ranks with two chunks each have eight stages, so the full matrix requires seven blocks.
+# Four ranks with two chunks each have eight stages, so the full matrix requires seven blocks with a
+# cut point each.
 BLOCKS, SIZES = (7, (1, 2, 4)) if ALL else (4, (2,))
 
 
 def case_of(family: Family) -> Case:
-    """Returns a model of ``family``, cut between its blocks, and a batch for it."""
+    """Returns the case of a model of ``family``, cut between its blocks, and a batch."""
     model = family.build(BLOCKS)
     names = list(model.state_dict())
     CutPoint.between_blocks(model)
     assert list(model.state_dict()) == names
     batch = family.make_batch()
     if ALL:
-        # Interleaved schedules require as many microbatches as ranks.
+        # Interleaved schedules require at least as many microbatches as ranks.
         batch = {name: torch.cat([entry, entry.flip(0)]) for name, entry in batch.items()}
     return Case(
         model,
@@ -70,10 +71,10 @@ def case_of(family: Family) -> Case:
 def require_same(
     stage_gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> None:
-    """Checks that gradients equal the whole model's gradients.
+    """Checks that ``stage_gradients`` equal the gradients of the whole model.
 
     Some gradients are zero except for rounding, for example the gradients of key biases before a
-    softmax. They must be similarly small, relative to the largest gradient.
+    softmax. These must be similarly small, relative to the largest gradient.
     """
     largest = max(float(gradient.norm()) for gradient in expected.values())
     for name in {*stage_gradients, *expected}:
@@ -84,7 +85,7 @@ def require_same(
 
 
 def row_of(family: Family, case: Case) -> str:
-    """Returns the family's row in the table of the documentation."""
+    """Returns the row of ``family`` in the documentation's table of supported families."""
     lists = describe(case.forwards.training.cuts)
     places = ", ".join(f"`{part.split(' in ')[1]}`" for part in lists.split(", "))
     way = case.forwards.way if family.slicing == "auto" else f'`slicing="{family.slicing}"`'
@@ -131,7 +132,7 @@ def test_a_family_is_recorded_without_weights(name: str) -> None:
 
 @pytest.mark.multiprocess
 def test_families_train_on_two_processes(tmp_path: Path) -> None:
-    """Checks that families with tied embeddings, two lists of blocks and images can be trained."""
+    """Checks that families with tied embeddings, two lists of blocks or images can be trained."""
     chosen = ["qwen2", "t5", "llava"]
     if ALL:
         chosen = [family.name for family in FAMILIES]

@@ -1,4 +1,4 @@
-"""Tests which samples each process encodes in fine-tuning."""
+"""Tests which samples each process encodes during fine-tuning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..support.tuned_models import make_tokenizer
 
 
 class SecondOfTwo:
-    """Replaces the pipeline on the second of two replicas, and records the numbers of items."""
+    """Replaces the pipeline on the second of two replicas, and stores the numbers of items."""
 
     replicas = 2
     steps = 0
@@ -30,7 +30,7 @@ class SecondOfTwo:
         self.evaluated: list[list[float]] = []
 
     def set_optimizer(self, make: Any, *, clip_norm: float) -> None:
-        """Accepts an optimizer and ignores it."""
+        """Ignores the optimizer."""
 
     def loop(self, total: int, **settings: Any) -> Iterable[int]:
         return range(total)
@@ -83,12 +83,13 @@ def test_a_process_encodes_only_samples_of_its_replica(
     pipeline = SecondOfTwo()
     run: Any = finetune._Run(settings, pipeline, samples)  # type: ignore[arg-type]
     run.train()
-    # Two steps train four samples each, and the evaluation has three samples. The second replica
-    # evaluates one sample.
+    # Each of two steps trains four samples, and the evaluation has three samples. The second
+    # replica evaluates one of these.
     assert [len(items) for items in pipeline.trained] == [2, 2]
     assert len(encoded) == 4 + 1
     assert run._evaluate() == pytest.approx(2.0)
-    # An evaluation of one sample repeats the sample for the second replica, and counts it once.
+    # If an evaluation has a single sample, the second replica repeats this sample, which counts
+    # only once.
     run._held_out = run._held_out[:1]
     assert run._evaluate() == pytest.approx(2.0)
     assert pipeline.evaluated[-1] == [0.0]

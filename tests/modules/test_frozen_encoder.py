@@ -1,4 +1,4 @@
-"""Tests models whose leading segments are frozen, such as an image encoder that is not trained."""
+"""Tests models whose first segments are frozen, such as an image encoder that is not trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RANKS, LIMIT_S = 4, 300.0
 WORKER = Path(__file__).with_name("frozen_worker.py")
 STATIC = ("interleaved", "zb-v", "1f1b")
 ENCODER, LANGUAGE = 6, 12
-"""Number of segments of the encoder and of the language model in the tests of partitions."""
+"""Numbers of segments of the encoder and of the language model in the tests of partitions."""
 MICROBATCHES = 16
 
 
@@ -49,7 +49,7 @@ def test_a_frozen_encoder_trains_like_the_whole_model(tmp_path: Path) -> None:
         frozen = 0 if name in STATIC else frozen_stages_of(run["partition"], 3)
         expected = [chunk for chunk, stage in enumerate(run["stages"]) if stage >= frozen]
         assert run["backward"] == expected, name
-    # A trace of stages without backward passes is complete.
+    # The trace must be complete although some stages have no backward passes.
     traced = read_run(tmp_path / "traces")
     assert traced.complete_iterations() == (1, 2)
     assert {trace.header.frozen_stages for trace in traced.ranks.values()} == {2}
@@ -176,7 +176,8 @@ def test_the_first_partition_does_not_charge_a_frozen_encoder_for_backward_passe
     assert chunks > 1 or partition[0] > charged[0]
     own_s = step_s(FROZEN, partition, orders, ENCODER)
     assert own_s <= step_s(FROZEN, charged, orders, ENCODER)
-    # The best static partition treats the encoder like other segments and follows 1F1B.
+    # A static schedule runs backward passes for all segments. Even the best partition for 1F1B must
+    # not be faster.
     static = chosen(TRAINED, orders_of("1f1b"), 0)
     assert own_s <= step_s(FROZEN, static, orders_of("1f1b"), 0)
 
@@ -205,12 +206,12 @@ def test_a_stage_without_gradients_has_no_part_in_backward_passes() -> None:
         (0.25, pytest.approx(2 / 3), 0.5),
     )
     assert _parts_of(works, splits=False)[1] == (0.25, 0.4, pytest.approx(3 / 9))
-    # A frozen stage under a static schedule has short, empty backward passes.
+    # Under a static schedule, a frozen stage has short backward passes that compute nothing.
     assert _parts_of([SegmentWork(1.0), SegmentWork(3.0)], splits=True)[1] == (0.75, 0.75, 0.75)
 
 
 def test_a_frozen_segment_is_charged_for_the_memory_that_it_keeps() -> None:
-    """Checks ranks with a frozen and a trained segment, and with two trained segments."""
+    """Checks the memory of ranks with a frozen and a trained segment, or two trained segments."""
     placement = Placement(num_ranks=2, num_chunks=1)
     lanes = {(kind, 0): 1e6 for kind in ActionKind}
     measured = [

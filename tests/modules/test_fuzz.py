@@ -1,4 +1,4 @@
-"""Checks that random models with random cut points give correct gradients."""
+"""Checks that random models with random cut points are trained with correct gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ WIDTH = 4
 
 
 class Tangle(nn.Module):
-    """Applies random operations to earlier results, such as shared, frozen or in-place operations.
+    """Model that applies random operations to earlier results.
+
+    Some operations use shared or frozen parameters, or change a result in place.
 
     Args:
         seed: Seed of the random model.
-        operations: Number of operations; a cut point follows half of them on average.
+        operations: Number of operations. On average, half of the operations are followed by a cut
+            point.
     """
 
     def __init__(self, seed: int, operations: int = 14) -> None:

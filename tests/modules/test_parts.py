@@ -1,4 +1,4 @@
-"""Tests batches, messages, partitions, shared weights and the loss scale separately."""
+"""Tests the parts of ``Pipeline`` separately, such as batches, partitions and the loss scale."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_rank_frees_what_it_does_not_keep() -> None:
 
 
 class Scaled(torch.nn.Parameter):
-    """Requires an additional argument in its constructor."""
+    """Parameter class whose constructor requires an additional argument."""
 
     def __new__(cls, values: torch.Tensor, scale: float) -> Scaled:
         parameter: Scaled = torch.Tensor._make_subclass(cls, values, require_grad=True)
@@ -131,7 +131,7 @@ def test_a_measured_optimizer_can_read_attributes_of_parameters() -> None:
 
 
 class Sly(torch.nn.Module):
-    """Reads values from the storage of a tensor, which torch does not notice."""
+    """Model that reads values from the storage of a tensor, which torch does not notice."""
 
     def __init__(self) -> None:
         super().__init__()

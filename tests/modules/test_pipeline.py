@@ -20,7 +20,7 @@ PROGRAMS = re.findall(r"^def (\w+)\(\) -> None:", WORKER.read_text(), re.MULTILI
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Returns the results of each rank. One job runs the programs of all tests."""
+    """Returns the results of each rank of one job, which runs the programs of all tests."""
     folder = tmp_path_factory.mktemp("pipeline")
     log = folder / "output.txt"
     run_ranks([str(WORKER), str(folder), *PROGRAMS], world_size=RANKS, log=log, limit_s=LIMIT_S)

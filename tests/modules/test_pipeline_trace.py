@@ -1,4 +1,4 @@
-"""Tests which steps of a ``Pipeline`` are traced, and the checks of its trace settings."""
+"""Tests which steps of a ``Pipeline`` are traced, and which trace settings are rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def traced(folder: Path, **options: Any) -> RunTrace:
-    """Trains and evaluates in each step, then saves a checkpoint; returns the trace."""
+    """Trains and evaluates in each step, saves a checkpoint, and returns the trace of the run."""
     with Pipeline(
         Tower(), batch(), micro_batch_size=2, trace_dir=str(folder / "traces"), **options
     ) as pipeline:
@@ -65,7 +65,7 @@ def test_a_list_of_microbatches_has_their_sizes(tmp_path: Path) -> None:
     (listed,) = read_run(tmp_path / "listed").ranks.values()
     sizes = listed.sizes(1)
     assert [size / sizes[0] for size in sizes] == pytest.approx([1, 4, 2], rel=0.05)
-    # The microbatches of a dictionary are equally large.
+    # All microbatches of a dictionary have the same size, so the trace contains no sizes.
     (equal,) = traced(tmp_path).ranks.values()
     assert equal.sizes(1) == ()
 

@@ -1,4 +1,4 @@
-"""Tests ``Pipeline.from_pretrained`` and ``save_pretrained``, partly on two ranks."""
+"""Tests ``Pipeline.from_pretrained`` and ``save_pretrained``, partly with two ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BATCH["labels"] = BATCH["input_ids"]
 
 
 def save_models(folder: Path) -> None:
-    """Saves a model with tied weights as several files, and a model with experts."""
+    """Saves a model with tied weights in several files, and a model with experts, to ``folder``."""
     torch.manual_seed(0)
     tied = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(tied).save_pretrained(folder / "tied", max_shard_size="40KB")
@@ -50,7 +50,7 @@ def save_models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder with the saved models."""
+    """Returns the folder that contains the models of :func:`save_models`."""
     folder = tmp_path_factory.mktemp("pretrained")
     save_models(folder)
     return folder
@@ -72,7 +72,8 @@ def test_on_two_processes(folders: Path) -> None:
         world_size=RANKS,
         log=log,
         limit_s=LIMIT_S,
-        # A rank whose memory is measured must import its modules itself.
+        # If the memory of a rank is measured, the rank must import its modules itself instead of
+        # being forked.
         modules=() if parameters else TRANSFORMERS,
     )
     for rank in range(RANKS):
@@ -81,7 +82,7 @@ def test_on_two_processes(folders: Path) -> None:
 
 
 def change_config(**changes: Any) -> Callable[[Path], None]:
-    """Returns a function that sets the keys ``changes`` in a folder's ``config.json``."""
+    """Returns a function that sets the keys ``changes`` in the ``config.json`` of a folder."""
 
     def change(folder: Path) -> None:
         path = folder / "config.json"
@@ -91,7 +92,7 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
 
 
 def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Returns a function that applies ``change`` to the tensors in a folder's single file."""
+    """Returns a function that applies ``change`` to the tensors in a folder's only weights file."""
 
     def rewrite(folder: Path) -> None:
         path = folder / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Tests processors of vision-language models, and fine-tuning with samples from them."""
+"""Tests the processors of vision-language models, and fine-tuning with their samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORKER = str(Path(__file__).with_name("image_worker.py"))
 
 
 def require_packages(name: str) -> None:
-    """Skips a test if a package that the processor of family ``name`` needs is missing."""
+    """Skips the test if a package that the processor of family ``name`` needs is missing."""
     for package in IMAGE_FOLDERS[name].needs:
         pytest.importorskip(package, reason="bash prerequisite.sh --examples")
 
@@ -41,7 +41,7 @@ def read(folder: Path, data: Path) -> tuple[Any, SampleFile]:
 
 @pytest.mark.parametrize("name", IMAGE_FOLDERS)
 def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
-    """Checks that the model accepts the samples, and that it learns no image placeholders."""
+    """Checks that the model accepts the samples, and that image placeholders are not learned."""
     require_packages(name)
     skip_older(name)
     described = IMAGE_FOLDERS[name]
@@ -56,10 +56,11 @@ def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
     for index, answer in ((0, "a b<end>"), (1, "aa b<end>"), (2, "aaa b<end>"), (4, "a small one")):
         labels = samples[index]["labels"][0]
         learned = processor.tokenizer.convert_ids_to_tokens(labels[labels >= 0])
-        # A text is learned as a whole, except for tokens that the processor inserts for an image.
+        # All tokens of a text are learned, except for tokens that the processor inserts for an
+        # image.
         assert "".join(learned).endswith(answer)
         assert not {described.ids_token, "<image_soft_token>"} & set(learned)
-    # The sample has two images of different sizes, each with its own number of tokens.
+    # The third sample has two images of different sizes, which have different numbers of tokens.
     ids = samples[2]["input_ids"][0].tolist()
     token = processor.tokenizer.convert_tokens_to_ids(described.ids_token)
     assert ids.count(token) > samples[1]["input_ids"][0].tolist().count(token) > 0
@@ -69,7 +70,7 @@ def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(processors._has("torchvision"), reason="torchvision reads these settings")
 @pytest.mark.parametrize("layout", ["own file", "with images", "one file"])
 def test_settings_for_videos_are_kept(tmp_path: Path, layout: str) -> None:
-    """Checks that a saved folder keeps the video settings even without torchvision."""
+    """Checks that a saved folder keeps the settings for videos even without torchvision."""
     folder = write_folder("qwen3_vl", tmp_path / "model")
     expected = dict(IMAGE_FOLDERS["qwen3_vl"].video or {})
     if layout == "with images":
@@ -88,7 +89,7 @@ def test_settings_for_videos_are_kept(tmp_path: Path, layout: str) -> None:
 
 
 def test_a_processor_is_found_if_only_the_models_type_tells_it(tmp_path: Path) -> None:
-    """Checks that a processor is found if only the model's type identifies it."""
+    """Checks that a processor is found if only the model's type identifies the processor."""
     folder = write_folder("qwen3_vl", tmp_path / "model")
     path = folder / "preprocessor_config.json"
     document = json.loads(path.read_text())
@@ -101,7 +102,7 @@ def test_a_processor_is_found_if_only_the_models_type_tells_it(tmp_path: Path) -
 def test_packages_that_prevent_a_processor_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that errors name a missing package, and a torchvision that does not match torch."""
+    """Checks that errors name a missing package, or a torchvision that does not match torch."""
     from transformers.models.smolvlm import processing_smolvlm
 
     folder = write_folder("smolvlm", tmp_path / "model")
@@ -120,7 +121,8 @@ def test_packages_that_prevent_a_processor_are_named(
     [("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("config.json", "[]")],
 )
 def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, text: str) -> None:
-    # transformers raises KeyError or AttributeError here, which programs do not handle.
+    # transformers raises KeyError or AttributeError for these files, and programs do not expect
+    # these.
     folder = write_folder("qwen2_5_vl", tmp_path / "model")
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match="no tokenizer or processor that transformers can read"):
@@ -131,11 +133,11 @@ def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, text: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    # One family is enough to test how ranks share samples with images.
+    # A single family is enough to test how ranks share samples with images.
     [name if name == "internvl" else pytest.param(name, marks=LONG) for name in IMAGE_FOLDERS],
 )
 def test_a_family_is_tuned_with_images_on_two_processes(tmp_path: Path, name: str) -> None:
-    """Checks that losses equal transformers' losses before the first step and after saving."""
+    """Checks that the losses before the first step and after saving equal those of transformers."""
     require_packages(name)
     skip_older(name)
     before = write_folder(name, tmp_path / "model")

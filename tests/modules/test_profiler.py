@@ -1,4 +1,4 @@
-"""Tests the profiler in a single process."""
+"""Tests profiling a model in a single process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_bytes_and_parameters_are_those_of_the_pieces() -> None:
         row = 4 * WIDE * sample.micro_batch
         assert sample.parameters == WIDE * WIDE
         assert sample.output_bytes == (row if sample.segment < 2 else 0)
-        # The input of the matmul and the output of the sigmoid are kept.
+        # The input of the matrix multiplication and the output of the sigmoid are kept.
         assert sample.kept_bytes == 2 * row
         assert sample.split_s is not None
         assert min(sample.forward_s, sample.backward_s, *sample.split_s) > 0
@@ -50,7 +50,7 @@ def test_the_model_stays_as_it_is() -> None:
         assert torch.equal(tensor, before[name]), name
     assert all(bool((tensor.grad == 1).all()) for tensor in model.parameters())  # type: ignore[union-attr]
     assert model.training
-    # The first and the last segment use embedding and mixer.
+    # The first and the last segment both use the parameters of embedding and mixer.
     shared = WORDS * WIDTH + WIDTH * WIDTH + WIDTH
     described = profile.document()["model"]
     assert (described["tied_parameters"], described["tied_layers"]) == (shared, [0, 8])
@@ -67,7 +67,7 @@ def test_memory_ends_the_doubling() -> None:
 
 
 class Lonely(Tower):
-    """Cannot run a single sample, like a model with batch normalization."""
+    """Model that cannot process a single sample, like a model with batch normalization."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the loss of the batch ``x``."""
@@ -77,7 +77,7 @@ class Lonely(Tower):
 
 
 def measured_quickly(model: torch.nn.Module, sample: dict[str, torch.Tensor]) -> ModuleProfile:
-    """Returns the profile that a `Pipeline` measures to choose its sizes."""
+    """Returns the quick profile that a ``Pipeline`` measures to choose its sizes."""
     job = join_job(60.0)
     try:
         return Profiler(model, sample).measure(job, is_quick=True)
@@ -96,7 +96,7 @@ def test_sizes_that_were_not_measured_are_marked(
     assert " s; those of 2, 4 samples estimated\n" in said
     profile.write(tmp_path / "profile.json")
     written = profile_file.make_profile(profile_file.load(tmp_path / "profile.json")).layers
-    # The smallest size has only an estimate of the split backward pass.
+    # For the smallest size, only the split of the backward pass is estimated.
     for layers, sizes in (
         (written, {1, 2, 4}),
         (profile_file.make_profile(profile.document(split=False)).layers, {2, 4}),
@@ -116,7 +116,8 @@ def test_a_model_that_needs_two_samples_is_measured_with_two(model: Any) -> None
     assert Profiler(model(), sample(5)).run().micro_batch_sizes == (2, 4)
     assert measured_quickly(model(), sample(8)).micro_batch_sizes == (2, 4, 8)
     assert measured_quickly(model(), sample(2)).micro_batch_sizes == (2,)
-    # A step of one sample cannot be trained.
+    # The model cannot be trained with a single sample, so the profiler must raise the model's
+    # error.
     with pytest.raises(ConfigError, match="more than 1 value per channel"):
         Profiler(model(), sample(1)).run()
     with pytest.raises(ConfigError, match="more than 1 value per channel"):
@@ -149,7 +150,7 @@ def test_the_planner_reads_what_is_written(
 
 
 def test_backwards_are_given_as_they_run() -> None:
-    sample = {"x": torch.randn(1, WIDE)}  # Microbatches may be larger than the sample batch.
+    sample = {"x": torch.randn(1, WIDE)}  # The microbatches may have more samples than this batch.
     profile = Profiler(Tower(), sample, split_backward=False, micro_batch_sizes=[3, 2]).run()
     assert profile.micro_batch_sizes == (2, 3)
     assert profile.samples[-1].kept_bytes == 2 * 4 * WIDE * 3

@@ -1,4 +1,4 @@
-"""Checks that recomputed segments give the same results but keep fewer activations."""
+"""Checks that recomputed segments give the same results and keep fewer activations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ VIEWER: dict[str, Any] = {
 
 
 def trained(pipeline: Pipeline, batch: Any) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Returns losses, final gradients and buffers, and the bytes kept for the backward pass."""
+    """Trains for two steps.
+
+    Returns the losses, the last gradients and buffers by name, and the bytes kept for the backward
+    pass.
+    """
     with pipeline:
         losses = [pipeline.step(batch)[0] for _ in range(2)]
         tensors = {name: p.grad for name, p in pipeline.named_parameters() if p.grad is not None}
@@ -41,7 +45,10 @@ def require_equal(result: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_recomputed_segments_give_equal_numbers(split: bool) -> None:
-    """Checks that dropout, running means, autocast and shared weights give equal results."""
+    """Checks that recomputation gives equal results.
+
+    The model has dropout, running means and shared weights, and may use autocast.
+    """
 
     def run(recompute: Any, **options: Any) -> Any:
         pipeline = Pipeline(
@@ -80,7 +87,7 @@ def test_attention_is_recomputed_in_microbatches_of_any_content() -> None:
 
 
 class Attention(nn.Module):
-    """Computes attention in separate operations, with an optional in-place change."""
+    """Model that computes attention in separate operations, and may change a tensor in place."""
 
     def __init__(self, *, in_place: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests what a recorded forward pass contains, and which forward passes are rejected."""
+"""Tests what is recorded of a forward pass, and which forward passes are rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Body = Callable[["Model", torch.Tensor], torch.Tensor]
 
 
 class Model(nn.Module):
-    """Has three layers and two cut points, and runs the forward pass that a test supplies."""
+    """Model with three layers and two cut points, whose forward pass is the function ``body``."""
 
     def __init__(self, body: Body, cuts: int = 2) -> None:
         super().__init__()
@@ -65,7 +65,10 @@ def in_place(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def several(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Sends tensors of two dtypes across a cut. Only a later stage uses one of them."""
+    """Sends tensors of two dtypes across the first cut.
+
+    Only the last stage uses one of these tensors.
+    """
     left, right = model.first(x).chunk(2, dim=-1)
     kept = (x > 0).to(torch.float64) * right.double().mean()
     left, right = model.cuts[0](left, right)
@@ -131,7 +134,7 @@ def test_changes_in_place_stay_within_their_stage() -> None:
 
 
 def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
-    """Returns the shapes of the tensors that cross ``border``, a border of three stages."""
+    """Returns the shapes of the tensors that the model sends across the cut ``border``."""
     tape = case_of(body).forwards.training
     plans = slice_tape(tape, (1, 1, 1))
     return [tape.values[number].shape for number in plans[border].sent]
@@ -139,7 +142,7 @@ def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
 
 def test_only_what_is_needed_crosses() -> None:
     assert positions_of(plain, 0) == [(2, 4)]
-    # Each stage computes positions again instead of receiving them.
+    # Each stage computes the positions again instead of receiving the values.
     assert positions_of(buffers, 0) == [(2, 4)]
     assert sorted(positions_of(several, 0)) == [(2, 2), (2, 2), (2, 4)]
     assert sorted(positions_of(several, 1)) == [(2, 4), (2, 4)]
@@ -244,7 +247,8 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
         (moving_table, ["buffer table", "stage 0", "stage 2"]),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export prints a warning before it fails.
+# torch.export prints a warning before it fails, so ignore this warning.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_cannot_be_cut_is_named(body: Body, phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         slice_tape(case_of(body).forwards.training, (1, 1, 1))
@@ -309,7 +313,8 @@ def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
         (part_of_parameter, ["test_recorder.py", "changes parameter first.weight"]),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export prints a warning before it fails.
+# torch.export prints a warning before it fails, so ignore this warning.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_a_recording_would_lose_is_named(body: Body, phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         case_of(body)
@@ -327,14 +332,14 @@ def test_a_hook_on_the_backward_pass_of_a_module_is_named() -> None:
 
 
 def grown(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Extends a table of positions when the batch grows."""
+    """Extends the buffer ``table`` of positions if it has too few entries."""
     if len(model.table) < 6:
         model.register_buffer("table", torch.arange(6.0))
     return plain(model, x + model.table[:4])
 
 
 def cut_off(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Detaches the first layer's output in place, but lets gradients reach the batch."""
+    """Detaches the first layer's output in place, while gradients still reach the batch."""
     x = x.requires_grad_()
     y = model.first(x) * 1
     return model.last(model.cuts[1](model.middle(model.cuts[0](y.detach_() + x))))
@@ -377,7 +382,10 @@ def test_random_numbers_of_models_with_own_cut_points_stay_those_of_an_export() 
 
 
 def mapping(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Maps functions that capture a tensor of the batch and a tensor with a gradient."""
+    """Maps functions over rows with vmap.
+
+    The functions capture a tensor of the batch and a tensor with a gradient.
+    """
     is_large = x.abs() > 0.5
     rows, columns = torch.arange(len(x)), torch.arange(4)
     with TransformGetItemToIndex():
@@ -440,7 +448,7 @@ def test_a_cut_point_after_a_module() -> None:
 
 
 def measuring(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Centers its input in evaluation, and updates the center from its output in training."""
+    """Centers the input in evaluation, and updates the center from the output in training."""
     if not model.training:
         x = x - model.table
     y = plain(model, x)
@@ -461,11 +469,11 @@ def using_first(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_buffer_that_changes_belongs_to_one_rank_in_all_recordings() -> None:
-    """Checks that a changing buffer on two ranks is an error, because each has its own copy."""
+    """Checks that two ranks cannot use a changing buffer, because each rank has its own copy."""
     cut = CutForwards.of(case_of(measuring).forwards, (1, 1, 1))
     with pytest.raises(ConfigError, match="buffer table changes .* ranks 0 and 2 .* evaluation"):
         BufferUse(placement=Placement(num_ranks=3, num_chunks=1)).add(cut)
-    # A single rank has all stages here.
+    # A single rank has all stages, so they share the buffer.
     BufferUse(placement=Placement(num_ranks=1, num_chunks=3)).add(cut)
 
 

@@ -1,4 +1,4 @@
-"""Tests that segments and their optimizer state move between ranks of a running pipeline."""
+"""Tests that segments and their optimizer states move between the ranks of a running pipeline."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_difference_between_optimizers_names_option_and_ranks() -> None:
 
 @pytest.fixture
 def pipeline() -> Iterator[Pipeline]:
-    """Returns a pipeline that runs only in this process."""
+    """Yields a pipeline that runs only in this process."""
     with Pipeline(knotty(), make_batch(4), micro_batch_size=2) as pipeline:
         pipeline.set_optimizer(torch.optim.SGD(pipeline.named_parameters(), lr=0.1))
         yield pipeline
@@ -145,7 +145,7 @@ def test_names_of_parameters_and_devices_of_options_are_not_compared(pipeline: P
 
 
 def balancer_of(pipeline: Pipeline) -> SegmentBalancer:
-    """Returns the object that moves the segments of ``pipeline``."""
+    """Returns a new object that can move the segments of ``pipeline``."""
     request = PipelineSettings(
         model=pipeline.model, sample_batch=make_batch(4), repartition="auto", repartition_interval=4
     )
@@ -185,7 +185,10 @@ def test_a_move_is_judged_by_the_time_per_counted_work(
     returns: bool,
     line: str,
 ) -> None:
-    """Checks that a move with a predicted gain of 6% is judged by the time per operation."""
+    """Checks that a move of segments is judged by the time per operation.
+
+    The predicted gain of the move is 6%.
+    """
     balancer = balancer_of(pipeline)
 
     def run(samples: int, span_s: float) -> Move | None:
@@ -210,5 +213,5 @@ def test_a_move_is_judged_by_the_time_per_counted_work(
     assert balancer._gain == gain
     assert (way_back is not None) == returns
     assert line in capfd.readouterr().out
-    # A move is judged once.
+    # Each move is judged only once.
     assert run(samples, span_s) is None

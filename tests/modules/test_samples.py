@@ -1,4 +1,4 @@
-"""Tests SampleFile: learned tokens, sources of images, and errors that name a line."""
+"""Tests SampleFile: which tokens are learned, sources of images, and errors that name a line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = {"role": "assistant", "content": "two"}
 
 
 def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> SampleFile:
-    """Writes ``lines`` (strings or objects) to a file, and returns the samples in it."""
+    """Writes ``lines`` (strings or objects) to a file, and returns the samples in this file."""
     path = folder / "train.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts), encoding="utf-8")
@@ -34,14 +34,17 @@ def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> Sa
 
 
 def conversation(*parts: Any, **others: Any) -> dict[str, Any]:
-    """Returns a line of a data file: a question that begins with ``parts``, and an answer."""
+    """Returns a line of a data file with a question that begins with ``parts``, and an answer.
+
+    ``others`` are further entries of the line.
+    """
     question = {"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}
     return {"messages": [question, ANSWER], **others}
 
 
 @pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
 def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
-    """Checks that only answers are learned, for all spellings of a template's generation tag."""
+    """Checks that only answers are learned, for each spelling of the template's generation tag."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("{% generation %}", mark)
     line = {"messages": [QUESTION, ANSWER]}
@@ -93,7 +96,7 @@ def test_tokens_that_stand_for_images_are_not_learned(tmp_path: Path, has_id: bo
 
 
 def test_a_configuration_names_further_tokens(tmp_path: Path) -> None:
-    """Checks that tokens which only the configuration names are not learned either."""
+    """Checks that special tokens that only the model's configuration names are not learned."""
     config = SimpleNamespace(image_token_index=7, audio_token_id=make_tokenizer().encode("b")[0])
     sample = read(tmp_path, {"text": "abba"}, processor=make_tokenizer(), config=config)[0]
     assert num_learned([sample]) == [1.0]
@@ -115,7 +118,7 @@ def test_samples_without_memory_are_encoded_again(tmp_path: Path) -> None:
 
 
 def test_all_forms_of_images_are_the_same_sample(tmp_path: Path) -> None:
-    """Checks that all forms of image references give the same sample."""
+    """Checks that all ways to refer to an image give the same sample."""
     (tmp_path / "images").mkdir()
     Image.new("RGBA", (9, 9), (250, 0, 0, 9)).save(tmp_path / "images" / "a.png")
     path = str(tmp_path / "images" / "a.png")
@@ -207,7 +210,7 @@ def test_a_line_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 
 def test_the_digest_differs_if_a_line_or_an_image_does(tmp_path: Path) -> None:
-    """Checks that the digest depends on lines and images, but not on encoding settings."""
+    """Checks that the digest depends on lines and images, but not on settings of the encoding."""
     (tmp_path / "images").mkdir()
     image = tmp_path / "images" / "a.png"
     (tmp_path / "b.png").symlink_to(image)

@@ -1,4 +1,4 @@
-"""Tests the times of segments with a clock that only the model's blocks advance."""
+"""Tests the measured times of segments with a clock that only the model's blocks advance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORWARD_NS, BACKWARD_NS = 100, 1000
 
 
 class Clock:
-    """Measures time that only blocks advance."""
+    """Clock that is advanced only by the model's blocks."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -48,7 +48,7 @@ CLOCK = Clock()
 
 
 class Costly(torch.autograd.Function):
-    """Returns its input, and advances the clock by the block's cost in both passes."""
+    """Returns the input, and advances the clock by the block's cost in both passes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cost: int) -> torch.Tensor:
@@ -63,7 +63,10 @@ class Costly(torch.autograd.Function):
 
 
 class Skipping(torch.nn.Module):
-    """Has blocks of rising cost. Each later block uses the first block's result and a mask."""
+    """Model with blocks of increasing cost.
+
+    Each later block uses the first block's result and a mask.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +89,10 @@ class Skipping(torch.nn.Module):
 
 
 def stages(case: Case, stage: int, meter: SegmentMeter | None, **options: Any) -> ProgramStages:
-    """Returns one of two stages, which have the first two and the last three segments."""
+    """Returns the stages of a rank of a pipeline with two ranks.
+
+    Stage 0 has the first two segments, and stage 1 has the last three.
+    """
     tape = case.forwards.training
     plan = slice_tape(tape, (2, BLOCKS - 2))[stage]
     held = tensors_of(case.model)
@@ -104,7 +110,7 @@ def stages(case: Case, stage: int, meter: SegmentMeter | None, **options: Any) -
 
 
 def step(first: ProgramStages, last: ProgramStages) -> list[float]:
-    """Runs all microbatches through both stages, and returns their losses."""
+    """Runs all microbatches through both stages, and returns the losses of the microbatches."""
     for number in range(MICROBATCHES):
         sent = first.forward(0, number, None)
         last.forward(0, number, sent)
@@ -164,14 +170,15 @@ def test_segments_of_a_rank_and_their_kinds() -> None:
     v_shape = Placement(num_ranks=2, num_chunks=2, kind="v")
     assert segments_of((1, 2, 1, 3), v_shape, 0) == [0, 4, 5, 6]
     assert segments_of((1, 2, 1, 3), v_shape, 1) == [1, 2, 3]
-    # The blocks are equal, but the first segment creates the mask and the last computes the loss.
+    # The inner segments differ from the first, which creates the mask, and the last, which computes
+    # the loss.
     kinds = segment_kinds(make_case().forwards.training)
     assert len(kinds) == BLOCKS
     assert kinds[1] not in (kinds[0], kinds[-1])
 
 
 class Counting(torch.nn.Module):
-    """Has blocks that all change the same buffer, so they must be in one stage."""
+    """Model whose blocks all change the same buffer, so that they must be in one stage."""
 
     steps: torch.Tensor
 
@@ -191,7 +198,7 @@ class Counting(torch.nn.Module):
 
 @pytest.mark.parametrize("detail", ["layers", "collectives"])
 def test_segments_of_one_stage_may_change_the_same_buffer(detail: Any, tmp_path: Path) -> None:
-    """Checks that tracing does not treat each segment as a stage and raise an error."""
+    """Checks that tracing does not treat each segment as a stage, which would raise an error."""
     batch = {"x": torch.randn(4, WIDTH)}
     with Pipeline(
         Counting(), batch, micro_batch_size=2, trace_dir=str(tmp_path), trace_detail=detail
@@ -205,7 +212,7 @@ def test_segments_of_one_stage_may_change_the_same_buffer(detail: Any, tmp_path:
 
 
 class CountingFirst(Counting):
-    """Has blocks of which the first two change a buffer."""
+    """Model in which only the first two blocks change the buffer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the loss of the batch ``x``."""
@@ -234,7 +241,7 @@ def test_segments_that_change_one_buffer_stay_together(weights: list[float] | No
 
 
 class Shared(Counting):
-    """Changes a buffer in the first block, and reads it under another name in the second block."""
+    """Model that changes a buffer in the first block and reads it by another name in the second."""
 
     alias: torch.Tensor
 
@@ -257,7 +264,7 @@ class Shared(Counting):
 
 @pytest.mark.parametrize("only_evaluation", [False, True])
 def test_segments_that_read_a_changed_buffer_are_with_it(only_evaluation: bool) -> None:
-    """Checks that a changed buffer stays in one stage with all segments that read it."""
+    """Checks that a changed buffer is in the same stage as all segments that read the buffer."""
     batch = {"x": torch.randn(4, WIDTH)}
     weights = [9.0, *[1.0] * (BLOCKS - 1)]
     model = Shared(only_evaluation=only_evaluation)

@@ -1,4 +1,4 @@
-"""Tests samples that several processes encode together. In these tests, threads are used."""
+"""Tests that several processes encode samples together. Threads represent the processes here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT_S = 60.0
 
 
 class Meeting:
-    """Gathers the values of several threads, each of which acts as a rank of a job."""
+    """Gathers the values of several threads, each of which represents a rank of a job."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -33,7 +33,7 @@ class Meeting:
         self._values: list[Any] = [None] * ranks
 
     def job(self, rank: int) -> Any:
-        """Returns the job that the thread ``rank`` uses."""
+        """Returns a job for the thread that represents rank ``rank``."""
 
         def gather(value: Any) -> list[Any]:
             self._values[rank] = value
@@ -48,7 +48,7 @@ class Meeting:
 
 
 def read_together(paths: list[Path], reader: Any = None, **options: Any) -> list[Any]:
-    """Reads ``paths`` on one rank each, and returns the samples or the error of each rank."""
+    """Reads each of ``paths`` on a separate rank, and returns each rank's samples or error."""
     meeting = Meeting(len(paths))
 
     def read(rank: int) -> Any:
@@ -75,7 +75,7 @@ TEXTS = [{"text": "a" * (number % 7)} for number in range(53)]
 def test_samples_are_those_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kept_bytes: int
 ) -> None:
-    """Checks that each line is encoded once, and that all ranks keep the same samples."""
+    """Checks that each line is encoded only once, and that all ranks keep the same samples."""
     path = write(tmp_path / "train.jsonl", TEXTS)
     expected = SampleReader(processor=make_tokenizer(), kept_bytes=kept_bytes).read(path)
     encoded: list[int] = []
@@ -110,7 +110,7 @@ def test_all_ranks_name_the_first_wrong_line(tmp_path: Path) -> None:
 
 
 def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
-    """Checks that different files on ranks raise an error before training."""
+    """Checks that an error is raised before training if ranks have different files."""
     path = write(tmp_path / "train.jsonl", TEXTS)
     other = write(tmp_path / "other.jsonl", TEXTS[:-1])
     errors = read_together([path, path, other])
@@ -161,7 +161,7 @@ def test_long_samples_behind_short_ones_are_not_sent_all_at_once(
 
 
 def test_images_are_sent_too(tmp_path: Path) -> None:
-    """Checks that samples with images have the same hash as with one process."""
+    """Checks that samples with images are the same as in a single process."""
     from ..support.tuned_models import make_processor
 
     write_image_data(tmp_path / "data")

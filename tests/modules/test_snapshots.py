@@ -1,4 +1,4 @@
-"""Checks that training resumes from snapshots that real snapshot keepers hold."""
+"""Checks that training resumes from the snapshots in real snapshot keepers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOTAL = 7
 
 
 class Diary:
-    """Represents an object of the user whose state grows."""
+    """Stateful object of the user whose state grows."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -38,7 +38,7 @@ Make = Callable[..., Training]
 def run(
     training: Training, folder: Path, last: int, before: Callable[[int], object] = lambda step: None
 ) -> None:
-    """Trains, and stops before step ``last`` like a killed process."""
+    """Trains until step ``last`` begins, as if the process was killed then."""
 
     def write(step: int) -> None:
         before(step)
@@ -49,7 +49,7 @@ def run(
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, keepers: list[SnapshotKeeper], trained: Make) -> Make:
-    """Returns a function that starts a training run on node ``a``, as its agent would."""
+    """Returns a function that starts a training run on node ``a``, as the node's agent would."""
     settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
     encoded = json.dumps({**settings, "limit_bytes": None, "address": keepers[0].address})
 
@@ -87,9 +87,11 @@ def test_training_goes_on_bit_for_bit_from_copies(
     said = capsys.readouterr().out
     assert "copies of the state are kept in memory: every step 0.0 MiB are copied" in said
     assert "warning" not in said
-    keepers[0].close()  # The node fails, so its copies are lost.
+    # Closing the keeper of node ``a`` loses its copies, as if the node had failed.
+    keepers[0].close()
     source = left_with(keepers[1])
-    assert source.step in (3, 4)  # The copy of the fourth step may have been in transit.
+    # The copy of the fourth step may not have arrived before the node failed.
+    assert source.step in (3, 4)
     write_out(source, folder, is_pipeline=True)
     later = make(**kind)
     run(later, folder, TOTAL)
@@ -105,13 +107,13 @@ def test_training_goes_on_bit_for_bit_from_copies(
 def test_weights_that_change_while_they_are_copied_are_told_of(
     make: Make, keepers: list[SnapshotKeeper], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Checks that a copy is discarded if the weights change while they are copied."""
+    """Checks that a copy is discarded if the weights change while the weights are copied."""
     training, gate = make(), threading.Event()
 
     def change(step: int) -> None:
         copies: Any = training.pipeline._loop._snapshots  # type: ignore[union-attr]
         if step == 3:
-            copies._pool.submit(gate.wait, 60.0)  # Delay the next copy.
+            copies._pool.submit(gate.wait, 60.0)  # This wait delays the next copy.
         elif step == 4:
             with torch.no_grad():
                 training.pipeline.model.last.weight.mul_(2.0)

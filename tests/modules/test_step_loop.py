@@ -1,4 +1,4 @@
-"""Tests ``Pipeline.loop`` in one process: first step, checkpoints, end and errors."""
+"""Tests ``Pipeline.loop`` in a single process: its first step, checkpoints, end and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .models import Net, Tower, Training, batch_of
 
 
 def train(pipeline: Pipeline, chosen: int, do: Callable[[], object], **options: Any) -> None:
-    """Trains nine steps, and calls ``do`` after step ``chosen``."""
+    """Trains nine steps, and calls ``do`` after step ``chosen``. Passes ``options`` to the loop."""
     for step in pipeline.loop(9, **options):
         pipeline.step(batch_of(step))
         if step == chosen:
@@ -40,7 +40,7 @@ def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Pa
     whole.run(6, None)
     assert list(whole.losses) == [0, 1, 2, 3, 4, 5]
     first = trained()
-    with pytest.raises(KeyError):  # The loop does not save the step that raised the error.
+    with pytest.raises(KeyError):  # The loop must not save the step that raised the error.
         train(first.pipeline, 2, fail, folder=tmp_path, save_interval=1, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lease") == [
         "step_00000001",
@@ -77,12 +77,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     begun, seen = trained(), []
 
     def look(step: int) -> None:
-        if step == 3:  # Step 2 is still being saved, and the weights have changed in the meantime.
+        # Step 2 is still being saved at this time, and the weights have changed in the meantime.
+        if step == 3:
             seen.extend(path.name for path in folder.glob("step_*"))
             gate.set()
 
     begun.run(9, folder, save_interval=2, keep=2, async_save=True, before=look, last=7)
-    begun.pipeline.close()  # close() waits until the last checkpoint is written.
+    begun.pipeline.close()  # The call of close() waits until the last checkpoint is written.
     assert seen == []
     assert sorted(path.name for path in folder.iterdir() if path.name != ".lease") == [
         "step_00000004",
@@ -98,7 +99,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The load must not raise the failure of the other checkpoint, which it does not read.
+    # The load does not read the checkpoint that failed, so it must not raise the failure.
     commit = PipelineFolder.commit
 
     def fail_at_four(self: PipelineFolder, step: int, *arguments: Any) -> Path:
@@ -115,7 +116,7 @@ def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
             begun.pipeline._checkpointer.saver.wait()
             begun.pipeline.load(tmp_path, state=begun.state)
             restored.append(begun.pipeline.steps)
-            fail()  # The loop does not continue from another step.
+            fail()  # The loop could not continue from another step, so end it.
 
     with pytest.raises(KeyError):
         begun.run(9, tmp_path, save_interval=2, async_save=True, before=restore)
@@ -125,15 +126,15 @@ def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
 def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that the next start copies a checkpoint which could not be copied before."""
+    """Checks that the next start copies a checkpoint that could not be copied before."""
     whole, outer = trained(), tmp_path / "outer"
     whole.run(6, None)
     training = trained()
-    outer.touch()  # Create a file, so that creating a folder in it fails.
+    outer.touch()  # A file of this name makes it impossible to create a folder at the path.
     folders: dict[str, Any] = {"folder": outer / "saved", "local_folder": tmp_path / "disk"}
     with pytest.raises(CheckpointError, match="iteration 3 was not copied to .*Not a directory"):
         training.run(3, save_interval=2, **folders)
-    training.pipeline.close()  # close() tries to copy the checkpoint once more.
+    training.pipeline.close()  # The call of close() tries once more to copy the checkpoint.
     (local,) = (tmp_path / "disk").glob("saved-*/*")
     assert sorted(path.name for path in local.iterdir()) == ["iter_0000002", "iter_0000003"]
     outer.unlink()
@@ -145,7 +146,7 @@ def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     assert training.losses | later.losses == whole.losses
     assert list(later.losses) == [3, 4, 5]
     assert max(PipelineFolder(outer / "saved").steps()) == 6
-    other = tmp_path / "other"  # This folder is different from the folder of the loop.
+    other = tmp_path / "other"  # Saving to a folder other than the loop's must also work.
     assert later.pipeline.save(other) == other / "step_00000006"
 
 
@@ -220,7 +221,7 @@ def test_one_process_takes_the_largest_microbatch_that_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
-    # Net has batch normalization, which needs two samples.
+    # Net has batch normalization, so a microbatch needs at least two samples.
     tower = {"x": torch.randn(4, 16)}
     for model, sample, size in (
         (Net(), batch_of(0, 4), 4),
@@ -229,9 +230,10 @@ def test_one_process_takes_the_largest_microbatch_that_fits(
     ):
         with Pipeline(model, sample) as pipeline:
             assert (pipeline.micro_batch_size, pipeline.plan) == (size, None)
-        gc.collect()  # reference cycles keep process groups alive
+        gc.collect()  # Reference cycles keep process groups alive, so collect them.
     assert "profile: " not in capsys.readouterr().out
-    # If the estimate leaves no room, the model is measured, and the error says what is missing.
+    # If the model is estimated not to fit, the model is measured, and the error states the missing
+    # memory.
     with pytest.raises(ConfigError, match=r"fit into memory: .* needs .* GB of 1e-06 GB"):
         Pipeline(Tower(), tower, memory_limit_bytes=1000.0)
 

@@ -1,4 +1,4 @@
-"""Tests traces of ``Pipeline`` jobs: moving segments, kernels, collectors, and predictions."""
+"""Tests traces of ``Pipeline`` jobs with moving segments, kernels, collectors, and predictions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT_S = 200.0
 
 
 def run(folder: Path, name: str, ranks: int, *arguments: str) -> str:
-    """Runs the program ``name`` of the worker on ``ranks`` ranks, and returns its output."""
+    """Runs the worker's program ``name`` on ``ranks`` ranks, and returns the output."""
     log = folder / "log"
     command = [str(WORKER), str(folder), name, *arguments]
     status = run_ranks(command, world_size=ranks, log=log, limit_s=LIMIT_S)
@@ -38,7 +38,7 @@ def run(folder: Path, name: str, ranks: int, *arguments: str) -> str:
 
 
 def timed_segments(trace: RunTrace, rank: int) -> set[int]:
-    """Returns the segments for which ``rank`` has recorded times."""
+    """Returns the indices of the segments for which rank ``rank`` has recorded times."""
     of_rank = trace.ranks[rank]
     return {row[0] for iteration in of_rank.iterations for row in of_rank.layers(iteration)}
 
@@ -46,7 +46,7 @@ def timed_segments(trace: RunTrace, rank: int) -> set[int]:
 def test_each_partition_has_a_trace_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that each partition has a separate folder with a correct trace."""
+    """Checks that each partition of a run has a separate folder with a correct trace."""
     output = run(tmp_path, "moves", 2)
     used, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert used == other
@@ -54,7 +54,7 @@ def test_each_partition_has_a_trace_of_its_own(
     changes = [n for n in range(1, len(used)) if used[n] != used[n - 1]]
     assert changes
     begins, ends = [0, *changes], [*changes, len(used)]
-    # The newest trace has the requested name, and earlier traces are renamed in order.
+    # The newest trace has the requested name. Earlier traces are renamed, numbered from 1.
     folders = [tmp_path / f"traces-{n + 1}" for n in range(len(changes))] + [tmp_path / "traces"]
     assert sorted(path.name for path in tmp_path.glob("traces*")) == sorted(
         path.name for path in folders
@@ -121,7 +121,7 @@ def test_kernels_and_spans_of_a_job_are_told_while_it_runs(
 
 
 def require_kernels(trace: RunTrace) -> None:
-    """Checks that the operators of the profiled steps were recorded within their actions."""
+    """Checks that the operators of the profiled steps were recorded within the steps' actions."""
     other = 1 - PROFILED_RANK
     assert read_steps(trace, other) == []
     steps = read_steps(trace, PROFILED_RANK)
@@ -133,13 +133,14 @@ def require_kernels(trace: RunTrace) -> None:
         for kind in ("F", "B", "optimizer"):
             whole_ms = sum(span.duration_ns for span in spans if span.action == kind) / 1e6
             assert 0 < sum(f.total_ms for f in figures if f.action == kind) <= whole_ms, kind
-        # Each of the rank's three blocks computes a layer for each of six microbatches.
+        # The rank has three blocks, and each block computes a linear layer for each of six
+        # microbatches.
         assert [f.count for f in figures if f.action == "F" and "linear" in f.name] == [3 * 6]
         assert any("SGD" in figure.name for figure in figures if figure.action == "optimizer")
 
 
 def test_a_collector_that_is_down_loses_only_spans(tmp_path: Path) -> None:
-    """Checks that the job trains to its end, and counts the spans that were not sent."""
+    """Checks that the job trains to its end, and reports how many spans were not sent."""
     url = f"http://127.0.0.1:{free_port()}"
     output = run(tmp_path, "observed", 2, url)
     plain, traced = json.loads((tmp_path / "0.json").read_text())
@@ -158,7 +159,11 @@ def test_a_collector_that_is_down_loses_only_spans(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
 def test_predicted_settings_save_what_was_predicted(tmp_path: Path, schedule: str) -> None:
-    """Checks predictions for real runs with another order, dealing, partition, and all of them."""
+    """Compares predicted step times with real runs that have the predicted settings.
+
+    The settings are an order and a distribution of microbatches, a partition, and all of these
+    together.
+    """
     run(tmp_path, "predicted", 4, schedule)
     base, *others = json.loads((tmp_path / "report.json").read_text())
     assert {tuple(sorted(other["settings"])) for other in others} >= {
@@ -168,5 +173,5 @@ def test_predicted_settings_save_what_was_predicted(tmp_path: Path, schedule: st
     for other in others:
         assert other["predicted_s"] == pytest.approx(other["real_s"], rel=0.1), other
     whole = next(other for other in others if len(other["settings"]) == 3)
-    # The bound of 10% says something only if the settings save more.
+    # Unless the settings save more than 10%, a tolerance of 10% would prove nothing.
     assert whole["real_s"] < 0.85 * base["real_s"]

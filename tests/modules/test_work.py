@@ -1,4 +1,4 @@
-"""Tests the operation counts of recorded calls, which are computed from shapes."""
+"""Tests the operation counts of recorded calls, which are computed from tensor shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.adaptive.modules.recordings import segment_work  # noqa: E402
 
 
 class Mixed(nn.Module):
-    """Has a convolution, an attention layer and a matmul, each in a separate segment."""
+    """Model with a convolution, an attention layer and a linear layer in separate segments."""
 
     def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Mixed(nn.Module):
 
 
 def work_of(model: nn.Module, length: int, slicing: str) -> list[float]:
-    """Returns the operation counts of the segments of ``model`` for one sequence."""
+    """Returns the operation count of each segment of ``model`` for one sequence of ``length``."""
     forward = Forward(model=model, loss=None, arguments=None, decisive_entries=())
     forwards = Forwards.of(forward, {"x": torch.randn(1, 4, length)}, slicing)
     return list(segment_work(forwards.training))
@@ -46,7 +46,7 @@ def work_of(model: nn.Module, length: int, slicing: str) -> list[float]:
 def test_products_convolutions_and_attention_count_their_multiplications(slicing: str) -> None:
     length = 512
     see, mix, say = work_of(Mixed(), length, slicing)
-    # The counts include the forward pass and the gradients of operands, but the batch has no
+    # The counts include the forward pass and the gradients of operands. The batch needs no
     # gradient.
     assert see == pytest.approx(2 * length * 32 * 12, rel=0.3)
     assert mix == pytest.approx(3 * length * 32 * 96 + 3 * 2 * length * length * 32, rel=0.1)

@@ -36,17 +36,23 @@ MOVES_STEPS = 40
 EQUAL = ((1.0, 1.0),) * BLOCKS
 
 FROZEN_FIRST = ((3.0, 0.0),) * 2 + ((1.0, 2.0),) * 4
-"""Factors of blocks like those of a frozen encoder and a trained language model."""
+"""Factors of blocks like those of a frozen encoder and a trained language model.
+
+Each pair contains the factors of the forward pass and of the backward pass.
+"""
 UNIT_S = 0.012
 LENGTHS = [8, 1, 1, 2, 6, 1, 2, 1, 1, 5, 1, 3]
-"""Length of each microbatch. Round-robin gives the first replica 19 of 32 elements."""
+"""Length of each microbatch.
+
+In round-robin order, the first replica would get 19 of 32 elements.
+"""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"partition": "2-5"},
     "adaptive": {"partition": "1-1-4-1", "chunks": 2},
 }
 PREDICTED_STEPS = 3
 MEASURED = range(2, PREDICTED_STEPS + 1)
-"""Steps of which the faster one is compared. The first step includes warm-up."""
+"""Steps of which the fastest is compared. The first step is slower because of warm-up."""
 
 OBSERVED_STEPS = 4
 PROFILED = range(2, 4)
@@ -69,10 +75,10 @@ class Sleep(torch.autograd.Function):
 
 
 class Block(torch.nn.Module):
-    """Sleeps before it computes a layer.
+    """Block that sleeps before it computes a layer.
 
     Args:
-        factors: Time of the forward and of the backward pass, in units of ``SECONDS``.
+        factors: Times of the forward pass and of the backward pass, in units of ``SECONDS``.
     """
 
     def __init__(self, factors: tuple[float, float]) -> None:
@@ -86,10 +92,10 @@ class Block(torch.nn.Module):
 
 
 class Sleeper(torch.nn.Module):
-    """Contains blocks that sleep.
+    """Model whose blocks sleep.
 
     Args:
-        factors: Times of each block, see :class:`Block`.
+        factors: Forward and backward time of each block, as in :class:`Block`.
     """
 
     def __init__(self, factors: Sequence[tuple[float, float]] = EQUAL) -> None:
@@ -114,7 +120,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def moves(folder: Path) -> None:
-    """Trains until segments have moved, then five more steps; writes the partition of each step."""
+    """Trains until segments have moved, then five more steps.
+
+    Writes the partition of each step to a file in ``folder``.
+    """
     torch.manual_seed(1)
     batch = batch_of([4] * 6)
     partitions = []
@@ -143,7 +152,10 @@ def moves(folder: Path) -> None:
 
 
 def observed(folder: Path, url: str) -> None:
-    """Trains without a trace, and then with kernels and a collector; writes the losses of both."""
+    """Trains without a trace, and then with recorded kernels and a collector.
+
+    Writes the losses of both runs to a file in ``folder``.
+    """
     batch = batch_of([4] * 6)
     losses: list[list[float]] = []
     traced: dict[str, Any] = {
@@ -167,9 +179,10 @@ def observed(folder: Path, url: str) -> None:
 
 
 def predicted(folder: Path, schedule: str) -> None:
-    """Writes the step time of each run, and the step time that the first run's trace predicts.
+    """Writes the step time of each run, and the step time that was predicted from the first trace.
 
-    The first rank decides which settings are tried: each single change, and all changes together.
+    The predictions of rank 0 decide which settings are tried: each single change, and all changes
+    together.
     """
     layout = LAYOUTS[schedule]
     base_s = _step_s(folder / "base", schedule, layout)
@@ -186,18 +199,18 @@ def predicted(folder: Path, schedule: str) -> None:
 
 
 def _least_disturbed(folder: Path) -> list[int]:
-    """Returns the measured step that took the shortest time.
+    """Returns the index of the measured step that took the shortest time, in a list.
 
-    Other programs of a busy machine make steps longer, but not shorter.
+    Other programs on a busy machine make steps longer, but never shorter.
     """
     answer = what_if(read_run(folder), MEASURED)
     return [int(answer.iterations[answer.recorded_s.argmin()])]
 
 
 def _predictions(folder: Path) -> list[tuple[dict[str, str], float]]:
-    """Returns settings that save time, with the predicted step time in seconds.
+    """Returns pairs of settings that save time and the predicted step time in seconds.
 
-    Only single changes, and all changes together, are returned.
+    Each pair contains a single changed setting, or all changed settings together.
     """
     answer = what_if(read_run(folder), _least_disturbed(folder))
     chosen = []
@@ -209,7 +222,7 @@ def _predictions(folder: Path) -> list[tuple[dict[str, str], float]]:
 
 
 def _step_s(folder: Path, schedule: str, settings: dict[str, Any]) -> float:
-    """Trains two replicas with ``settings``, and returns the time of a step in seconds."""
+    """Trains two replicas with ``settings``, and returns the step time in seconds."""
     batch = batch_of(LENGTHS)
     SECONDS[0] = 0.0
     torch.manual_seed(1)

@@ -54,9 +54,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def decaying(parameters: Any) -> torch.optim.Optimizer:
-    """Returns an optimizer that changes parameters by weight decay even if gradients are zero.
+    """Returns an optimizer with weight decay, which changes parameters even if gradients are zero.
 
-    The optimizer skips a parameter that has no gradient.
+    The optimizer still skips parameters without a gradient.
     """
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=0.1)
 
@@ -78,7 +78,7 @@ def train(pipeline: Pipeline, batches: Sequence[Any]) -> list[float]:
 def reference(
     model: torch.nn.Module, batches: list[Any], clip: float = float("inf"), size: int = 2
 ) -> tuple[list[float], list[float]]:
-    """Trains the whole model in this process, and returns losses and gradient norms."""
+    """Trains the whole model in this process, and returns each step's loss and gradient norm."""
     optimizer = sgd(model.parameters())
     losses, norms = [], []
     for batch in batches:
@@ -99,7 +99,7 @@ def reference(
 
 
 def require_same(named: Iterable[tuple[str, torch.Tensor]], whole: torch.nn.Module) -> None:
-    """Checks that the tensors ``named`` equal the whole model's parameters and buffers."""
+    """Checks that the tensors in ``named`` equal the parameters and buffers of ``whole``."""
     expected = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, tensor in named:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
@@ -112,7 +112,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def require_refused(action: Callable[[], object], *phrases: str) -> None:
-    """Checks that ``action`` raises a one-line error with all ``phrases`` on each rank."""
+    """Checks that ``action`` raises a one-line error that contains all ``phrases`` on each rank."""
     try:
         action()
     except AdaptiveError as error:
@@ -150,7 +150,7 @@ def a_model_on_meta_gets_memory_for_its_part_only() -> None:
 def clipped_steps_on_four_ranks() -> None:
     batches, whole = [make_batch(12, seed) for seed in range(3)], knotty()
     losses, norms = reference(whole, batches, clip=0.05)
-    assert min(norms) > 0.05  # Check that the gradients are really clipped.
+    assert min(norms) > 0.05  # The gradients must be large enough to be clipped.
     whole.eval()
     test = make_batch(4, 9)
     halves = [{n: tensor[s : s + 2] for n, tensor in test.items()} for s in (0, 2)]
@@ -170,7 +170,7 @@ def clipped_steps_on_four_ranks() -> None:
             parameter.numel() for parameter in pipeline.model.parameters() if not parameter.is_meta
         ]
     block = WIDTH * WIDTH + WIDTH
-    # The embedding and the mixer are on both the first and the last rank.
+    # Both the first and the last rank have the embedding and the mixer.
     shared = WORDS * WIDTH + block
     assert sum(gathered(sum(kept))) == 8 * block + 2 * WIDTH + 2 * shared
     assert sum(gathered(len(buffers))) == 3
@@ -214,7 +214,7 @@ def dropout_does_not_depend_on_the_cut() -> None:
 
 
 class Sharp(torch.nn.Module):
-    """Has gradients between stages that overflow in fp16 at a large loss scale."""
+    """Model in which gradients between stages overflow in fp16 at a large loss scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,10 @@ def bf16_trains() -> None:
 def reference_of(
     model: torch.nn.Module, steps: Sequence[Sequence[Any]], items: Sequence[Sequence[float]]
 ) -> list[float]:
-    """Trains the whole model on lists of microbatches, weighted by items; returns the losses."""
+    """Trains the whole model on lists of microbatches, and returns the loss of each step.
+
+    The losses of microbatches are weighted by their numbers of ``items``.
+    """
     optimizer = decaying(model.parameters())
     losses = []
     for step, numbers in zip(steps, items, strict=True):
@@ -278,10 +281,10 @@ def reference_of(
 
 
 def microbatches_have_shapes_of_their_own() -> None:
-    """Checks that images of different numbers and sizes train as without a pipeline."""
+    """Checks that microbatches with different images train as without a pipeline."""
     images = ([3, 0, 8, 1, 2, 0, 0, 1], [0, 0, 0, 0], [0, 5, 0, 1])
     steps = [[viewed(n, 3 + n, n) for n in counts] for counts in images]
-    # The messages of this microbatch are larger than the buffers of the channels.
+    # The messages of this microbatch are larger than the channels' buffers.
     steps[1][2] = viewed(0, 300)
     items = [[float(part["ids"].shape[1] - 1) for part in step] for step in steps]
     whole = viewer()
@@ -315,7 +318,7 @@ def microbatches_have_shapes_of_their_own() -> None:
 
 
 def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str, torch.Tensor]]]]:
-    """Returns a sample batch, and steps of microbatches with unequal costs."""
+    """Returns a sample batch, and steps whose microbatches have different costs."""
     kinds = [viewed(2, 5, 1), viewed(0, 4, 2), viewed(5, 4, 5)]
     return kinds, [
         [kinds[kind] for kind in step]
@@ -324,7 +327,10 @@ def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str,
 
 
 def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Trains with dropout; returns losses, parameters, and each step's shares and orders."""
+    """Trains with dropout and the given options of the pipeline.
+
+    Returns the losses, the parameters by name, and the shares and orders of each step.
+    """
     sample, steps = _unequal_steps()
     losses, places = [], []
     options |= {"decisive_entries": ["sizes"], "slicing": "record"}
@@ -341,7 +347,7 @@ def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tenso
 
 
 def microbatches_are_ordered_and_dealt_by_cost() -> None:
-    """Checks that dropout does not depend on where and when a microbatch runs."""
+    """Checks that dropout does not depend on the rank and the order of a microbatch."""
     losses, _, _ = _trained_by_cost(pipeline_size=4, schedule="1f1b")
     two: dict[str, Any] = {"pipeline_size": 2, "partition": "4-4"}
     timed, _, _ = _trained_by_cost(order="time", dealing="time", **two)
@@ -352,7 +358,7 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
     numbers = [sorted({share for share, _ in of_step}) for of_step in by_step]
     for step, shares in zip((8, 5, 9, 8), numbers, strict=True):
         assert sorted(sum(shares, ())) == list(range(step))
-    # Round-robin distribution would give one replica both costly microbatches of the second step.
+    # A round-robin order would give one replica both costly microbatches of the second step.
     assert not any({0, 2} <= set(share) for share in numbers[1])
     assert any(list(order) != sorted(order) for of_rank in gathered(places) for _, order in of_rank)
     again, same, _ = _trained_by_cost(order="work", dealing="work", **two)
@@ -402,7 +408,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
 
 
 def what_differs_between_ranks_is_named() -> None:
-    """Checks that differences between ranks raise errors before the ranks wait forever."""
+    """Checks that differences between ranks raise errors instead of making ranks wait forever."""
     rank = dist.get_rank()
 
     def frozen() -> Pipeline:
@@ -419,7 +425,7 @@ def what_differs_between_ranks_is_named() -> None:
 
 
 class Failing(torch.nn.Module):
-    """Raises an error in its forward pass, first on rank 3 and later on the other ranks."""
+    """Model that raises an error in its forward pass, first on rank 3 and later on other ranks."""
 
     def __init__(self, raised: Path) -> None:
         super().__init__()
@@ -434,7 +440,7 @@ class Failing(torch.nn.Module):
 
 
 def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
-    """Checks that the timeout of the caller's process group does not hide the error."""
+    """Checks that an error of one rank is raised before the ranks' process group times out."""
     raised = Path(sys.argv[1]) / "raised"
     model = Failing(raised)
     sample = {"x": torch.ones(2, WIDTH)}
@@ -447,7 +453,7 @@ def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
 
 
 def replicas_with_batches_of_another_kind_are_named() -> None:
-    """Checks that replicas with a list and a dictionary raise errors before the timeout."""
+    """Checks that an error is raised if one replica has a list and the other a dictionary."""
     batch = make_batch(4)
     with make(pipeline_size=2) as pipeline:
         second = pipeline.replica == 1
@@ -478,7 +484,7 @@ def steps_are_traced() -> None:
             assert table.where(kind).sum() == 1, kind
         assert table.where("F").sum() == table.where("B").sum() == 4
     messages = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    # Each step sends one message per border, microbatch and direction.
+    # Each step sends a message for each of 3 borders, 4 microbatches and 2 directions.
     assert len(messages) == 2 * 3 * 4 * 2
 
 
@@ -621,7 +627,7 @@ def without_sizes_the_planners_best_is_taken() -> None:
 
 
 def memory_keeps_the_model_from_one_process() -> None:
-    """Checks that the planner chooses several stages if only half of the model fits in memory."""
+    """Checks that the planner chooses several stages if the whole model does not fit in memory."""
     torch.manual_seed(4)
     wide, sample = Tower(width=64, layers=6), {"x": torch.randn(8, 64)}
     limit = 0.6 * 16 * sum(entry.numel() for entry in wide.parameters())
@@ -659,7 +665,7 @@ def what_cannot_be_planned_is_named_on_every_rank() -> None:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Returns an optimizer of two groups with different options."""
+    """Returns an optimizer with two parameter groups that have different options."""
     flat = [entry for entry in parameters if entry.dim() < 2]
     wide = [entry for entry in parameters if entry.dim() >= 2]
     groups = [{"params": wide}, {"params": flat, "weight_decay": 0.0, "lr": 0.02}]
@@ -680,21 +686,22 @@ def training_goes_on_in_any_other_shape() -> None:
         pipeline.save(folder)
     for options in ({"pipeline_size": 2, "partition": "2-7"}, {"pipeline_size": 1}):
         torch.manual_seed(9)
-        other = type(knotty())(dropout=0.3)  # This model starts with different weights.
+        # This model starts with other weights than the saved model.
+        other = type(knotty())(dropout=0.3)
         with make(model=other, **options) as pipeline:
             pipeline.set_optimizer(adamw)
             assert pipeline.load(folder, step=3) == {"epoch": 3}
             assert pipeline.eval(batches[0]) == pytest.approx(evaluated, rel=1e-5)
             assert train(pipeline, batches[3:]) == pytest.approx(expected, rel=1e-5)
             assert pipeline.steps == 5
-            pipeline.save(folder)  # This call replaces the previous checkpoint.
+            pipeline.save(folder)  # Saving step 5 again must replace the previous checkpoint.
     require_broken_checkpoints_refused(folder)
     with make(model=knotty(dropout=0.3), schedule="zb-v", pipeline_size=2) as pipeline:
         pipeline.set_optimizer(adamw)
         pipeline.load(folder, step=3)
         assert train(pipeline, batches[3:4]) == pytest.approx(expected[:1], rel=1e-5)
         pipeline.save(folder, keep=2)
-    # Steps 3, 4 and 5 were saved. The last two remain, without incomplete checkpoints.
+    # Steps 3, 4 and 5 were saved. Only the last two must remain.
     kept = sorted(path.name for path in folder.iterdir() if path.name != ".lease")
     assert kept == ["step_00000004", "step_00000005"]
 
@@ -724,7 +731,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
                 whole.write_bytes(content)
             dist.barrier()
             require_refused(lambda: load(folder, optimizer=False, step=5), *phrases)
-        load(folder, optimizer=False)  # Without a step, this loads the newest complete checkpoint.
+        load(folder, optimizer=False)  # Without ``step``, the newest complete checkpoint is loaded.
     with make(model=knotty(blocks=9)) as larger:
         require_refused(
             lambda: larger.load(folder, optimizer=False), "the checkpoint lacks it", "blocks.8"
@@ -732,7 +739,10 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
 
 
 def checkpoints_go_over_the_nodes_own_disks() -> None:
-    """Checks that four nodes with one rank each save to local disks and copy to a shared folder."""
+    """Checks that nodes save to local disks and then copy the checkpoints to a shared folder.
+
+    Each of the four ranks represents a node.
+    """
     folder, rank = Path(sys.argv[1]), dist.get_rank()
     shared, disk = folder / "shared", folder / "disk"
     os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{rank}"
@@ -749,7 +759,7 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
                 assert step == len(losses)
                 losses[step], _ = pipeline.step(pipeline.share(batches[step]))
 
-    alike = {"partition": "2-2-2-3"}  # Give both runs the same stages.
+    alike = {"partition": "2-2-2-3"}  # The equal partition gives both runs the same stages.
     go_on(5, **alike)
     (local,) = disk.glob(f"shared-*/node-{rank}")
     assert sorted(path.name for path in local.iterdir()) == ["iter_0000004", "iter_0000005"]
@@ -759,13 +769,13 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
         "step_00000005",
     ]
     dist.barrier()
-    # Damage a file that only rank 3 needs, so that any other rank that reads it fails.
+    # Only rank 3 needs the damaged file, so any other rank that reads the file fails.
     if rank == 3:
         (last,) = shared.glob("step_00000005/__3_0.distcp")
         last.write_bytes(bytes(last.stat().st_size))
     dist.barrier()
-    go_on(6, **alike)  # Each rank reads from the disk of its node.
-    # A rank needs files of other ranks with these stages.
+    go_on(6, **alike)  # Each rank must read from the disk of its own node.
+    # These stages need the files of other ranks.
     go_on(7, pipeline_size=2, partition="2-7")
     del os.environ["MEGATRON_ADAPTIVE_NODE"]
     with make(model=knotty(dropout=0.3), batch_size=8, seed=77) as pipeline:
@@ -788,7 +798,7 @@ def main() -> None:
         report = json.dumps({"done": done, "error": error})
         (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(report)
         if error:
-            # Exit immediately, because other ranks wait for messages that are never sent.
+            # Exit immediately, because other ranks may wait for messages of this rank forever.
             os._exit(1)
     dist.destroy_process_group()
 

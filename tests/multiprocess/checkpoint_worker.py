@@ -1,13 +1,13 @@
 """Saves and loads checkpoints in jobs of many shapes; tests start this program as ranks.
 
 Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that detects an error raises an exception,
-and the test prints the rank's output. A shape consists of the parallel sizes and the partition. The
-same processes run all shapes, because starting processes takes seconds.
+and the test prints the output of the rank. A shape consists of the parallel sizes and the
+partition. The same processes run all shapes, because starting processes takes seconds.
 
 The initial value of a weight depends only on its position in the model, and its synthetic gradient
-depends only on its value. Therefore, steps are bitwise identical in every shape. A state that was
-loaded from a checkpoint of another shape can be compared with the state of a run that always had
-this shape.
+depends only on its value. So steps are bitwise identical in every shape. A state that was loaded
+from a checkpoint of another shape can be compared with the state of a run that never changed its
+shape.
 """
 
 from __future__ import annotations
@@ -73,19 +73,22 @@ BASE = {
 
 
 def settings(flags: Flags) -> TrainerConfig:
-    """Parses the flags of the small model; ``flags`` overrides them."""
+    """Returns the configuration of the small model. ``flags`` replace the flags in :data:`BASE`."""
     argv = [word for flag in (BASE | flags).items() for word in flag if word is not None]
     return parse(argv, world_size=Environment.read().world_size)
 
 
 class Jobs:
-    """Holds this process's job, and rejoins it whenever the process groups must change."""
+    """Holds this process's job, and rejoins the job whenever the process groups must change."""
 
     def __init__(self) -> None:
         self._job: TrainingJob | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Returns the job with ``config``, after leaving the previous job if its groups differ."""
+        """Returns the job with ``config``.
+
+        Leaves the previous job first if its process groups differ.
+        """
         if self._job is not None and _mesh(self._job.config) != _mesh(config):
             self.leave()
         if self._job is None:
@@ -97,11 +100,11 @@ class Jobs:
         return self._job
 
     def leave(self) -> None:
-        """Leaves the job, destroys its process groups, and agrees on a new port.
+        """Leaves the job, destroys its process groups, and agrees on a new port with other ranks.
 
-        The launcher's store knows the old groups, so the next job needs another port.
+        The launcher's store still contains the old groups, so the next job needs another port.
 
-        Process groups that are not destroyed keep dozens of threads.
+        Process groups that are not destroyed would keep dozens of threads.
         """
         if self._job is None:
             return
@@ -123,7 +126,7 @@ def _mesh(config: TrainerConfig) -> tuple[object, ...]:
 
 
 class Training:
-    """Holds a model, optimizer and scheduler in one shape, with their checkpoints."""
+    """Holds a model, its optimizer and its scheduler in one shape, and their checkpoints."""
 
     def __init__(self, jobs: Jobs, flags: Flags) -> None:
         self.config = settings(flags)
@@ -137,14 +140,14 @@ class Training:
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
-        # Without --save-local, the first checkpoint reserves the folder of --save.
+        # Without --save-local, the first checkpoint reserves the folder given by --save.
         has_local = self.config.checkpoint.save_local is not None
         self.local = prepare_folder(job, self.config) if has_local else None
         run: Any = self
         self.checkpoints = Checkpoints(run, self.local, self.config)
 
     def resume(self) -> Progress | None:
-        """Loads a checkpoint in the same way as the trainer, and returns its progress."""
+        """Loads a checkpoint in the same way as the trainer, and returns the progress in it."""
         return self.checkpoints.load()
 
     def step(self, count: int = 1) -> None:
@@ -158,7 +161,7 @@ class Training:
             self.scheduler.step(self.config.batch.global_batch_size)
 
     def learn(self, first: int, last: int) -> list[float]:
-        """Trains on synthetic tokens from iteration ``first`` to ``last - 1`` in one process.
+        """Trains on synthetic tokens in one process, from iteration ``first`` to ``last - 1``.
 
         Returns:
             Loss of each iteration. Dropout uses the current state of the random number generators.
@@ -197,7 +200,8 @@ class Training:
         for number, group in enumerate(inner.param_groups):
             for name in ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult"):
                 tensors_by_name[f"group {number} {name}"] = torch.tensor(float(group[name]))
-            if leaf.config.use_distributed_optimizer:  # These are the states of parameter shards.
+            # If the optimizer is distributed, also add the optimizer states of parameter shards.
+            if leaf.config.use_distributed_optimizer:
                 for position, held in enumerate(group["params"]):
                     for name, value in inner.state[held].items():
                         tensors_by_name[f"group {number} {position} {name}"] = (
@@ -209,7 +213,7 @@ class Training:
 
 
 def _real(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of ``value`` without the rows that pad the vocabulary."""
+    """Returns a copy of ``value`` without the rows that only pad the vocabulary."""
     value = value.detach().clone()
     if value.dim() == 2 and ("word_embeddings" in name or "output_layer" in name):
         first = parallel_state.get_tensor_model_parallel_rank() * len(value)
@@ -227,7 +231,10 @@ def progress(iteration: int) -> Progress:
 
 
 def require_equal(actual: dict[str, Any], expected: dict[str, Any], subject: str) -> None:
-    """Checks that the states ``actual`` and ``expected`` are bitwise equal."""
+    """Checks that the states ``actual`` and ``expected`` are bitwise equal.
+
+    ``subject`` describes the comparison in the error message.
+    """
     if actual.keys() != expected.keys():
         raise SystemExit(
             f"{subject}: only one state has {sorted(actual.keys() ^ expected.keys())[:6]}"
@@ -255,11 +262,16 @@ def saving(folder: Path) -> Flags:
 def reshape(
     jobs: Jobs, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
 ) -> None:
-    """Loads a checkpoint of each source into each target, and checks that steps are identical."""
+    """Loads a checkpoint of each shape in ``sources`` into each shape in ``targets``.
+
+    Checks that the loaded state and the next step are identical to those of a run that had the
+    target shape from the start. ``common`` contains flags of all runs.
+    """
     for number, source in enumerate(sources):
         run = Training(jobs, common | source | saving(folder / f"{number}"))
         run.step()
-        run.checkpoints.save(progress(1))  # The next checkpoint is written in the same way.
+        # The second checkpoint is written in the background, but in the same format.
+        run.checkpoints.save(progress(1))
         run.step()
         run.checkpoints.save(progress(2), behind=True)
         run.checkpoints.saver.finish()
@@ -282,11 +294,11 @@ def reshape(
 def scenario_reshape(jobs: Jobs, folder: Path) -> None:
     """Checks models and optimizers in many shapes, including uneven and empty partitions."""
     empty = shape(1, 4, partition="0-3-1-0")
-    hollow = shape(1, 4, partition="0-4-0-0")  # One rank has no parameters.
+    # The last ranks have no layers, and one of these ranks has no parameters.
+    hollow = shape(1, 4, partition="0-4-0-0")
     chunked = shape(1, 2, 2, partition="1-0-2-1", pipeline_placement="loop")
     spread = shape(2, 1, ckpt_fully_parallel_load=None)
-    # One rank has the first and the last stage, and therefore holds both copies of a tied
-    # embedding.
+    # One rank has the first and the last stage, so this rank holds both copies of a tied embedding.
     turned = shape(1, 2, 2, partition="1-2-1-0", pipeline_placement="v")
     copies = shape(1, 1)
     both = shape(2, 2)
@@ -303,8 +315,8 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
     fp16: Flags = {"--fp16": None, "--initial-loss-scale": "65536"}
     split: Flags = {
         "--use-distributed-optimizer": None,
-        # Every shape must have the same number of rows, because the rows in a shard of the
-        # optimizer state have no names.
+        # The padded vocabulary must have the same size in every shape, because the elements of
+        # optimizer shards have no names.
         "--make-vocab-size-divisible-by": "64",
     }
     together: Flags = {"--ckpt-fully-parallel-load": None}
@@ -331,7 +343,7 @@ def refused(save: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
-    """Limits the size of files that this rank can write, to simulate a full disk, if ``here``."""
+    """Simulates a full disk if ``here``, by limiting the size of files that this rank can write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
@@ -340,7 +352,7 @@ def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
 
 
 def scenario_failures(jobs: Jobs, folder: Path) -> None:
-    """Checks that a failing write makes the save fail on all ranks and leaves no files behind."""
+    """Checks that a failed write makes the save fail on all ranks and leaves no files behind."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     rank = dist.get_rank()
     run.step(2)
@@ -357,7 +369,7 @@ def scenario_failures(jobs: Jobs, folder: Path) -> None:
             raise SystemExit(f"the folder contains {left} after a failed save")
         dist.barrier()
     if rank == 0:
-        # This folder simulates a checkpoint that a crashed run has left behind.
+        # Such a folder is left behind by a run that crashes while it saves.
         (folder / ".iter_0000007.partial").mkdir()
     run.checkpoints.save(progress(2))
     if (folder / ".iter_0000007.partial").exists():
@@ -381,15 +393,16 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def with_disks(folder: Path, **flags: str | None) -> Flags:
-    """Sets a separate node name for this rank, and returns flags for disks below ``folder``."""
+    """Gives this rank a separate node name, and returns flags for local disks below ``folder``."""
     os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{Environment.read().rank}"
     disks = saving(folder / "shared") | {"--save-local": str(folder / "disk")}
     return shape(1, 2, **flags) | disks | {"--load": str(folder / "shared")}
 
 
 def scenario_local(jobs: Jobs, folder: Path) -> None:
-    """Checks that checkpoints on nodes' disks are copied, and loaded from disks and copies."""
-    # Embeddings are untied. Otherwise, the last stage would need the first stage's embedding.
+    """Checks that checkpoints on local disks are copied, and loaded from disks and from copies."""
+    # Embeddings are untied. If they were tied, the last stage would need the first stage's
+    # embedding, which is on another disk.
     flags = with_disks(folder, keep_checkpoints="2", untie_embeddings_and_output_weights=None)
     run = Training(jobs, flags)
     for iteration in range(1, 5):
@@ -413,7 +426,7 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
             raise SystemExit("the newest checkpoint was not loaded")
         if not target:
             require_equal(again.state(), saved, "loaded")
-    if rank == 0:  # The sizes are correct, so only reading detects the damage.
+    if rank == 0:  # The files keep their sizes, so only reading can detect the damage.
         for path in shared.complete_path(4).glob("*.distcp"):
             path.write_bytes(bytes(path.stat().st_size))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Checks that values reported by jobs equal those of a single process, up to rounding."""
+"""Compares the values that jobs report with those of a single process, up to rounding."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 
 from .equivalence_cases import Case, with_other_sums
 
-# A case may differ by this multiple of the difference that another order of summation causes.
+# A case may differ by this multiple of the difference that a different order of summation causes.
 SPREADS = 8.0
-# A relative difference up to this value, a few float32 roundings, is always allowed.
+# A relative difference up to this value, which is a few float32 roundings, is always allowed.
 ROUNDING = 1e-6
 
 Outcome = Callable[[Case], dict[str, Any]]
-"""Function that returns the results of a case's ranks."""
+"""Function that returns the results of the ranks of a case."""
 
 
 def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
-    """Returns the losses under ``key`` that all ranks of the last stage report."""
+    """Returns the losses under ``key``, which all ranks of the last stage must report equally."""
     reports = [values for values in seen[key] if values]
     assert len(reports) == case.tp * case.dp * case.cp
     assert all(report == reports[0] for report in reports)
@@ -35,7 +35,7 @@ def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
 
 
 Numbers = dict[str, list[float]]
-"""Values reported by a job, by name and then by iteration."""
+"""Maps names of values that a job reports to lists with a value per iteration."""
 
 
 def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
@@ -58,7 +58,10 @@ def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """Returns all values that must equal those of a single process; see :func:`steps_of`."""
+    """Returns all values that must equal those of a single process.
+
+    The arguments are those of :func:`steps_of`.
+    """
     seen = outcome(case)
     return {
         **steps_of(case, outcome, further),
@@ -89,7 +92,8 @@ def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
         for name in spreads[0]
     }
     return {
-        # A later iteration starts from values that already differ by rounding.
+        # Each iteration starts from values that already differ by the rounding in earlier
+        # iterations.
         name: [max(ROUNDING, SPREADS * max(values[: index + 1])) for index in range(len(values))]
         for name, values in largest.items()
     }
@@ -117,7 +121,10 @@ def require_same_numbers(case: Case, outcome: Outcome, further: str = "") -> Non
 
 
 def require_same_steps(cases: tuple[Case, ...], outcome: Outcome, further: str = "") -> None:
-    """Checks that ``cases`` that resume from each other take the same steps as the first case."""
+    """Checks that jobs that resume from each other take the same steps as an uninterrupted job.
+
+    The first of ``cases`` is the uninterrupted job.
+    """
     whole, *parts = cases
     numbers: Numbers = {}
     for part in parts:

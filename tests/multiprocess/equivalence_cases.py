@@ -14,41 +14,44 @@ from .launch import SMALL_GPT, UNLIKE_LAYERS
 from .variants import OTHER_SUMS
 
 STEPS = 3
-SHORT_STEPS = 2  # Cases that test other options take this many steps, and validate afterwards.
+# Cases that test additional options take this number of steps. Every case is validated after this
+# number.
+SHORT_STEPS = 2
 
 BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 3"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-# MODERN has features that modern models have, but GPT-2 does not.
+# MODERN has features that modern models have, and that GPT-2 lacks.
 MODERN = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear"
 )
-# Documents have 20 to 80 tokens, and are truncated if they exceed the sequence length.
+# LENGTHS uses documents with 20 to 80 tokens, which are truncated if they exceed the sequence
+# length.
 LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
-# TIED_MTP has one multi-token prediction layer with a tied embedding.
+# TIED_MTP has one multi-token prediction layer and a tied embedding.
 TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
 MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
-# Since megatron-core 0.17, packing changes the losses of multi-token prediction, because the losses
-# of a microbatch are weighted by its number of documents per token.
+# Since megatron-core 0.17, the losses of multi-token prediction are weighted by a microbatch's
+# number of documents per token, so packing changes these losses.
 MAY_PACK_PREDICTIONS = (package_info.MAJOR, package_info.MINOR) < (0, 17)
 # Since megatron-core 0.17, grouped experts require Transformer Engine.
 GROUPED = "--moe-grouped-gemm" if (package_info.MAJOR, package_info.MINOR) < (0, 17) else ""
-# DEEPSEEK has latent attention, prediction of two more tokens, and a loss per token.
+# DEEPSEEK has latent attention, predicts two more tokens, and weights the loss by tokens.
 DEEPSEEK = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 8 "
     "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 2 "
     "--calculate-per-token-loss --eod-mask-loss"
 )
-# DEEPSEEK_EXPERTS adds experts balanced by the router's bias, and a shared expert.
+# DEEPSEEK_EXPERTS adds a shared expert, and experts that are balanced by the router's bias.
 DEEPSEEK_EXPERTS = (
     f"{DEEPSEEK} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 16 "
     "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
 )
-# GEMMA has norms after both blocks, capped logits, and other rotary frequencies in windows.
+# GEMMA has norms after both blocks, capped logits, and different rotary frequencies in windows.
 GEMMA = (
     f"{NO_DROPOUT} --position-embedding-type rope --geglu --normalization RMSNorm "
     "--disable-bias-linear --apply-layernorm-1p --scale-embeddings --norm-block-outputs "
@@ -56,19 +59,20 @@ GEMMA = (
     "--window-attn-skip-freq ([1]*3+[0])*2 --window-rotary-base 100"
 )
 GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
-# These sequences are long enough to be split into slices.
+# LONG has sequences that are long enough to be split into slices.
 LONG = f"{NO_DROPOUT} --seq-length 64 --max-position-embeddings 64"
 MODERN_LONG = f"{MODERN} {LONG}"
-# Three of four layers use sliding windows that are longer than a slice.
+# WINDOWS_LONG has sliding windows in three of four layers, which are longer than a slice.
 WINDOWS_LONG = f"{MODERN_LONG} --window-size 20,0 --window-attn-skip-freq 4"
 LATENT_LONG = DEEPSEEK_EXPERTS.replace("--mtp-num-layers 2 ", LONG.replace(NO_DROPOUT, "") + " ")
 GEMMA_LONG = f"{GEMMA} {LONG} --calculate-per-token-loss --eod-mask-loss"
-# Three of four layers use sliding windows.
+# WINDOWS has sliding windows in three of four layers.
 WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
-# Four kinds of layers are used twice each: other widths, no attention, linear attention, no MLP.
+# UNLIKE has four kinds of layers, each used twice: other widths, no attention, linear attention,
+# and no MLP.
 UNLIKE = f"{MODERN} {UNLIKE_LAYERS}"
-# Three of four layers have experts, with biases as in GPT-2. MODERN_EXPERTS has experts in modern
-# layers.
+# EXPERTS has experts in three of four layers, with biases as in GPT-2. MODERN_EXPERTS has experts
+# in modern layers.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
     "--moe-z-loss-coeff 0.001 --moe-ffn-hidden-size 48"
@@ -80,8 +84,8 @@ MODERN_EXPERTS = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 32"
 )
-# Experts have no auxiliary loss, because it depends on whole microbatches, and documents have
-# unequal lengths.
+# EXPERT_LENGTHS has no auxiliary loss, because this loss depends on whole microbatches, and
+# documents have different lengths.
 EXPERT_LENGTHS = (
     f"{MODERN_LENGTHS} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-ffn-hidden-size 48 "
     "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
@@ -91,8 +95,8 @@ DEEP_EXPERTS = (
     f"{NO_DROPOUT} --disable-bias-linear --position-embedding-type rope --multi-latent-attention "
     "--mtp-num-layers 1 --num-experts 4 --moe-layer-freq [0]+[1]*7 --moe-aux-loss-coeff 0.01"
 )
-# Tokens beyond an expert's capacity are dropped. Their number does not depend on the parallel
-# sizes.
+# FULL_EXPERTS drops tokens beyond an expert's capacity. The number of these tokens does not depend
+# on the parallel sizes.
 FULL_EXPERTS = (
     f"{EXPERTS} --moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity "
     "--calculate-per-token-loss"
@@ -139,11 +143,11 @@ class Case:
         schedule: Name of the schedule.
         tp, pp, chunks, dp, cp: Parallel sizes, and number of chunks per rank.
         extra: Additional flags.
-        model: Flags that change the results; the reference job has the same flags.
-        run: Number that distinguishes several runs of a job.
+        model: Flags that change the results. The reference job has the same flags.
+        run: Number that distinguishes repeated runs of the same job.
         after: Job from whose checkpoint this job continues.
-        until: Last iteration; 0 to derive it from the other attributes.
-        variant: Order of summation, or an error that is added to a single process; see
+        until: Last iteration, or 0 to derive the last iteration from the other attributes.
+        variant: Order of summation, or an error that is added to a single process. See
             ``variants.py``.
     """
 
@@ -172,8 +176,8 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        # The documents form one microbatch in the reference, because the loss never includes
-        # padding.
+        # The reference has a single microbatch with all documents, which is valid because the loss
+        # never includes padding.
         at_once = "--micro-batch-size 8" if "--variable-seq-lengths" in self.model else ""
         until = self.until if self.until > SHORT_STEPS else 0
         return Case("megatron", model=self.model, extra=at_once, until=until)
@@ -208,12 +212,12 @@ class Case:
 
 
 def same(first: Case, *others: dict[str, Any]) -> tuple[Case, ...]:
-    """Returns ``first`` and copies of it in which the attributes in ``others`` are replaced."""
+    """Returns ``first``, and a copy of it for each dict of replaced attributes in ``others``."""
     return (first, *(dataclasses.replace(first, **other) for other in others))
 
 
 def every_shape() -> Iterator[Case]:
-    """Yields all combinations of sizes with up to four processes, with each supported schedule."""
+    """Yields all combinations of parallel sizes for up to four processes, with each schedule."""
     for tp in (1, 2):
         for pp in (1, 2, 4):
             for dp in (1, 2):
@@ -228,23 +232,24 @@ def every_shape() -> Iterator[Case]:
 PLAIN = Case("megatron")
 SHAPES = tuple(every_shape())
 OPTIONS = (
-    # Some stages have no layers. They contain only the embedding, only the loss, or nothing at all.
+    # These partitions have stages without layers, which contain only the embedding, only the loss,
+    # or nothing.
     Case("adaptive", pp=2, extra="--partition 0-8"),
     Case("adaptive", pp=4, extra="--partition 0-5-3-0"),
     Case("1f1b", pp=4, extra="--partition 3-0-4-1"),
     Case("adaptive", pp=2, chunks=2, extra="--partition 3-0-5-0"),
     Case("interleaved", pp=2, chunks=2, extra="--partition 0-4-0-4"),
-    # A low activation cap forces an order that differs from every static schedule.
+    # A low activation cap forces an order of actions that differs from every static schedule.
     Case("adaptive", pp=4, extra="--activation-cap 1"),
     Case("adaptive", pp=2, chunks=2, extra="--activation-cap 1"),
     Case("adaptive", pp=4, chunks=2, extra="--activation-cap 1.5"),
     Case("adaptive", tp=2, pp=2, chunks=2, extra="--activation-cap 1"),
-    # The same samples are split into microbatches of other sizes.
+    # These jobs split the same samples into microbatches of other sizes.
     Case("adaptive", pp=2, extra="--micro-batch-size 2"),
     Case("1f1b", pp=2, dp=2, extra="--micro-batch-size 4"),
     Case("adaptive", pp=2, chunks=2, extra=RECOMPUTE),
     Case("adaptive", tp=2, pp=2, extra=RECOMPUTE),
-    # Gradients of replicas must be reduced at the right time.
+    # Gradients of replicas must be reduced at the right time if reductions overlap.
     Case("adaptive", dp=2, extra="--overlap-grad-reduce"),
     Case("adaptive", dp=2, extra="--use-distributed-optimizer"),
     Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
@@ -264,7 +269,7 @@ OPTIONS = (
     Case("adaptive", tp=2, pp=2, model=MODERN),
     Case("adaptive", pp=4, model=MODERN, extra="--partition 0-5-3-0"),
 )
-# ORDERS covers all other schedules, with whole and with split backward passes.
+# ORDERS covers all other schedules, with split and with unsplit backward passes.
 WHOLE = "--split-backward False"
 ORDERS = (
     Case("gpipe", pp=2),
@@ -298,8 +303,8 @@ FREE = tuple(
     )
     for file in ORIGINS
 )
-# The cases in SHAPES use shared memory, the default transport. If there are few small slots,
-# receivers copy messages, and long messages are split.
+# The cases in SHAPES use the default transport, shared memory. With few small slots, receivers copy
+# messages, and long messages are split.
 FEW = "--micro-batch-size 2 --transport-slot-bytes 4096 --transport-slots 2"
 TRANSPORTED = tuple(
     dataclasses.replace(case, extra=f"--transport {kind} {case.extra}".strip())
@@ -314,8 +319,8 @@ TRANSPORTED = tuple(
     )
     if kind != "shm" or case.extra
 )
-# The first rank has the first and the last stage. With three chunks, the last stage is on the last
-# rank.
+# The first rank of a V with two chunks has the first and the last stage. If there are three chunks,
+# the last stage is on the last rank.
 PLACED = (
     Case("adaptive", pp=2, chunks=2, extra=V),
     Case("adaptive", pp=2, chunks=2, extra=V, model=MODERN),
@@ -364,7 +369,8 @@ DEALT = (
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 EACH = "--expert-tensor-parallel-size 1"
 # TODAY combines pairs of features of modern models: latent attention, multi-token prediction,
-# layouts and context parallelism, with whole and split backward passes, in a loop and in a V.
+# layouts and context parallelism. Backward passes are split or unsplit, and placements are a loop
+# or a V.
 TODAY = (
     Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP),
     Case("megatron", pp=2, chunks=2, model=TIED_MTP),
@@ -391,7 +397,7 @@ TODAY = (
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
     Case("adaptive", pp=2, chunks=2, extra="--decoder-first-pipeline-num-layers 2 " + LOOP),
 )
-# Fused attention kernels, as on GPUs, are compared with explicitly computed scores.
+# These cases compare fused attention kernels, as used on GPUs, with explicitly computed scores.
 KERNEL = "--attention-backend fused"
 BY_KERNELS = (
     Case("adaptive", pp=2, chunks=2, model=MODERN, extra=f"{V} {KERNEL}"),
@@ -404,7 +410,7 @@ BY_KERNELS = (
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
 )
 SLICES, TOKENS = "--sequence-slices", "--slice-tokens"
-# Sequences are split into slices under every policy and fixed order that supports slices.
+# SLICED splits sequences into slices, under each policy and fixed order that supports slices.
 SLICED = (
     Case("adaptive", model=LONG, extra=f"{SLICES} 4"),
     Case("adaptive", model=WINDOWS_LONG, extra=f"{SLICES} 3 --split-backward True"),
@@ -428,7 +434,7 @@ SLICED = (
     Case("adaptive", dp=2, model=LATENT_LONG, extra=f"{TOKENS} 16 {SPREAD} {EXCHANGE}"),
     Case("seq-1f1b", pp=2, model=GEMMA_LENGTHS, extra=f"{TOKENS} 16"),
     Case("adaptive", pp=2, dp=2, model=LENGTHS, extra=f"{SLICES} 2 --micro-batch-size 2"),
-    # These orders are determined before the step. With experts, the documents of a row must be
+    # Hinted orders are determined before the step. With experts, the documents of a row must be
     # counted separately.
     Case("hinted", pp=2, chunks=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 24 {V}"),
     Case("hinted", pp=2, model=MODERN_LENGTHS, extra=f"{SLICES} 3 {PACK}"),
@@ -440,8 +446,8 @@ STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gathe
 WITH_EXPERTS = tuple(
     Case(*positional, **shape, model=model)  # type: ignore[arg-type]
     for model, positional, shape in (
-        # Dispatcher, expert, tensor and pipeline parallelism, placement and split are combined in
-        # pairs.
+        # These cases cover pairs of values of dispatcher, expert, tensor and pipeline parallelism,
+        # placement, and split of backward passes.
         (EXPERTS, ("adaptive",), {"pp": 2, "extra": f"{GATHER} {WHOLE}"}),
         (EXPERTS, ("adaptive",), {"dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
         (MODERN_EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {EXCHANGE}"}),
@@ -484,7 +490,7 @@ WITH_EXPERTS = tuple(
         ),
     )
 )
-# All schedules, with whole and split backward passes, must give the same sums as megatron-core's
+# All schedules, with split and unsplit backward passes, must give the same sums as megatron-core's
 # schedule.
 SAME_SUMS = (
     *(
@@ -497,7 +503,8 @@ SAME_SUMS = (
         )
         for model in (EXPERTS, MODERN_EXPERTS)
     ),
-    # Norms are sums over a rank's layers, so they are equal only if ranks have the same layers.
+    # A norm is a sum over the layers of a rank, so norms are equal only if ranks have the same
+    # layers.
     same(
         Case("interleaved", pp=2, chunks=2, dp=2, model=EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
         {"schedule": "combined-1f1b", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
@@ -508,8 +515,8 @@ SAME_SUMS = (
         {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
     ),
 )
-# The experts of this run are first on two ranks, then all on each of two stages, and then on two
-# ranks again.
+# This run first divides the experts between two ranks. It then has all experts of a stage on one
+# rank, and finally divides the experts again.
 SPREAD_ANEW = (
     Case(
         *("adaptive", 1, 1, 1, 2, f"{SPREAD} --use-distributed-optimizer"),
@@ -529,15 +536,15 @@ SPREAD_ANEW += (
     ),
 )
 SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
-# This run first uses a V. It resumes with one stage per rank and another partition, and then
-# resumes with a V.
+# This run starts with a V, resumes with one stage per rank and another partition, and then resumes
+# with a V.
 _BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
 _MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
 RESUMED = (
     *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
     dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
 )
-# This run first uses four slices, then three slices, and then whole microbatches.
+# This run starts with four slices, resumes with three slices, and then with whole microbatches.
 _FOUR = Case("adaptive", pp=2, model=LONG, extra=f"{SLICES} 4", until=1)
 _THREE = dataclasses.replace(_FOUR, extra=f"{SLICES} 3", until=2, after=_FOUR)
 SLICED_ANEW = (
@@ -557,7 +564,8 @@ HALF = (
         *("1f1b", 1, 2, 1, 2, f"--bf16 {GROUPED} {SPREAD} {GATHER} {STATE}"), model=MODERN_EXPERTS
     ),
 )
-# Jobs with the same parallel sizes must have bitwise equal losses and norms.
+# The jobs in each group must have bitwise equal losses and norms, because their parallel sizes are
+# equal.
 DROPPING = Case("adaptive", model=DROPOUT)
 SAME_LOSSES = (
     same(
@@ -574,16 +582,16 @@ SAME_LOSSES = (
 )
 
 
-# A norm is rounded differently if layers are on other ranks, so gradients are not clipped by the
-# norm.
+# Gradients are not clipped, because clipping uses the norm. If layers are on other ranks, the norm
+# is rounded differently.
 UNCLIPPED = "--clip-grad 0"
 
 
 def every_cut() -> Iterator[tuple[Case, Case]]:
-    """Yields pairs of jobs with dropout: a job with one stage, and a job to compare with it.
+    """Yields pairs of jobs with dropout: a job with unsplit layers, and a job to compare with it.
 
-    Embeddings are untied, because the gradients of a single matrix are summed in another order than
-    the gradients of two copies.
+    Embeddings are untied, because the gradients of a single embedding matrix are summed in a
+    different order than the gradients of two copies.
     """
     flags = f"{UNCLIPPED} --untie-embeddings-and-output-weights"
     whole = dataclasses.replace(DROPPING, schedule="megatron", extra=flags)
@@ -609,9 +617,11 @@ def every_cut() -> Iterator[tuple[Case, Case]]:
 
 
 def every_placement() -> tuple[Case, ...]:
-    """Returns jobs with dropout: a loop, a V, the same V again, and a run that changes placement.
+    """Returns jobs with dropout whose stages are placed in a loop or in a V.
 
-    The last three jobs form this run: a V, then a loop with another partition, and then a V.
+    The jobs are a loop, a V, the same V again, and three jobs of a run that changes its placement.
+
+    This run uses a V, then a loop with another partition, and then a V again.
     """
     vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} {UNCLIPPED}", until=STEPS)
     loop = dataclasses.replace(vee, extra=f"{LOOP} {UNCLIPPED}")

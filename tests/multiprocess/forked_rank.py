@@ -19,10 +19,10 @@ from typing import Any
 
 
 def shorten_mock_data() -> None:
-    """Reduces megatron-core's mock data to a tenth, which saves a second per rank.
+    """Reduces megatron-core's mock data to a tenth of the samples, which saves a second per rank.
 
-    Nothing happens if the mock data set is not imported. The full data set has 13 million samples
-    of 16 tokens, which are shuffled. If ``TESTS_ALL_MOCK_DATA`` is set, all samples are kept.
+    Does nothing if the mock data set is not imported, or if ``TESTS_ALL_MOCK_DATA`` is set. The
+    full data set has 13 million samples of 16 tokens, which are shuffled.
     """
     if (module := sys.modules.get("megatron.core.datasets.gpt_dataset")) is not None:
         module.MockGPTLowLevelDataset.size = (
@@ -31,16 +31,16 @@ def shorten_mock_data() -> None:
 
 
 def share_gloo_device() -> None:
-    """Makes all gloo groups of this process share one device, and thus one thread.
+    """Makes all gloo groups of this process share a single device, and thus a single thread.
 
-    Otherwise, each group has a separate thread that wakes up a hundred times per second. A dozen
-    groups use 1% of a processor per rank.
+    Otherwise, each group would have a separate thread that wakes up a hundred times per second. A
+    dozen groups would use 1% of a processor per rank.
     """
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     made, devices = ProcessGroupGloo.__init__, list[Any]()
     if made.__name__ == "connect":
-        # The server that forked this process is itself a fork, and has already replaced the method.
+        # The method was already replaced in the server, because the server is itself such a fork.
         return
 
     def connect(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -59,7 +59,7 @@ def share_gloo_device() -> None:
 
 
 def add_python_path() -> None:
-    """Adds the folders in ``PYTHONPATH`` to the import path unless they are already in it."""
+    """Adds the folders in ``PYTHONPATH`` to the import path, unless the path contains them."""
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
 
@@ -81,7 +81,7 @@ def main() -> None:
         os.chdir(folder)
     shorten_mock_data()
     share_gloo_device()
-    # Restore the signal handler and the signal mask that a new process has.
+    # Restore the signal handler and the signal mask with which a new process starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     add_python_path()

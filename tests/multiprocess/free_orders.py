@@ -1,7 +1,7 @@
-"""Generates orders of actions that no schedule has, and writes them for ``--schedule-file``.
+"""Generates orders of actions that match no schedule, and writes these for ``--schedule-file``.
 
-Each order is a schedule of this project in which neighboring actions were swapped at random while
-the schedule remained valid.
+To generate an order, random pairs of neighboring actions are swapped in one of this project's
+schedules. A swap is kept only if the schedule stays valid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ORIGINS = {
     "loop.csv": "breadth-first",
     "v.csv": "v-half",
 }
-"""Each file is made from this schedule, with two ranks and two chunks per rank."""
+"""Maps each file to the schedule from which it is generated, for two ranks with two chunks each."""
 
 
 def free_order(file: str) -> Schedule:
-    """Returns the schedule to write to ``file``."""
+    """Returns the generated schedule for ``file``, whose name is also the random seed."""
     origin = ORIGINS[file]
     schedule = make_schedule(origin, placement_for(origin, 2, 2), MICROBATCHES)
     chance = random.Random(file)

@@ -2,8 +2,8 @@
 
 Two programs that compute the same values in different orders differ by rounding, and the difference
 depends on the processor. Therefore, tests measure this difference: one process trains the same
-model again, with every sum computed in another order (:func:`other_sums`). Tests must still detect
-an error that is added on purpose to one process (:func:`plant`).
+model again, with every sum computed in a different order (:func:`other_sums`). Tests must still
+detect an error that is added on purpose to one process (:func:`plant`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def layer_norms(run: Run) -> dict[str, float]:
 
     All ranks must call this function.
 
-    Parameters outside of layers, such as the embedding, are listed by their names. Call this
-    function when the gradients are complete, but before the optimizer uses them.
+    Parameters outside of layers, such as the embedding, have separate entries with their names.
+    Call this function when the gradients are complete, and before the optimizer uses the gradients.
     """
     _complete_gradients(run)
     scale = float(run.optimizer.get_loss_scale())
@@ -64,9 +64,9 @@ def _complete_gradients(run: Run) -> None:
 
 
 def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
-    """Returns the global name of the layer to which each parameter of ``chunk`` belongs."""
+    """Returns a dict from each parameter of ``chunk`` in a layer to the layer's global name."""
     names: dict[str, str] = {}
-    # Prediction layers come last, because each of them contains a transformer layer.
+    # Process prediction layers last, because each contains a transformer layer.
     for kind, name in (
         (TransformerLayer, "layer"),
         (MultiTokenPredictionLayer, "predicting layer"),
@@ -82,7 +82,8 @@ def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int)
     """Multiplies matrices in two parts, and adds the first part of the terms last.
 
     Args:
-        product: Operator overload that writes to ``out``; :func:`other_sums` does not replace it.
+        product: Operator overload that writes to ``out``, and that :func:`other_sums` does not
+            replace.
         left: Left matrix or batch of matrices.
         right: Right matrix or batch of matrices.
         divisor: Number of all terms, divided by the number of terms in the first part.
@@ -102,7 +103,7 @@ def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int)
 
 
 class _OtherProducts:
-    """Multiplies matrices in two parts; each method replaces the operator with the same name.
+    """Multiplies matrices in two parts. Each method replaces the operator with the same name.
 
     Args:
         divisor: Number of all terms, divided by the number of terms in the first part.
@@ -147,7 +148,9 @@ class _OtherProducts:
 
 @contextlib.contextmanager
 def other_sums(variant: str) -> Iterator[None]:
-    """Computes sums in another order within the ``with`` block if ``variant`` is such an order.
+    """Computes matrix products with other orders of summation inside the ``with`` block.
+
+    Does nothing if ``variant`` is not a key of ``OTHER_SUMS``.
 
     Only matrix multiplications are replaced. A ``TorchDispatchMode`` would intercept every
     operator, and training would take more than twice as long.
@@ -166,7 +169,7 @@ def other_sums(variant: str) -> Iterator[None]:
 
 
 def plant(run: Run, variant: str) -> None:
-    """Adds an error on purpose to all steps of a single-process run.
+    """Adds an error on purpose to the steps of a run in a single process.
 
     Args:
         run: Run that has not taken a step yet.

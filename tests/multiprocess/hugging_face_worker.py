@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# This import installs modules that a machine without a GPU lacks.
+# This import provides modules that are missing on a machine without a GPU.
 from worker import Meshes, connect  # isort: skip
 
 import torch
@@ -43,24 +43,26 @@ BASE += " --hidden-dropout 0 --global-batch-size 4 --clip-grad 0"
 
 
 class Loaded:
-    """Holds a model in one shape, with the weights that ``flags`` specifies."""
+    """Holds a model in one shape, with the weights that ``flags`` select."""
 
     def __init__(self, meshes: Meshes, flags: list[str], length: int) -> None:
         world = Environment.read().world_size
-        # This flag comes last, because the flags in a checkpoint contain the length of its
-        # training. Gloo channels transfer only messages of the configured length.
+        # The flag must come last, because the flags in a checkpoint contain the length that was
+        # used in training. Gloo channels transfer only messages of the configured length.
         flags = [*BASE.split(), *flags, "--seq-length", str(length)]
         self.config = parse(flags, world_size=world, last_wins=True)
         self.job = meshes.join(self.config)
         self.run = build_run(self.job)
         for chunk in self.run.chunks:
             for parameter in chunk.parameters():
-                parameter.data.fill_(torch.nan)  # Weights that are not loaded stay NaN.
+                parameter.data.fill_(torch.nan)  # NaN marks weights that are not loaded.
         Checkpoints(self.run).load()
         self.predicted: torch.Tensor | None = None
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Runs all stages on ``tokens``, and returns the logits on the rank of the last stage.
+
+        Returns ``None`` on other ranks.
 
         Logits of a multi-token prediction layer are stored in ``predicted``.
         """
@@ -91,7 +93,7 @@ class Loaded:
         return gather_from_tensor_model_parallel_region(hidden)
 
     def _both_logits(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Runs ``model``, which returns only losses; returns the logits from its output layer."""
+        """Runs ``model``, which returns only losses, and returns the logits of its output layer."""
         outputs: list[torch.Tensor] = []
         layer = unwrap_model(model).output_layer
         hook = layer.register_forward_hook(
@@ -109,7 +111,7 @@ class Loaded:
         return length, len(tokens), self.config.model.hidden_size
 
     def gradients(self, tokens: torch.Tensor) -> list[Shards]:
-        """Takes a step with ``tokens``, and returns the gradients of each rank."""
+        """Takes a step with ``tokens``, and returns the gradient shards of each rank."""
         batch, kept = microbatches(tokens[:, None]), list[Shards]()
         Step(self.run).train(batch, len(batch), 1, lambda: kept.append(self._shards()))
         gathered: list[Shards] = self.job.gather(kept[0])
@@ -138,7 +140,7 @@ def compare(meshes: Meshes, folder: Path, case: dict[str, Any]) -> None:
     tokens, logits = expected.pop("tokens"), expected.pop("logits")
     predicted = expected.pop("predicted", None)
     flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
-    # The trainer adds one token ID for the end of documents.
+    # The trainer adds a token ID for the end of documents, so specify one less.
     flags += ["--vocab-size", str(logits.shape[-1] - 1)]
     loaded = Loaded(meshes, flags, tokens.shape[1] - 1)
     with torch.no_grad():

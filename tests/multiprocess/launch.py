@@ -1,8 +1,9 @@
 """Runs programs as ranks on this machine, with a timeout after which all processes are killed.
 
 Each process that runs tests has one fork server, the same program that runs on the nodes of a job.
-Ranks are forked from it, because importing torch and megatron-core takes longer than most programs.
-Tests of the launcher, or of the imports in a user's process, start new processes instead.
+This server forks the ranks, because importing torch and megatron-core takes longer than most
+programs run. Tests of the launcher, or of the imports in a user's process, start new processes
+instead.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ TRANSFORMERS = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.llava.modeling_llava",
 )
-"""Modules that programs with ``transformers`` models import; importing them takes seconds."""
+"""Modules that programs with ``transformers`` models import. Importing these takes seconds."""
 
 
 class Forkserver:
-    """Runs a process that has imported the modules of ranks, and forks programs from it.
+    """Runs a server process that has imported the modules of ranks and forks programs.
 
     This class is not thread-safe.
 
     Args:
-        python_path: Folders that precede the environment's import path.
-        program: Command of the server; required if ranks need other imports than the ranks of a
-            node.
+        python_path: Folders that are searched before the environment's import path.
+        program: Command of the server. Required only if ranks need other imports than the ranks of
+            a node.
         variables: Additional environment variables of the server.
     """
 
@@ -71,8 +72,8 @@ class Forkserver:
         self._orders, server_end = socket.socketpair()
         self._log = self._folder / "log.txt"
         if python_path == str(ROOT) and SOCKET in os.environ:
-            # If this process runs inside a test of another process, the server of that process also
-            # forks this server.
+            # If this process itself runs inside a test, the server of the outer tests also forks
+            # this server.
             python_path = f"{NODES}:{ROOT}"
         with server_end, self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -87,7 +88,8 @@ class Forkserver:
         self._keys = itertools.count()
         self._ended: dict[str, int] = {}
         self._pids: dict[str, int] = {}
-        # Values are the key and the path of the socket, by imported modules.
+        # Maps imported modules to the key of the server that imported them and the path of its
+        # socket.
         self._nodes: dict[tuple[str, ...], tuple[str, Path]] = {}
         atexit.register(self.close)
 
@@ -98,12 +100,13 @@ class Forkserver:
     def start(
         self, command: Sequence[str], *, output: Path, error: Path, variables: dict[str, str]
     ) -> str:
-        """Forks a program, and returns the key that identifies it on this server.
+        """Forks a program, and returns the key that identifies the program on this server.
 
         Args:
             command: Script and its arguments, or ``-m``, a module and its arguments.
             output: Path of the file to which standard output is appended.
-            error: Path of the file to which standard error is appended; it may be the same file.
+            error: Path of the file to which standard error is appended. May be the same as
+                ``output``.
             variables: Complete environment of the program.
         """
         key = str(next(self._keys))
@@ -123,12 +126,12 @@ class Forkserver:
         return key
 
     def nodes(self, modules: Sequence[str] = ()) -> tuple[psutil.Process, dict[str, str]]:
-        """Returns the parent of the nodes' fork servers, and the variables that select it.
+        """Returns the process that forks the nodes' fork servers, and variables that select it.
 
         The mechanism is described in ``forked_nodes/sitecustomize.py``.
 
         Args:
-            modules: Modules to import in addition to those of a node's fork server.
+            modules: Modules to import in addition to the modules of a node's fork server.
         """
         if tuple(modules) not in self._nodes:
             path = self._folder / f"nodes{len(self._nodes)}"
@@ -145,7 +148,10 @@ class Forkserver:
         return psutil.Process(self._pids[key]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
-        """Waits until all programs have exited or one has failed; returns statuses by key."""
+        """Waits until all programs ``keys`` have exited, one has failed, or ``limit_s`` has passed.
+
+        Returns the exit statuses of the programs that have exited, by key.
+        """
         end_s = time.monotonic() + limit_s
         while True:
             ended = {key: self._ended[key] for key in keys if key in self._ended}
@@ -173,14 +179,17 @@ class Forkserver:
                 member.kill()
 
     def close(self) -> None:
-        """Kills the server and all processes that it forked."""
+        """Kills the server and removes its folder. The forked processes end with the server."""
         self._process.kill()
         self._process.wait(10)
         self._orders.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, end_s: float) -> bool:
-        """Reads messages; returns false if ``end_s`` has passed or the fork server has exited."""
+        """Reads messages of the server.
+
+        Returns false if the time ``end_s`` has passed or the server has exited.
+        """
         if not select.select([self._orders], [], [], max(0.0, end_s - time.monotonic()))[0]:
             return False
         data = self._orders.recv(1 << 16)
@@ -200,14 +209,14 @@ def _servers() -> dict[str, Forkserver]:
 
 
 def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> Forkserver:
-    """Returns this process's fork server for ``python_path``; the first call starts it.
+    """Returns this process's fork server for ``python_path``. The first call starts the server.
 
-    If the path contains no other ``megatron`` package, the server of this checkout is used, because
-    its imports are the same. Forked ranks then add the folders of the path.
+    If the path contains no other ``megatron`` package, returns the server of this checkout, because
+    the imports are the same. Forked ranks then add the folders of the path.
 
     Args:
-        python_path: Folders that precede the environment's import path.
-        modules: Modules to import in addition to those of a node's fork server, such as
+        python_path: Folders that are searched before the environment's import path.
+        modules: Modules to import in addition to the modules of a node's fork server, such as
             ``TRANSFORMERS``. A server with such modules is forked from the server of this checkout.
     """
     servers = _servers()
@@ -227,7 +236,7 @@ def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> For
 def free_port() -> int:
     """Returns an unused TCP port outside of the range of ephemeral ports.
 
-    Another program could get an ephemeral port before the test opens it.
+    Another program could get an ephemeral port before the test uses the port.
     """
     first = int(PORT_RANGE.read_text().split()[0])
     draw = random.SystemRandom()
@@ -240,7 +249,10 @@ def free_port() -> int:
 def wait_until(
     holds: Callable[[], object], why: Callable[[], object], limit_s: float, every_s: float = 0.05
 ) -> None:
-    """Waits until ``holds`` returns true; ``why`` returns the reason for the error message."""
+    """Waits until ``holds`` returns true.
+
+    After ``limit_s`` seconds, fails with the text that ``why`` returns.
+    """
     end_s = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < end_s, f"timed out after {limit_s:g} s: {why()}"
@@ -257,7 +269,10 @@ def has_ended(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def limited_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mounts a disk with ``size``, such as ``16m``, at ``folder``; skips the test if that fails."""
+    """Mounts a disk of ``size``, such as ``16m``, at ``folder``, and unmounts the disk afterwards.
+
+    Skips the test if mounting fails.
+    """
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -270,23 +285,24 @@ def limited_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def forking(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Returns environment variables with which a launcher's trainer ranks are forked.
+    """Returns environment variables with which the ranks of a launcher are forked.
 
     Args:
-        modules: Modules that forked ranks have imported in addition to those of a node's fork
+        modules: Modules that forked ranks have imported in addition to the modules of a node's fork
             server.
     """
     return environment(**forkserver().nodes(modules)[1])
 
 
 def forking_every(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Returns environment variables with which every Python program and its children are forked.
+    """Returns environment variables with which a Python program and all its children are forked.
 
     Use these variables only for programs whose imports and memory are not tested, because a fork
     inherits both.
 
     Args:
-        modules: Modules that forks have imported in addition to those of a node's fork server.
+        modules: Modules that forks have imported in addition to the modules of a node's fork
+            server.
     """
     return {**forking(modules), "TESTS_FORK_EVERY": "1"}
 
@@ -305,10 +321,10 @@ def run_ranks(
     Args:
         command: Script and its arguments, or ``-m``, a module and its arguments.
         world_size: Number of ranks.
-        log: Path of the file for the output of all ranks. Ranks run in its folder.
-        limit_s: Timeout in seconds, which ranks get as ``WATCHDOG_S``. Ranks are killed five
-            seconds later.
-        python_path: Folders that precede the environment's import path.
+        log: Path of the file for the output of all ranks. Ranks run in the folder of this file.
+        limit_s: Timeout in seconds, which is also passed to ranks as ``WATCHDOG_S``. Ranks are
+            killed five seconds later.
+        python_path: Folders that are searched before the environment's import path.
         modules: Modules that ranks have imported when they start; see :func:`forkserver`.
 
     Returns:
@@ -333,12 +349,13 @@ def run_ranks(
 
 
 class Ranks:
-    """Runs the ranks of a job while the test continues; see :func:`run_ranks`.
+    """Runs the ranks of a job while the test continues. See :func:`run_ranks`.
 
     Args:
-        command: Command of a rank. This argument and the next four are those of :func:`run_ranks`.
+        command: Command of a rank. The parameters up to ``python_path`` are those of
+            :func:`run_ranks`.
         variables: Additional environment variables.
-        server: Fork server; ``None`` to use the server of this process.
+        server: Fork server, or ``None`` to use the server of this process.
 
     Attributes:
         server: Fork server of the ranks.
@@ -376,7 +393,10 @@ class Ranks:
         return alive
 
     def wait(self, limit_s: float) -> list[int]:
-        """Waits until all ranks exit or a rank fails, and returns the known exit statuses."""
+        """Waits until all ranks exit, one fails, or ``limit_s`` passes.
+
+        Returns the exit statuses of the ranks that have exited.
+        """
         return [*self.server.wait(self.keys, limit_s).values()]
 
     def kill(self) -> None:
@@ -385,7 +405,7 @@ class Ranks:
 
 
 def meeting() -> Any:
-    """Returns a store for the rendezvous of the ranks, like the store of a launcher."""
+    """Returns a store with which the ranks find each other, like the store of a launcher."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -430,13 +450,13 @@ def torchrun(
         arguments: Arguments of the program.
         world_size: Number of ranks.
         log: Path of the file for the output of all ranks.
-        limit_s: Timeout in seconds; see :func:`run_ranks`.
-        fresh: Whether torchrun starts new processes, which import all modules themselves, instead
-            of forked processes.
-        python_path: Folders that precede the environment's import path of forked ranks.
+        limit_s: Timeout in seconds, as for :func:`run_ranks`.
+        fresh: Whether torchrun starts new processes, which import all modules themselves.
+            Otherwise, ranks are forked.
+        python_path: Folders that forked ranks search before the environment's import path.
 
     Raises:
-        AssertionError: A rank failed; the message contains the end of the output.
+        AssertionError: A rank failed or timed out. The message contains the end of the output.
     """
     if fresh:
         status = _run_fresh(script, arguments, world_size, log, limit_s)
@@ -457,7 +477,7 @@ def _run_fresh(
 ) -> int | None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    # The launcher itself is also forked.
+    # The launcher itself is forked even if its ranks are not.
     job = start([*command, script, *arguments], log, {**forking(), "WATCHDOG_S": str(limit_s)})
     try:
         return job.wait(limit_s + 5)
@@ -474,7 +494,7 @@ def start(
 
     Args:
         command: Program and its arguments.
-        log: Path of a new file for the output. The program runs in the file's folder.
+        log: Path of a new file for the output. The program runs in the folder of this file.
         variables: Complete environment of the program.
     """
     with log.open("w") as output:
@@ -497,17 +517,17 @@ def run_forked(
     variables: Mapping[str, str] | None = None,
     modules: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program like ``subprocess.run``, but forked from a process that imported torch.
+    """Runs a program like ``subprocess.run``, but forked from a process that has imported torch.
 
     Args:
         command: Script and its arguments, or ``-m``, a module and its arguments.
         folder: Working directory.
         limit_s: Timeout in seconds, after which the program is killed.
         variables: Environment variables in addition to :func:`environment`.
-        modules: Modules that the program has imported when it starts; see :func:`forkserver`.
+        modules: Modules that the program has imported when it starts, as for :func:`forkserver`.
 
     Raises:
-        AssertionError: The program timed out; the message contains the end of its output.
+        AssertionError: The program timed out. The message contains the end of the output.
     """
     server = forkserver(modules=modules)
     with tempfile.TemporaryDirectory(prefix="tests-output-") as name:
@@ -530,10 +550,9 @@ SMALL_GPT = (
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --eval-iters 1 "
     "--tokenizer-type NullTokenizer --vocab-size 255"
 )
-"""Flags of the model for ``worker.py``, without the number of layers and iterations.
+"""Flags of the model for ``worker.py``, except the numbers of layers and iterations.
 
-Together with the end-of-document token, 255 tokens give 256 rows, a number that every
-tensor-parallel size divides.
+With the end-of-document token, 255 tokens give 256 rows, which every tensor-parallel size divides.
 """
 _FOUR = """
 {"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
@@ -542,17 +561,17 @@ _FOUR = """
 {"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
 """.replace("\n", "")
 UNLIKE_LAYERS = f'--heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
-"""Flag for four kinds of layers, each of which is used twice."""
+"""Flag for a model with four kinds of layers, each of which is used twice."""
 
 
 class CaseRuns:
-    """Runs ``worker.py``, and keeps the results of all ranks for each case.
+    """Runs ``worker.py``, and stores the results of all ranks for each case.
 
     All cases with the same world size run in one job, because starting processes takes longer than
-    training. The job starts when one of its cases is requested.
+    training. The job starts when the first of its cases is requested.
 
     Args:
-        cases_of: Function that returns the cases of a world size.
+        cases_of: Function that takes a world size and returns its cases.
         new_folder: Function that creates a folder with the given name, such as
             ``tmp_path_factory.mktemp``.
         limit_s: Timeout of a job, in seconds.
@@ -572,7 +591,10 @@ class CaseRuns:
         self._errors: dict[int, str] = {}
 
     def __call__(self, size: int, name: str) -> dict[str, Any]:
-        """Returns the result of the case ``name``; raises AssertionError if it did not finish."""
+        """Returns the results of the case ``name``, whose job has ``size`` ranks.
+
+        Raises AssertionError if the case did not finish.
+        """
         if size not in self.folders:
             self._train(size)
         results = self._results.get(size, {})

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# This import installs modules that a machine without a GPU lacks.
+# This import provides modules that are missing on a machine without a GPU.
 from worker import Meshes, connect  # isort: skip
 
 import torch
@@ -48,7 +48,7 @@ BASE += " --attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --clip-gra
 BASE += " --lora-dropout 0 --seq-length 12"
 
 
-# Gradient shards are identified by name, global shape and offset.
+# Identifies gradient shards by name, global shape and offset.
 Shards = dict[tuple[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
@@ -58,7 +58,7 @@ def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def shards_of_gradients(run: Run) -> Shards:
-    """Returns this rank's gradient shards of ``run``, by name, global shape and offset."""
+    """Returns this rank's shards of the gradients of ``run``, by name, global shape and offset."""
     trained = [
         weight for chunk in run.chunks for weight in chunk.parameters() if weight.requires_grad
     ]
@@ -81,12 +81,15 @@ def shards_of_gradients(run: Run) -> Shards:
 
 
 def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) -> None:
-    """Checks that no gradients are required before the first adapter."""
+    """Checks that a module in front of the first adapter requires no gradient."""
     assert not output.requires_grad
 
 
 def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[str, torch.Tensor]:
-    """Assembles the gradients in ``parts``, one per rank, and returns them by Hugging Face name."""
+    """Assembles the gradients in ``parts``, one item per rank.
+
+    Returns the gradients by Hugging Face name.
+    """
     whole: dict[str, torch.Tensor] = {}
     for part in parts:
         for (name, shape, offset), data in part.items():
@@ -108,7 +111,7 @@ def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[st
 
 
 def microbatches(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Returns the microbatches of this replica from ``tokens [n, 1, length]`` of all replicas."""
+    """Returns this replica's microbatches of ``tokens [n, 1, length]`` of all replicas."""
     replicas = parallel_state.get_data_parallel_world_size()
     length = tokens.shape[-1] - 1
     return [
@@ -127,7 +130,7 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
     expected = load_file(model / "trained.safetensors")
     tokens, losses = expected.pop("tokens"), expected.pop("losses")
     arguments = [*BASE.split(), "--load-hf", str(model), "--load-lora", str(model / "adapters")]
-    # The trainer adds one token ID for the end of documents.
+    # The trainer adds a token ID for the end of documents, so specify one less.
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     arguments += ["--vocab-size", str(vocabulary - 1), "--global-batch-size", str(len(tokens))]
     config = parse([*arguments, *case["flags"]], world_size=dist_size(), last_wins=True)

@@ -1,4 +1,4 @@
-"""Tests that ``--trace-detail collectives`` records waits for the slowest rank."""
+"""Tests that ``--trace-detail collectives`` records how long ranks wait for the slowest rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLAGS = (
     " --eval-iters 0 --log-interval 1 --tensor-model-parallel-size 2"
     " --use-distributed-optimizer"
 ).split()
-# The script runs the trainer, but one rank arrives late at the collective after each MLP.
+# The script runs the trainer with a rank that is late for the collective after each MLP.
 SCRIPT = f"""
 import os, runpy, time
 from megatron.core.transformer.mlp import MLP
@@ -49,7 +49,7 @@ LIMIT_S = 200.0
 
 
 def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
-    """Returns each compute slice of ``rank`` as a tuple of the names of its parents and itself."""
+    """Returns a tuple for each compute slice of ``rank``: its parents' names, and its name."""
     (thread,) = (
         (event["pid"], event["tid"])
         for event in events
@@ -106,8 +106,9 @@ def test_ranks_wait_for_the_slow_member(tmp_path: Path, capsys: pytest.CaptureFi
     # Each layer has two all-reduces in the forward pass and two in the backward pass. The loss and
     # the embedding have additional all-reduces.
     assert slow.per_step == other.per_step >= 4 * LAYERS * MICROBATCHES
-    assert (slow.wait_ns.min(axis=1) == 0).all()  # The last member of a group does not wait.
-    # Other programs also delay ranks, so only some of the added delays must be visible.
+    # The last member that starts a collective must not wait.
+    assert (slow.wait_ns.min(axis=1) == 0).all()
+    # Other programs also delay ranks, so require only that some of the added delays are visible.
     is_late = slow.held_up_ns[:, SLOW_RANK] > 0.8e9 * DELAY_S
     assert is_late.sum() >= 2
     assert (slow.wait_ns[is_late, 0] > 0.8e9 * DELAY_S).all()

@@ -35,7 +35,7 @@ def test_a_slow_replica_gets_less_and_losses_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = tmp_path / "record.json"
-    # Ranks sleep for longer than any delay that other programs cause.
+    # Ranks sleep for longer than any delay that other programs may cause.
     slow = {"LAYER_MS": "8", "SLOW_RANKS": "0", "SLOW_FACTOR": "3", "SLOW_STEPS": f"{FIRST}-{END}"}
     for name, value in slow.items():
         monkeypatch.setenv(name, value)
@@ -45,14 +45,14 @@ def test_a_slow_replica_gets_less_and_losses_stay(
     counts = {step: len(loaded.dealt(step, BATCH)[0]) for step in loaded.steps}
     assert len(counts) == len(dealt) == LAST
 
-    # Other programs also use this machine, so only the median is checked. The ideal share is 10 of
-    # 40.
+    # Other programs also use this machine, so check only the median. Ideally, the slow replica
+    # would get 10 of 40 microbatches.
     slowed, after = range(FIRST + 3, END), range(END + 3, LAST + 1)
     assert statistics.median(counts[step] for step in slowed) <= 15, counts
     assert statistics.median(counts[step] for step in after) >= 17, counts
 
     monkeypatch.setenv("LAYER_MS", "0")
-    # Replicas that get the same microbatches compute bitwise equal losses.
+    # Replicas that get the same microbatches again must compute bitwise equal losses.
     again = losses_of(tmp_path / "again", *balanced, "--replay-schedule", str(record))
     assert again == dealt
     undealt = losses_of(tmp_path / "undealt", "--balance-replicas", "off")

@@ -1,4 +1,4 @@
-"""Tests that a job's log reports a slow rank."""
+"""Tests that the log of a job reports a slow rank."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from .launch import TIMED_LAYERS, Ranks, tail, wait_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(300)]
 
-# Each rank has one layer, which mostly sleeps and computes little. Even if other programs slow the
-# computation down several times, the rank that sleeps longer must be reported.
+# Each rank has one layer, which mostly sleeps and computes little. So the rank that sleeps longer
+# must be reported even if other programs make the computation several times slower.
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
     " --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-4 --mock-data --vocab-size 127"
@@ -30,7 +30,7 @@ def test_the_log_names_a_slow_rank(tmp_path: Path) -> None:
         return [line for line in log.read_text().splitlines() if "warning: slow rank:" in line]
 
     try:
-        # The diagnosis runs at the lowest priority, so it is slow if the machine is busy.
+        # The diagnosis has the lowest priority, so it may take long if the machine is busy.
         wait_until(lambda: told() or not ranks.processes(), lambda: tail(log), LIMIT_S, 0.2)
     finally:
         ranks.kill()

@@ -4,11 +4,11 @@ The reference is megatron-core's own training loop in a single process. Each cas
 model on the same samples. The loss, the gradient norm and the gradient norm of each layer must
 agree in every iteration. The validation loss must agree too.
 
-The difference that rounding causes depends on the processor, so the tests measure it: one process
-trains each model again, with the sums of all matrix multiplications in another order. A case may
-differ from the reference by a few times this difference. Errors that are added to one process on
-purpose must exceed this limit, although they are far smaller than the errors that real faults
-cause.
+The difference that rounding causes depends on the processor, so the tests measure this difference.
+One process trains each model again, with a different order of summation in all matrix
+multiplications. A case may differ from the reference by a few times this difference. Errors that
+are added on purpose to a process must exceed this limit, although they are far smaller than errors
+that real faults cause.
 """
 
 from __future__ import annotations
@@ -70,13 +70,17 @@ from .variants import MISSING_SHARE, PLANTED
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(1840)]
 
-# The limit applies to all cases of a world size together. Two idle processors need a tenth of it.
+# The limit applies to all cases of a world size together. Two idle processors need a tenth of this
+# time.
 LIMIT_S = 1800.0
 REL = 1e-5
 
 
 def each(cases: Iterable[Any]) -> list[Any]:
-    """Returns test parameters for ``cases``; those with four ranks run only in the long suite."""
+    """Returns test parameters for ``cases``.
+
+    Cases with more than two ranks run only in the long suite.
+    """
 
     def ranks(value: Any) -> int:
         return value.world_size if isinstance(value, Case) else max(map(ranks, value))
@@ -87,7 +91,7 @@ def each(cases: Iterable[Any]) -> list[Any]:
 
 
 def cases_of(item: pytest.Item) -> list[Case]:
-    """Returns the cases that the test ``item`` uses, including their reference cases."""
+    """Returns the cases that the test ``item`` uses, including the cases for the comparison."""
     arguments = getattr(item, "callspec", None)
     if arguments is None or item.path != Path(__file__):
         return []
@@ -101,7 +105,7 @@ def cases_of(item: pytest.Item) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Returns a function that returns the results of a case's ranks.
+    """Returns a function that returns the results of the ranks of a case.
 
     All selected cases with the same world size run in one job.
     """
@@ -112,7 +116,8 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     def new_folder(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        write_files(folder)  # The flags contain paths relative to this folder.
+        # Some flags contain paths relative to this folder, so write the files here.
+        write_files(folder)
         return folder
 
     runs = CaseRuns(of_size, new_folder, LIMIT_S)
@@ -120,7 +125,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_all_shapes_are_there() -> None:
-    # These are the sizes (TP, PP, chunks, DP) of all shapes with up to four processes.
+    # Each entry contains the sizes (TP, PP, chunks, DP) of a shape with up to four processes.
     shapes = {(case.tp, case.pp, case.chunks, case.dp) for case in SHAPES}
     assert shapes == {
         *((1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2)),
@@ -147,8 +152,8 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
     predicts = "--mtp-num-layers" in case.model
     require_same_numbers(case, outcome, "predicted loss" if predicts and case.cp == 1 else "")
     if predicts and case.cp > 1:
-        # The loss gives all parts of a sequence the same weight, although they have different
-        # numbers of tokens.
+        # All parts of a sequence have the same weight in this loss, although their numbers of
+        # tokens differ. So compare only approximately.
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=0.02, abs=0)
@@ -166,9 +171,9 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
 def test_planted_errors_are_found(planted: Case, outcome: Outcome) -> None:
     limits = tolerances(planted.reference, outcome)
     expected = steps_of(planted.reference, outcome)
-    # The added error must exceed the limits in the first step.
+    # The added error must exceed the limits already in the first step.
     assert too_far(steps_of(planted, outcome), expected, limits)
-    # An error in the gradients of one layer must exceed the limits of every case of this model.
+    # An error in the gradients of one layer must exceed the limits of each case with this model.
     assert all(
         values[0] < MISSING_SHARE / 2 for name, values in limits.items() if "norm of" in name
     )
@@ -229,8 +234,8 @@ def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Ou
 
 @pytest.mark.parametrize("case", each(HALF), ids=str)
 def test_half_precision_is_close(case: Case, outcome: Outcome) -> None:
-    # Values in bf16 have only 8 bits of precision, so this only shows that no part is lost or
-    # counted twice.
+    # Values in bf16 have only 8 bits of precision, so this comparison only detects lost parts and
+    # parts that are counted twice.
     assert all(math.isfinite(loss) for loss in losses_of(case, outcome(case)))
     require_close_numbers(case, outcome, 0.02)
 
@@ -242,7 +247,7 @@ def test_dropout_depends_on_the_seed_alone(cases: tuple[Case, ...], outcome: Out
     for other in others:
         assert losses_of(other, outcome(other)) == losses, str(other)
         assert norms_of(outcome(other)) == norms_of(outcome(first)), str(other)
-    # Losses with dropout are close to those without dropout, but not equal.
+    # Losses with dropout must be close to the losses without dropout, but not equal.
     reference = losses_of(PLAIN, outcome(PLAIN))[:SHORT_STEPS]
     assert losses != pytest.approx(reference, rel=1e-4)
     assert losses == pytest.approx(reference, rel=0.1)
@@ -276,7 +281,8 @@ def test_stages_compute_the_same_wherever_they_are(
 def test_static_schedule_is_followed(case: Case, outcome: Outcome) -> None:
     placement = Placement(num_ranks=case.pp, num_chunks=case.chunks)
     schedule = make_schedule(case.schedule, placement, 8 // case.dp)
-    # Tensor-parallel ranks are numbered first, then data-parallel ranks, and then pipeline ranks.
+    # Ranks are numbered by tensor-parallel rank first, then by data-parallel rank, and then by
+    # pipeline rank.
     for rank, order in enumerate(outcome(case)["orders"]):
         assert order == [str(action) for action in schedule.orders[rank // (case.tp * case.dp)]]
 

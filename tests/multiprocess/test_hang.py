@@ -1,4 +1,4 @@
-"""Tests that a stalled training job is diagnosed, and stopped if this is configured."""
+"""Tests that a stalled training job is diagnosed, and also stopped if this is configured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_a_rank_that_holds_the_interpreter_on_another_machine_ends_the_job(tmp_p
 
 
 def test_a_message_that_only_a_follower_of_a_group_lacks_is_named(tmp_path: Path) -> None:
-    # The leader of the group has received its part, and waits for the follower's part.
+    # The leader of the group has received its part of the message, and waits for the follower's
+    # part.
     case = Case(kind="network", shape=(4, 2, 2), rank=1, after_s=AFTER_S)
     outcome = run(case, tmp_path / "job")
     assert re.search(r"rank 3 \(stage 1.* which rank 1 \(stage 0.*lost", outcome["said"]), outcome[
@@ -45,7 +46,8 @@ def test_a_message_that_only_a_follower_of_a_group_lacks_is_named(tmp_path: Path
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_does_not_answer_behind_training_is_named(tmp_path: Path, rank: int) -> None:
-    # The main thread of each rank waits for its writer thread, and one writer thread is slow.
+    # The main thread of each rank waits for the rank's writer thread, and one writer thread is
+    # stuck.
     case = Case(kind="disk behind", shape=PAIR, rank=rank, after_s=AFTER_S)
     outcome = run(case, tmp_path / "job")
     assert is_named_right(case, outcome["said"]), outcome["text"][-4000:]

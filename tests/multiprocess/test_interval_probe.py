@@ -27,7 +27,7 @@ TRIES = 3
 
 
 def probe_lines(folder: Path) -> list[str]:
-    """Runs the job in ``folder``, and returns the lines in the log that the probe wrote."""
+    """Runs the job in ``folder``, and returns the log lines that the probe has written."""
     folder.mkdir()
     log = folder / "output.txt"
     command = [str(ROOT / "pretrain_gpt.py"), *FLAGS]
@@ -48,8 +48,8 @@ def test_the_log_names_a_slow_link(tmp_path: Path) -> None:
         assert not any("probe: ranks 0 and 1" in line for line in lines), lines
         if any("probe: ranks 1 and 2 on node" in line for line in lines):
             break
-        # The probe skips the links of a slow rank, and other programs may slow down a rank
-        # temporarily.
+        # Other programs may slow down a rank temporarily, and the probe then skips the links of
+        # this rank.
         assert any(f"probe: rank {rank} on node" in line for rank in range(3) for line in lines), (
             lines
         )

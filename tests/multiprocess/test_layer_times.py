@@ -42,7 +42,7 @@ def losses(folder: Path, *flags: str) -> list[str]:
 
 
 def fits(rank: RankTrace, iteration: int) -> None:
-    """Checks that each layer ran once per microbatch in ``iteration``, within its action."""
+    """Checks that each layer ran once per microbatch in ``iteration``, within an action."""
     rows = rank.layers(iteration)
     assert [row[0] for row in rows] == list(range(LAYERS))
     assert [row[3] for row in rows] == [MICROBATCHES] * LAYERS
@@ -52,7 +52,7 @@ def fits(rank: RankTrace, iteration: int) -> None:
         of_layers = [row[column] for row in rows]
         assert min(of_layers) > 0
         assert sum(of_layers) <= whole_ns
-        # The embedding, the output layer and the loss are cheap in this model.
+        # The embedding, the output layer and the loss take little time in this model.
         assert sum(of_layers) > 0.2 * whole_ns
 
 

@@ -33,7 +33,7 @@ MOVED = re.compile(
 
 
 def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, float], str]:
-    """Trains in ``folder``, and returns the losses by iteration, and the log."""
+    """Trains in ``folder``, and returns a dict from iteration to loss, and the log."""
     log = folder.with_suffix(".txt")
     arguments = [*FLAGS.split(), "--progress-dir", str(folder), *extra]
     torchrun(TIMED_LAYERS, arguments, world_size=world_size, log=log, limit_s=LIMIT_S)
@@ -41,13 +41,13 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
 
 
 def losses_in(folder: Path | str) -> dict[int, float]:
-    """Returns the losses by iteration from the progress file in ``folder``."""
+    """Returns a dict from iteration to loss from the progress file in ``folder``."""
     lines = map(json.loads, Path(folder, PROGRESS_NAME).read_text().splitlines())
     return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
 
 def partition_in(saved: Path) -> list[int]:
-    """Returns the partition that the only checkpoint in ``saved`` contains."""
+    """Returns the partition in the only checkpoint in ``saved``."""
     (manifest,) = saved.glob("*/manifest.json")
     settings = json.loads(manifest.read_text())["config"]
     return settings["schedule"]["partition"]  # type: ignore[no-any-return]
@@ -56,7 +56,7 @@ def partition_in(saved: Path) -> list[int]:
 def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, traces = tmp_path / "saved", tmp_path / "traces"
     monkeypatch.setenv("LAYER_MS", "8")
-    # If ranks are equally fast, other programs cannot make a move of layers this useful.
+    # If ranks are equally fast, other programs cannot make a move of layers gain this much.
     quiet, quiet_log = train(tmp_path / "quiet", "--repartition-gain", "0.5")
     assert "repartition:" not in quiet_log
     monkeypatch.setenv("SLOW_RANKS", "1")
@@ -70,7 +70,7 @@ def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert first + second == 6
     assert second < 3
     assert moved == {iteration: quiet[iteration] for iteration in range(1, 8)}
-    # Traces and checkpoints contain the current partition, and a checkpoint can be resumed.
+    # Traces and checkpoints must contain the current partition, and the job must be able to resume.
     assert read_run(f"{traces}-1").ranks[0].header.layers == (3, 3)
     assert read_run(traces).ranks[0].header.layers == (first, second)
     assert partition_in(saved) == [first, second]
@@ -84,7 +84,7 @@ def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_layers_leave_a_slow_rank_that_runs_slices_of_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks steps that have different numbers of slices."""
+    """Checks that layers move even if steps have different numbers of slices."""
     flags = "--seq-length 64 --max-position-embeddings 64 --variable-seq-lengths --slice-tokens 16 "
     flags += "--attention-dropout 0 --hidden-dropout 0 --global-batch-size 6"
     still, _ = train(tmp_path / "still", *flags.split(), "--repartition", "off")
@@ -123,7 +123,7 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     assert (header.layers, header.placement) == (layers, kind)
     placement = Placement(num_ranks=2, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     assert sum(layers[placement.stage_of(1, chunk)] for chunk in range(2)) < 4
-    # The trace and the progress file continue in another folder.
+    # After the move, the trace and the progress file must continue in another folder.
     assert read_run(f"{folder}-1").complete_iterations() == (1, 2, 3, 4)
     assert read_run(folder).complete_iterations() == (5, 6, 7, 8)
     before = losses_in(f"{folder}-1")
@@ -135,7 +135,7 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     assert {number: (before | moved)[number] for number in both} == {
         number: still[number] for number in both
     }
-    # Averages, learning rates and loss scales continue after the move.
+    # Averages, learning rates and loss scales must continue after the move.
     assert len(numbers(log)) >= 8
     assert numbers(log) == numbers(plain_log)
 
@@ -160,7 +160,7 @@ def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
 
 
 def numbers(log: str) -> list[str]:
-    """Returns the values of each iteration in ``log``, except times."""
+    """Returns the values that ``log`` contains for the iterations, except times."""
     pattern = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"
     return re.findall(pattern, log)
 
@@ -181,7 +181,7 @@ def test_expert_layers_are_not_taken_for_dense_ones(
     traced = ["--trace-dir", str(traces), "--diagnose-interval", "0"]
     moved, log = train(tmp_path / "moved", *experts, *traced, world_size=4)
     assert re.search("repartition: 3-3 -> [45]-[12]: ", log), log
-    # Layers that moved are measured on their new stage.
+    # Layers that have moved must be measured on their new stage.
     tokens: dict[int, Counter[int]] = {}
     for trace in read_run(traces).ranks.values():
         for layer, _, *counts in trace.experts[11].tokens:

@@ -1,4 +1,4 @@
-"""Tests that the trainer chooses, records, replays and reads the order of slices."""
+"""Tests that the trainer chooses, records, replays and reads orders of slices."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .launch import TIMED_LAYERS, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
-# The limit applies to each job. An idle machine with two processors needs a tenth of it.
+# The limit applies to each job. An idle machine with two processors needs a tenth of this time.
 LIMIT_S = 200.0
-# Ranks wait for a choice for half of the timeout, and a choice can take half a minute on a busy
-# machine.
+# Ranks wait for a choice of the order for half of the timeout. On a busy machine, a choice can take
+# half a minute.
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 3 --lr 1e-3 "
@@ -44,10 +44,11 @@ def losses_of(folder: Path, flags: str) -> list[float]:
 
 
 def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Returns the recorded orders of both ranks in the file ``record``, by step."""
+    """Returns a dict from each step in the file ``record`` to the recorded orders of both ranks."""
     loaded = ScheduleRecord.load(record)
     return {
-        step: tuple(loaded.codes(step, rank, 3) for rank in range(2))  # A step has 3 microbatches.
+        # Each step has 3 microbatches.
+        step: tuple(loaded.codes(step, rank, 3) for rank in range(2))
         for step in loaded.steps
     }
 
@@ -60,7 +61,7 @@ def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
     replay = f"--replay-schedule {first} --record-schedule"
     assert losses_of(tmp_path / "same", f"--sequence-slices 3 {replay} {again}") == ran
     assert orders_in(again) == orders_in(first)
-    # A run with a different number of slices follows the record as far as possible.
+    # A run with a different number of slices replays the recorded order as closely as possible.
     cut = losses_of(tmp_path / "cut", f"--sequence-slices 2 {replay} {other}")
     assert cut == pytest.approx(ran, rel=1e-5)
     assert ScheduleRecord.load(other).shape.slices == 2
@@ -73,7 +74,7 @@ def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
         ran, rel=1e-5
     )
 
-    # A slow rank gives layers away, and slices continue on the new stages.
+    # A slow rank gives layers away, and slices must continue on the new stages.
     monkeypatch.setenv("LAYER_MS", "4")
     monkeypatch.setenv("SLOW_RANKS", "1")
     monkeypatch.setenv("SLOW_FACTOR", "6")
@@ -93,14 +94,15 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
 ) -> None:
     longer = "--train-iters 10 --global-batch-size 2"
     ran = losses_of(tmp_path / "ran", f"{longer} --sequence-slices 2")
-    # Each action takes the same time for any number of tokens, so slices only increase the time.
+    # If times are exact, an action takes equally long for any number of tokens. So slices only
+    # increase the step time.
     monkeypatch.setenv("LAYER_MS", "10")
     monkeypatch.setenv("EXACT_TIMES", "1")
     traces = tmp_path / "traces"
     auto = f"{longer} --pipeline-schedule auto --sequence-slices auto --trace-dir {traces}"
     assert losses_of(tmp_path / "auto", auto) == pytest.approx(ran, rel=1e-6)
     log = (tmp_path / "auto.txt").read_text()
-    # Sequences of 64 tokens have at most 4 slices.
+    # Sequences of 64 tokens can have at most 4 slices.
     assert "auto has measured 4 slices, and measures 2 next" in log
     assert "sequences now run in 2 slices: rebuilt in" in log
     assert re.search(r"auto takes .*simulated steps by number of slices: 1: .* ms, 2: .* 4: ", log)
@@ -133,7 +135,7 @@ def test_the_length_of_slices_is_chosen_from_two_that_were_measured(tmp_path: Pa
 
 
 def test_cap_and_placement_are_chosen_for_a_given_length_of_slices(tmp_path: Path) -> None:
-    # Cap and placement must be measured and chosen even if --slice-tokens is a number.
+    # Even if --slice-tokens is a number, cap and placement must be measured and chosen.
     lengths = "--variable-seq-lengths --train-iters 6 --global-batch-size 6 --slice-tokens 32"
     ran = losses_of(tmp_path / "ran", lengths)
     auto = losses_of(tmp_path / "auto", f"{lengths} --pipeline-schedule auto")
@@ -157,7 +159,7 @@ def test_traces_name_microbatches_and_the_slices_that_ran(tmp_path: Path) -> Non
             forwards = sum(span.action == "F" for span in trace.spans(iteration))
             rows = trace.num_microbatches[iteration]
             counts = each_count(rows, trace.slices(iteration))
-            # The longest document spans several slices, and short documents share a slice.
+            # The longest document spans several slices, and several short documents share a slice.
             assert sum(counts) == forwards > rows > 1
             lengths_of_rows = [positions for positions, *_ in trace.lengths(iteration)]
             assert lengths_of_rows == [16 * count for count in counts]

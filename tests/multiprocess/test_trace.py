@@ -31,7 +31,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunTrace, Collector]:
-    """Runs the job, and returns its trace and the collector that received its spans."""
+    """Runs the job, and returns its trace and the collector that received the spans."""
     folder = tmp_path_factory.mktemp("job")
     with serving() as collector:
         flags = [*FLAGS, "--trace-otlp", collector.url]
@@ -77,7 +77,7 @@ def test_work_around_the_pipeline_is_told(run: RunTrace) -> None:
         assert (inside.end_ns <= step.end_ns[0]).all()
         after = table.of_kind("evaluate", "checkpoint")
         assert (after.start_ns >= step.end_ns[0]).all()
-    # The first rank of a V placement reads the data of the first and the last stage.
+    # The first rank of a V placement reads the data of both the first and the last stage.
     assert [int(t.table([3]).where("data").sum()) for t in run.ranks.values()] == [MICROBATCHES, 0]
 
 
@@ -97,7 +97,7 @@ def test_figures_add_up(run: RunTrace) -> None:
     assert (counts > 0).all()
     assert (figures.transfer_bytes == figures.transfer_bytes[:, ::-1]).all()
     assert ((figures.bubble_fraction >= 0) & (figures.bubble_fraction < 1)).all()
-    # Waits are part of a rank's idle time. The rest is overhead between actions.
+    # Waits are part of a rank's idle time. The rest of the idle time is overhead between actions.
     after_ns = 1e6 * figures.parts_ms[..., list(PARTS).index("after")]
     idle = figures.step_ns - figures.busy_ns - after_ns
     waits_ms = figures.parts_ms[..., 1:-2].sum(axis=2)
@@ -119,7 +119,7 @@ def test_messages_were_seen_to_arrive(run: RunTrace) -> None:
     for trace in run.ranks.values():
         receives = trace.table().of_kind("receive")
         assert len(receives)
-        # The threads of gloo noticed the arrivals.
+        # The reason "seen" means that the threads of gloo noticed the arrival.
         assert (receives.reason == REASON["seen"]).all()
 
 

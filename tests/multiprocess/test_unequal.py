@@ -1,4 +1,4 @@
-"""Tests that stages with unequal numbers of ranks give the same results as a single process."""
+"""Tests that stages with different numbers of ranks give the same results as a single process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .launch import SMALL_GPT, CaseRuns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
-# Three ranks test the same behaviour, so tests with four ranks run only in the long suite.
+# Tests with three ranks cover the same behaviour, so tests with four ranks run only in the long
+# suite.
 FOUR = [pytest.mark.long]
 LIMIT_S = 600.0
 STEPS = 4
@@ -26,13 +27,16 @@ HALF = "--bf16"
 
 
 def unequal(sizes: str, schedule: str, more: str = "") -> str:
-    """Returns flags for stages whose numbers of replicas are ``sizes``, such as ``2-1``."""
+    """Returns flags for stages with different numbers of replicas.
+
+    ``sizes`` contains the number of replicas of each stage, such as ``2-1``.
+    """
     stages = len(sizes.split("-"))
     flags = f"--pipeline-model-parallel-size {stages} --stage-data-parallel-sizes {sizes} "
     return f"{flags}--pipeline-schedule {schedule} {more}".strip()
 
 
-# Cases are listed by world size, and then by the flags that change the results of the reference.
+# The keys are the world size, and the flags that change the results of the reference.
 CASES: dict[int, dict[str, list[str]]] = {
     3: {
         "": [
@@ -56,11 +60,11 @@ CASES: dict[int, dict[str, list[str]]] = {
         ]
     },
 }
-THREE = "--global-batch-size 6"  # Three ranks can divide this batch size.
+THREE = "--global-batch-size 6"  # Three replicas can divide this batch size.
 CASES[4][THREE] = [unequal("1-3", "1f1b"), unequal("3-1", "adaptive")]
 
-# Each item contains the flags and the last iteration of a job. The jobs resume from each other's
-# checkpoints.
+# Each item contains the flags of a job and its last iteration. Each job resumes from the checkpoint
+# of the previous job.
 PARTS = {
     3: [
         (unequal("2-1", "1f1b"), 1),
@@ -78,7 +82,7 @@ CHANGING = ("", UNTIED, DROPOUT, HALF, THREE)
 
 
 def case(name: str, flags: str, steps: int = STEPS, after: str | None = None) -> dict[str, Any]:
-    """Returns the case ``name`` for ``worker.py``, which saves a checkpoint."""
+    """Returns the case ``name`` for ``worker.py``, which also saves a checkpoint."""
     all_flags = f"{BASE} {flags}".split()
     return {
         "name": name, "flags": all_flags, "steps": steps, "evaluate_after": STEPS,
@@ -107,12 +111,12 @@ def cases_of(size: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """Returns an object that runs the cases and returns the results of their ranks."""
+    """Returns an object that runs all cases and returns the results of their ranks."""
     return CaseRuns(cases_of, tmp_path_factory.mktemp, LIMIT_S)
 
 
 def told(seen: dict[str, Any], key: str) -> list[float]:
-    """Returns the values that the ranks report under ``key``, which must be equal."""
+    """Returns the values that the ranks report under ``key``, which must be equal on all ranks."""
     first, *others = [values for values in seen[key] if values]
     for other in others:
         assert other == pytest.approx(first, rel=1e-6, abs=0)
@@ -121,7 +125,7 @@ def told(seen: dict[str, Any], key: str) -> list[float]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights in the checkpoint of the last iteration in ``folder``."""
+    """Returns the weights in the checkpoint of the last iteration in ``folder``, by name."""
     whole = folder / "whole.pt"
     if not whole.exists():
         dcp_to_torch_save(folder / f"iter_{STEPS:07d}", whole)
@@ -138,8 +142,8 @@ def require_equal_numbers(
 ) -> None:
     reference = f"one {changes}".strip()
     seen, expected = runs(size, name), runs(1, reference)
-    # Values in bf16 have only 8 bits of precision, so this only shows that no part is lost or
-    # counted twice.
+    # Values in bf16 have only 8 bits of precision, so this comparison only detects lost parts and
+    # parts that are counted twice.
     rel = 0.02 if changes == HALF else REL
     for key in ("losses", "grad_norms"):
         assert told(seen, key) == pytest.approx(told(expected, key)[since:], rel=rel, abs=0)

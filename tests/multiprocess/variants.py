@@ -1,11 +1,11 @@
-"""Defines the variants of a case for ``worker.py``; see ``gradients.py``."""
+"""Defines the variants of a case for ``worker.py``, which ``gradients.py`` implements."""
 
 OTHER_SUMS = {"other-sums": 2, "sums-of-a-quarter": 4}
-"""Variants of a case that compute the sums of matrix multiplications in another order.
+"""Variants of a case that compute matrix multiplications with a different order of summation.
 
-The value of each variant is a divisor of the number of terms: the first half or the first quarter
-of the terms is added last. With only one other order, sums could happen to be almost equal to the
-usual sums. With two other orders, this is unlikely.
+The value of each variant divides the number of terms: the first half or the first quarter of the
+terms is added last. A single alternative order could happen to give almost the usual sums. With two
+alternative orders, this is unlikely.
 """
 SCALED_LAYER = "scaled-layer"
 """Error added on purpose: the gradients of one layer are too small by a factor of 1 - 1e-4."""

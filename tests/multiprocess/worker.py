@@ -5,14 +5,14 @@ Usage: ``worker.py CASES RESULTS``. All cases read the same tokens from ``tokens
 
     {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
 
-A case continues from the checkpoint of the case ``after``, which must be listed before it, up to
-iteration ``steps``. If ``"save": true`` is set, it saves a checkpoint in a folder with the case's
+A case continues from the checkpoint of the case ``after``, which must precede it in the list, up to
+iteration ``steps``. If ``"save": true`` is set, the case saves a checkpoint in a folder with its
 name. A case may also contain ``"moves": {iteration: [layers, ...]}``, the numbers of layers per
-stage after the iteration. The key ``"variant"`` selects another order of summation or an error to
-add; see ``variants.py``.
+stage after the iteration. The key ``"variant"`` selects a different order of summation or an error
+to add. See ``variants.py``.
 
-After every case, rank 0 writes ``RESULTS``, a JSON object with the results of all ranks by name of
-the case::
+After every case, rank 0 writes ``RESULTS``, a JSON object that contains the results of all ranks by
+name of the case::
 
     {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
      "layer_norms": [[{layer: float}, ...] per rank], "further": [[float, ...] per rank],
@@ -85,14 +85,14 @@ def connect(environment: Environment) -> dist.Store:
         environment.master_addr,
         environment.master_port,
         environment.world_size,
-        # torchrun's agent already serves this port.
+        # The agent of torchrun already serves this port.
         is_master=False,
         timeout=TIMEOUT,
     )
 
 
 def write_data(prefix: Path) -> None:
-    """Writes documents in which tokens depend on previous tokens, so that losses can fall."""
+    """Writes documents in which tokens depend on previous tokens, so that losses can decrease."""
     rng = np.random.default_rng(7)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(64):
@@ -103,7 +103,7 @@ def write_data(prefix: Path) -> None:
 
 
 class Meshes:
-    """Joins jobs, and keeps process groups for the next case if it needs the same groups."""
+    """Joins jobs, and keeps the process groups for the next case if possible."""
 
     def __init__(self, store: dist.Store, environment: Environment) -> None:
         self._store = store
@@ -113,7 +113,8 @@ class Meshes:
 
     def join(self, config: TrainerConfig) -> TrainingJob:
         """Joins a job like ``initialize.start_job``, but with a separate prefix in the store."""
-        # Reference cycles keep the models and process groups of the previous case alive.
+        # Reference cycles keep the models and process groups of the previous case alive, so collect
+        # them.
         gc.collect()
         mesh = mesh_of(config)
         if self._kept is not None and self._kept[0] != mesh:
@@ -148,7 +149,7 @@ class Meshes:
         return process_groups(), job
 
     def leave(self, job: TrainingJob, run: Run) -> None:
-        """Finishes the case of ``run``, and destroys the process groups that it created."""
+        """Finishes the case of ``run``, and destroys the process groups that the case created."""
         take_down(run)
         dist.barrier(group=job.control_group)
         destroy_rerun_state_machine()
@@ -157,7 +158,7 @@ class Meshes:
         there = process_groups()
         if all(group in there for group in kept):
             destroy_groups(group for group in there if group not in kept)
-        else:  # Layers have moved in this case, so the process groups have changed.
+        else:  # If layers have moved in this case, the process groups have changed.
             self._drop()
 
     def _drop(self) -> None:
@@ -187,7 +188,7 @@ def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
 
 
 class Orders:
-    """Records the order in which a rank runs its actions; replaces the trace recorder."""
+    """Replaces the trace recorder, and lists the actions of a rank in the order of execution."""
 
     is_recording = True
 
@@ -278,7 +279,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, A
 
 
 def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
-    """Runs ``case``, and returns its results by name and by rank."""
+    """Runs ``case``, and returns its results. Each value is a list with an item per rank."""
     started = time.monotonic()
     job = meshes.join(config)
     run = build_run(job)

@@ -71,9 +71,9 @@ RIGHT, WRONG, MISSED, MASKED = "right", "wrong", "missed", "masked"
 FAILED = "failed"
 COUNTED = (RIGHT, WRONG, MISSED)
 STARVED = 0.5
-"""Fraction of a step spent waiting for a processor, above which planted causes are masked."""
+"""Fraction of a step spent waiting for processors, above which a missed cause counts as masked."""
 Named = tuple[str, str]
-"""Cause of a finding, and counter of its reason, or an empty string without a reason."""
+"""Cause of a finding, and the counter that explains the finding (empty if there is no counter)."""
 
 
 @dataclass
@@ -97,13 +97,15 @@ Planting = Callable[[Path, random.Random], "contextlib.AbstractContextManager[Pl
 
 @dataclass(frozen=True)
 class Case:
-    """Cause that can be planted, with the expected diagnosis.
+    """Cause of slowness that can be planted in a job, with the expected diagnosis.
 
     Attributes:
         plant: Function that plants the cause. It yields ``None`` if this machine cannot plant it.
-        right: Findings of a right diagnosis, each as a cause and the counter of its reason.
-        also: Additional findings that follow from the planted cause.
-        ranks: Ranks of a right finding. Empty if any ranks are accepted.
+        right: Findings of which a right diagnosis contains at least one. Each is a cause and the
+            counter that explains the finding.
+        also: Additional findings that do not count as wrong, because they follow from the planted
+            cause.
+        ranks: Ranks that a right finding must name. Any ranks are accepted if this is empty.
     """
 
     plant: Planting
@@ -120,7 +122,7 @@ class Answer:
         name: Name of the planted cause.
         verdict: Constant :data:`RIGHT`, :data:`WRONG`, :data:`MISSED`, :data:`MASKED`, or
             :data:`FAILED`, which means that the job did not finish.
-        named: Findings of the diagnosis.
+        named: Findings of the diagnosis, each as a cause and a counter.
         text: Text of the diagnosis.
     """
 
@@ -141,7 +143,7 @@ def _nothing(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
 
 @contextlib.contextmanager
 def _beside_programs(number: int, *, is_pinned: bool) -> Iterator[Plant | None]:
-    """Runs programs on all processors, or on the processor to which the rank is bound."""
+    """Runs ``number`` programs per processor, or only on the rank's processor if ``is_pinned``."""
     processors = sorted(os.sched_getaffinity(0))
     used = processors[-1:] if is_pinned else processors
     programs = [
@@ -219,7 +221,7 @@ def _slow_layer(folder: Path, draw: random.Random) -> Any:
 
 @contextlib.contextmanager
 def _lossy_link(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
-    """Creates a network that drops packets, because of netem or because of a short queue."""
+    """Creates a network namespace that drops packets, with netem or else with a short queue."""
     name = f"causes{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
     if made.returncode:
@@ -274,14 +276,14 @@ CASES: dict[str, Case] = {
 """Maps the name of each cause to the case."""
 
 _TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL, MEMORY_WAIT))
-"""Counters of other programs and machines, which may rise with any planted cause."""
+"""Counters that other programs or machines may raise, whatever cause is planted."""
 
 _SYMPTOMS = frozenset((("spikes", ""),))
-"""Findings that do not state a cause."""
+"""Findings that describe a symptom and do not state a cause."""
 
 
 def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ...]]:
-    """Returns the verdict on the ``findings`` of a diagnosis, and the findings in a short form."""
+    """Returns the verdict on ``findings``, and a pair of cause and counter for each finding."""
     named = tuple(
         (finding.cause, counter)
         for finding in findings
@@ -304,7 +306,9 @@ def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ..
 
 
 def run_case(name: str, seed: int, folder: Path) -> Answer | None:
-    """Plants a cause and judges the diagnosis. Returns ``None`` if the cause cannot be planted.
+    """Plants the cause ``name`` in a job, and judges the diagnosis of the job.
+
+    Returns ``None`` if this machine cannot plant the cause.
 
     Raises:
         RuntimeError: The job failed.
@@ -370,7 +374,7 @@ def _launch(command: list[str], variables: Mapping[str, str], network: str, log:
 
 
 def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
-    """Plants the causes one after another, and returns the judged diagnoses.
+    """Trains a job with each cause, one job after another, and returns the judged diagnoses.
 
     Args:
         names: Names of the causes.
@@ -395,7 +399,7 @@ def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
 
 
 def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
-    """Returns a table row for each cause, and rows that compare totals with the goals."""
+    """Returns a table row for each of ``names``, and two rows that compare totals with goals."""
     rows = []
     for name in names:
         counts = Counter(answer.verdict for answer in judged if answer.name == name)

@@ -237,7 +237,8 @@ def write_files(folder: Path) -> None:
     (folder / "binary.json").write_bytes(random.Random(1).randbytes(4096))
     if os.geteuid():
         (folder / "unreadable.json").touch(0)
-    else:  # The user root can read every other file.
+    # The root user can read files of any mode, but cannot read /proc/self/mem from its start.
+    else:
         (folder / "unreadable.json").symlink_to("/proc/self/mem")
 
 
@@ -247,7 +248,7 @@ def complaint(status: int, errors: str, part: str) -> str:
     Args:
         status: Exit status of the program.
         errors: Standard error of the program.
-        part: Expected part of the line.
+        part: Text that the error message must contain.
     """
     lines = errors.splitlines()
     if status != 2:

@@ -65,12 +65,12 @@ def measure(
 
     Args:
         agents: Number of agents.
-        minutes: Duration of the losses, in minutes.
+        minutes: Time in minutes during which agents are lost.
         every_s: Time between two losses, in seconds.
         folder: Empty folder for the job.
         seed: Seed for choosing the lost agents.
-        silent: Whether half of the lost agents stop sending, which the manager detects after its
-            timeout.
+        silent: Whether half of the lost agents only stop sending, which the manager detects after a
+            timeout. All other lost agents close the connection.
     """
     draw = random.Random(seed)
     checkpoints = folder / "checkpoints"
@@ -163,7 +163,7 @@ def measure(
 
 
 def _status_s(checkpoints: Path) -> float:
-    """Returns the time in seconds that ``--status`` takes. Checks that the status is complete."""
+    """Returns how many seconds ``train elastic --status`` takes, and checks the printed status."""
     arguments = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
     state = run_module("megatron.adaptive", *arguments, limit_s=LIMIT_S)
@@ -175,7 +175,7 @@ def _status_s(checkpoints: Path) -> float:
 
 
 class _Program:
-    """Runs this file in a process, and collects the lines of its output with their times."""
+    """Runs this file as a process, and stores each output line with its arrival time."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -204,8 +204,9 @@ class _Program:
         self.process.stdin.flush()
 
     def until(self, pattern: str, limit_s: float = LIMIT_S) -> Any:
-        """Waits for a line that matches ``pattern``. Returns the line (if JSON) or its arrival
-        time.
+        """Waits for an output line that matches ``pattern``.
+
+        Returns the line if it is JSON, or the arrival time of the line otherwise.
         """
         end_s = time.monotonic() + limit_s
         is_over = False
@@ -219,7 +220,10 @@ class _Program:
         raise RuntimeError(f"{self.arguments[0]} printed no {pattern} within {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
-        """Waits until ``count`` names have been printed, and returns the arrival time of each."""
+        """Waits for ``count`` different names, and returns the arrival time of each name.
+
+        Returns fewer names after ``limit_s`` seconds.
+        """
         times: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
         while len(times) < count and time.monotonic() < end_s:
@@ -250,7 +254,7 @@ def manage(checkpoints: Path, nodes: int) -> None:
 
 
 class LightAgent(Agent):
-    """Agent that counts ranks instead of running them."""
+    """Agent that stores the keys of its ranks instead of running the ranks."""
 
     def __init__(
         self, *, name: str, owner: dict[str, Any], work: NodeWork, keeper: SnapshotKeeper
@@ -280,10 +284,11 @@ class LightAgent(Agent):
             self._ranks.clear()
 
     def lose(self, *, silently: bool) -> None:
-        """Closes the connection, or keeps it open and stops the heartbeats.
+        """Makes the manager lose this agent.
 
         Args:
-            silently: Whether to only stop the heartbeats.
+            silently: Whether to keep the connection open and only stop the heartbeats. Otherwise,
+                the connection is closed.
         """
         self.is_silent = True
         assert self._link is not None
@@ -295,7 +300,7 @@ class LightAgent(Agent):
 
 
 class _Nothing:
-    """Replaces a process that has exited, and its standard input."""
+    """Placeholder for a process that has exited and for the standard input of the process."""
 
     returncode = 0
 
@@ -307,7 +312,7 @@ class _Nothing:
 
 
 async def attend(checkpoints: Path, first: int, end: int) -> None:
-    """Runs the agents ``first`` to ``end``, which read orders as JSON lines from standard input."""
+    """Runs agents ``first`` to ``end - 1``, and reads orders as JSON lines from standard input."""
     allow_files(1 << 16)
     owner: dict[str, Any] = {}
     parent = os.getppid()
@@ -351,7 +356,7 @@ def _print(**values: object) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the manager or agents, according to the command line."""
+    """Runs the manager or the agents, depending on the first argument."""
     checkpoints = Path(arguments[1])
     if arguments[0] == "manager":
         manage(checkpoints, int(arguments[2]))

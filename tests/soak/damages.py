@@ -46,7 +46,7 @@ _SHAPES = {
     "pipeline-1": (1, ()),
     "pipeline-2": (2, ()),
 }
-"""Maps each shape to its number of ranks and its trainer flags."""
+"""Maps the name of each job shape to the number of ranks and the flags of the trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ def measure(
 
 
 def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
-    """Trains a model in each of ``shapes``, and returns all checkpoints, two for each shape."""
+    """Trains one model for each of ``shapes``, and returns two checkpoints per shape."""
     checkpoints = []
     for name in shapes:
         ranks, flags = _SHAPES[name]
@@ -238,7 +238,7 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
 def load_damaged(
     folder: Path, every: Sequence[Saved], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Loads corrupt checkpoints in separate processes.
+    """Loads the checkpoints that :func:`damaged` corrupts for ``seeds``, in separate processes.
 
     Returns:
         Dict for each load, with ``seed``, ``error`` (empty if the load succeeded) and
@@ -260,7 +260,7 @@ def load_damaged(
 
 
 def _load_all(path: Path) -> None:
-    """Loads the corrupt checkpoints that ``path`` lists, and intact checkpoints."""
+    """Loads the corrupt checkpoints that the file ``path`` lists, and writes the results to it."""
     from megatron.adaptive import accelerator
 
     accelerator.install()
@@ -278,7 +278,8 @@ def _load_all(path: Path) -> None:
                 loader.load(saved)
             except AdaptiveError as failure:
                 error = str(failure)
-            except Exception as failure:  # The loader used the corrupt data.
+            # The loader did not detect the damage, and used the corrupt data.
+            except Exception as failure:
                 error = f"{USED}{type(failure).__name__}: {failure}"
             is_changed = error.startswith(USED) or loader.weights() != before
             loads.append({"seed": number, "error": error, "is_changed": is_changed})

@@ -45,7 +45,7 @@ def of_real(options: argparse.Namespace) -> Result:
 
 
 def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
-    """Returns table rows with the fractions of right diagnoses."""
+    """Returns table rows with the fraction of right diagnoses in each group of ``outcomes``."""
     rows = []
     strong = {group for group, _ in cases.GROUPS} - {WEAK}
     right_cause = "right cause and culprit"

@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def compare(total: Result) -> None:
-    """Adds the ratio of the time of a morph to the time of a start, if both were measured."""
+    """Adds a row with the duration of a morph divided by that of a start, if both were measured."""
     if {"morph_s", "start_s"} <= set(total.facts):
         ratio = total.facts["morph_s"] / total.facts["start_s"]
         total.rows.append(
@@ -88,7 +88,7 @@ def compare(total: Result) -> None:
 
 
 def morphs(folder: Path, *, quick: bool) -> Result:
-    """Changes the shape of a job several times, and measures the changes."""
+    """Changes the shape of a job several times, and measures each change."""
     folder.mkdir()
     job = ElasticJob(folder, "abcd", [*ENDLESS, "--save-interval", str(SAVE_INTERVAL)])
     try:
@@ -137,7 +137,7 @@ def morphs(folder: Path, *, quick: bool) -> Result:
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
-    """Changes the machines to ``names``, and waits until the job trains on them."""
+    """Changes the machines of ``job`` to ``names``, and waits until ``job`` trains on these."""
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
     job.trained(epoch, 5)
@@ -145,7 +145,7 @@ def shape_on(job: ElasticJob, names: str) -> None:
 
 
 def start(folder: Path) -> Result:
-    """Measures the time in which torchrun starts four processes that load a model."""
+    """Measures how long torchrun takes to start four processes that load a checkpoint."""
     saved, command = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
     train([*command, *shape], folder / "first", 4, LIMIT_S)
@@ -159,12 +159,12 @@ def start(folder: Path) -> Result:
 
 
 def copies(folder: Path, *, quick: bool) -> Result:
-    """Counts the steps that a job loses if a node is killed whose state was copied."""
+    """Kills nodes whose state was copied, and counts the training steps that the job loses."""
     return _lose_nodes(folder, times=1 if quick else 4)
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Repeatedly kills a node at a random time, and adds a new node."""
+    """Kills ``times`` nodes at random moments, and replaces each node by a new node."""
     (here := folder / "copies").mkdir()
     moments = random.Random(1)
     flags = "--train-iters 99999 --save-interval 99999".split()

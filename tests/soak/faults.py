@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def look_for_secrets(seed: int) -> Result:
-    """Plants secrets in jobs, and searches for them as a different user."""
+    """Plants secrets in jobs, and searches for these secrets as a different user."""
     result = planted_secrets.measure(seed)
     if result["seen"] < 2 or result["arrived"] < result["jobs"]:
         raise RuntimeError(f"the jobs or the scanner did not work: {result}")
@@ -112,7 +112,7 @@ def look_for_secrets(seed: int) -> Result:
 
 
 def give_wrong_commands() -> Result:
-    """Runs wrong command lines, and commands with wrong files."""
+    """Runs wrong command lines and commands with damaged files, and counts the wrong responses."""
     result = commands.measure()
     note = f"the slowest took {result['longest_s']:.1f} s"
     wrong = [f"{line}: {why}" for line, why in result["wrong"].items()]

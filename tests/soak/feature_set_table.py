@@ -24,7 +24,7 @@ class FeatureSet:
         name: Name in the table.
         ranks: Number of ranks.
         flags: Flags of ``pretrain_gpt.py`` for both runs.
-        engine_flags: Additional flags of the run on this project's engine.
+        engine_flags: Additional flags of the run that uses this project's engine.
     """
 
     name: str
@@ -34,10 +34,10 @@ class FeatureSet:
 
     @property
     def own_flags(self) -> tuple[str, ...]:
-        """Flags of the reference run, which uses the schedule of megatron-core.
+        """Flags that select the schedule of the reference run, by default that of megatron-core.
 
-        With ``--keyed-dropout``, that loop would draw different random numbers, so the reference is
-        another schedule of the engine.
+        With ``--keyed-dropout``, megatron-core's schedule would draw different random numbers, so
+        the reference is another schedule of this project's engine.
         """
         if "--keyed-dropout" in self.engine_flags:
             return ("--pipeline-schedule", "interleaved", *self.engine_flags)
@@ -45,7 +45,7 @@ class FeatureSet:
 
     @property
     def is_v(self) -> bool:
-        """Whether stages form a V, in which each rank sums a different part of a norm."""
+        """Whether the stages form a V, so that each rank sums different terms of a norm."""
         return "--first-weights" in self.flags
 
 

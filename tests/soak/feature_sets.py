@@ -60,7 +60,7 @@ QUICK = (
 PLUGIN = ROOT / "tests" / "plugin"
 LIMIT_S = 180.0
 REL = 1e-6
-"""Maximum relative difference between the numbers of two runs in a V."""
+"""Maximum relative difference between the numbers of two runs whose stages form a V."""
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
@@ -83,9 +83,9 @@ class Run:
     Attributes:
         status: Exit status of the first rank that failed, 0 if no rank failed, or ``None`` after a
             timeout.
-        lines: Notes of each rank, one for each step and evaluation.
-        reason: Log line with the reason why the run failed. Empty if it succeeded.
-        is_named: Whether this project raised the error.
+        lines: List for each rank with the notes of all steps and evaluations.
+        reason: Log line that states why the run failed. Empty if the run succeeded.
+        is_named: Whether this project, and not another library, raised the error.
     """
 
     status: int | None
@@ -104,7 +104,8 @@ class Tree:
     """Runs the script of a Megatron-LM checkout.
 
     Attributes:
-        path: Folder of the checkout.
+        folder: Folder for the logs and notes of all runs. A new run of a feature set replaces the
+            logs and notes of an earlier run.
         folder: Folder for the logs and notes of all runs. Those of an earlier run of a set are
             replaced.
     """
@@ -122,7 +123,11 @@ class Tree:
         self._compile_helpers()
 
     def run(self, feature_set: FeatureSet, kind: str) -> Run:
-        """Trains ``feature_set`` with ``kind`` ``own`` or ``engine``. Equal runs share a result."""
+        """Trains ``feature_set`` with the flags that ``kind`` selects.
+
+        The kind ``own`` uses megatron-core's schedule, and ``engine`` uses this project's engine.
+        Feature sets with equal flags share the result of ``own``.
+        """
         if kind == "engine":
             return self._train(feature_set, kind, feature_set.engine_flags)
         key = (feature_set.ranks, feature_set.flags, feature_set.own_flags)
@@ -171,11 +176,11 @@ class Tree:
         return self._server
 
     def _compile_helpers(self) -> None:
-        """Compiles the tree's data helper for this Python.
+        """Compiles the C++ helper for data sets in the checkout for the current Python version.
 
         The checkout's makefile uses ``python3`` and ``python3-config`` from PATH. A virtual
-        environment has no ``python3-config``, so the helper would get the file name suffix of
-        another Python.
+        environment has no ``python3-config``, so the helper's file name would get the suffix of
+        another Python version.
         """
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -198,7 +203,7 @@ def reason_of(log: str) -> tuple[str, bool]:
 
 
 def compare(feature_set: FeatureSet, reference: Run, engine: Run) -> tuple[str, str]:
-    """Returns the result of a feature set, as in the table, and the reason for it."""
+    """Returns the result of a feature set, as printed in the table, and the reason for it."""
     if reference.status != 0:
         return "own fails", reference.reason
     if engine.status != 0:
@@ -253,7 +258,7 @@ def _shown(text: str | None) -> str:
 
 
 def main() -> int:
-    """Trains the sets and prints the table. Returns 1 if a set differs or fails."""
+    """Trains the feature sets and prints the table. Returns 1 if a set differs or fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = os.environ.get(TREE)
     parser.add_argument(
@@ -285,10 +290,13 @@ def main() -> int:
 
 
 def measure(tree: Tree, feature_set: FeatureSet, path: Path | None = None) -> dict[str, Any]:
-    """Trains a feature set twice. Prints its line of the table, and appends it to ``path``."""
+    """Trains a feature set with both schedules, and prints the result as a line of the table.
+
+    If ``path`` is not ``None``, also appends the result to this file as JSON.
+    """
     begin_s = time.monotonic()
     reference = tree.run(feature_set, "own")
-    # If the checkout rejects the set, a second run is not needed.
+    # If the reference run fails, there is nothing to compare with, so a second run is not needed.
     engine = tree.run(feature_set, "engine") if reference.status == 0 else reference
     result, reason = compare(feature_set, reference, engine)
     row = {

@@ -19,7 +19,7 @@ WIDTH, SAMPLES = 16, 4
 
 
 class Tower(torch.nn.Module):
-    """Stacks some layers, with a cut point after each layer except the last.
+    """Model that stacks layers, with a cut point after each layer except the last.
 
     Args:
         layers: Number of layers.
@@ -40,7 +40,7 @@ class Tower(torch.nn.Module):
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Data set of random samples. The disk of one step's samples does not respond.
+    """Data set of random samples. If the hang is of kind ``reader``, reading one sample never ends.
 
     Args:
         fault: Description of the hang.

@@ -49,8 +49,9 @@ class Fault:
         self.pauses = Pauses(settings) if settings["kind"] == "quiet" else None
 
     def begins(self, iteration: int) -> None:
-        """Records that the step ``iteration`` begins, and hangs if the hang must occur between
-        steps.
+        """Sleeps for ``step_s``, and then hangs if the hang must occur between steps.
+
+        Called at the start of step ``iteration``.
         """
         time.sleep(self.settings.get("step_s", 0.0))
         self.is_due = iteration == self.settings["iteration"]
@@ -105,7 +106,7 @@ class Fault:
             os.fsync = sync
 
     def hang(self) -> None:
-        """Hangs within a step."""
+        """Hangs within a step in the way that ``kind`` requires."""
         if self.kind == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.kind == "lock":
@@ -122,8 +123,8 @@ class Fault:
 class Pauses:
     """Pauses a job briefly, so that all ranks show activity again before the timeout.
 
-    All ranks draw the same pauses. In most pauses, one rank is busy and the other ranks wait for
-    it.
+    All ranks draw the same pauses. In most pauses, one rank is busy and all other ranks wait for
+    that rank.
 
     Args:
         settings: Content of ``HANG``. Its ``rank`` is the seed of the pauses.
@@ -137,7 +138,10 @@ class Pauses:
         self.slow: tuple[int, int, float] = (-1, -1, 0.0)
 
     def begins(self, iteration: int) -> None:
-        """Pauses before the step ``iteration``. The first pause is long, like a compilation."""
+        """Pauses for a random time before step ``iteration``.
+
+        The pause before the first step is long, as if kernels were compiled.
+        """
         time.sleep(min(4.0, self.draw.expovariate(0.6)))
         kinds = ["none", "slow action", "rest", "computes", "writes"]
         (kind,) = self.draw.choices(kinds, (80, 12, 2, 3, 3))
@@ -155,14 +159,14 @@ class Pauses:
             dist.barrier()
 
     def performs(self, number: int) -> None:
-        """Pauses before the action with index ``number``, if this is the slow action."""
+        """Pauses before the action with index ``number``, if this action was drawn to be slow."""
         who, action, pause_s = self.slow
         if (who, action) == (self.rank, number):
             time.sleep(pause_s)
 
 
 def compute(long_s: float) -> None:
-    """Uses part of a processor for ``long_s`` seconds."""
+    """Computes for part of the time during the next ``long_s`` seconds."""
     end_s = time.monotonic() + long_s
     while time.monotonic() < end_s:
         used_s = time.thread_time()
@@ -180,7 +184,7 @@ def write(path: Path, long_s: float) -> None:
 
 
 def split_machines(count: int) -> None:
-    """Makes the ranks appear to be on ``count`` machines, in rank order."""
+    """Makes the ranks appear to run on ``count`` machines, in rank order."""
     here, rank, size = executor_setup.here, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def elsewhere(pp_rank: int) -> dict[str, Any]:
@@ -202,7 +206,7 @@ def keep() -> None:
 
 
 def read_for_ever(folder: str) -> None:
-    """Reads a pipe that nobody writes to, which acts like a disk that does not respond."""
+    """Reads a pipe without a writer, which acts like a disk that does not respond."""
     pipe = Path(folder) / f"pipe-{os.getpid()}"
     os.mkfifo(pipe)
     pipe.read_bytes()

@@ -39,7 +39,7 @@ CAUSES = {
     "interpreter lock": r"holds the interpreter lock",
 }
 SHAPES = ((2, 2, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2), (8, 4, 1), (8, 2, 2))
-"""Numbers of ranks, pipeline ranks and tensor-parallel ranks in each shape."""
+"""Numbers of ranks, pipeline stages and tensor-parallel ranks of the jobs."""
 TRAINER = Path(__file__).with_name("hanging_trainer.py")
 LIMIT_S = 240.0
 
@@ -53,8 +53,8 @@ class Case:
         shape: Shape of the job, an element of :data:`SHAPES`.
         rank: Rank that hangs.
         iteration: Index of the iteration in which the rank hangs.
-        action: Index of the hang among the step's actions.
-        after_s: Value of ``--hang-after-s``.
+        action: Index of the action of the step in which the rank hangs.
+        after_s: Value of ``--hang-after-s``, in seconds.
         machines: Number of machines to which the ranks are assigned.
         program: ``trainer``, or ``pipeline`` for a user's loop around a ``Pipeline``.
     """
@@ -75,7 +75,7 @@ class Case:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """Returns ``count`` jobs that hang, cycling through all kinds of hangs."""
+    """Returns ``count`` randomly drawn jobs that hang, cycling through all kinds of hangs."""
     draw = random.Random(seed)
     hangs = []
     for number in range(count):
@@ -86,7 +86,7 @@ def cases(count: int, seed: int) -> list[Case]:
         rank = draw.randrange(ranks)
         if kind == "reader":  # Only the first and the last stage read data.
             rank = draw.choice([rank % (ranks // stages), ranks - 1 - rank % (ranks // stages)])
-        # The order of the first stage never contradicts the orders of other stages.
+        # A different order on the first stage would not cause a deadlock.
         if kind == "schedule":
             shape = (ranks, stages, 1)
             rank = draw.randrange(ranks // stages, ranks)
@@ -119,7 +119,7 @@ def run(
     on_hang: str = "report",
     server: Forkserver | None = None,
 ) -> dict[str, Any]:
-    """Runs a job until it reports its hang.
+    """Runs the job ``case`` until the job reports that it hangs.
 
     Args:
         case: Description of the job.
@@ -130,9 +130,9 @@ def run(
 
     Returns:
         Dict with ``said`` (line that reports the hang), ``waited_s`` (seconds from the end of the
-        last iteration to this line), ``text`` (all output), ``ended`` (exit statuses of the
-        ranks if ``on_hang`` is ``end``) and ``shares`` (fraction of a processor that each
-        process other than the ranks used).
+        last iteration to this line), ``text`` (all output), ``ended`` (exit statuses of the ranks
+        if ``on_hang`` is ``end``) and ``shares`` (fraction of a processor that each hang detector
+        used).
     """
     log, ended = folder / "log.txt", {}
     job = start(case, folder, iterations, on_hang, server)
@@ -151,7 +151,7 @@ def run(
 def start(
     case: Case, folder: Path, iterations: int, on_hang: str, server: Forkserver | None
 ) -> Ranks:
-    """Starts the ranks of a job, which write ``log.txt`` (see :func:`run`)."""
+    """Starts the ranks of the job ``case``, which write to ``log.txt`` in ``folder``."""
     folder.mkdir(parents=True)
     ranks, stages, tensor = case.shape
     limits = [str(case.after_s), on_hang]
@@ -184,7 +184,7 @@ def start(
 
 
 def _end(job: Ranks) -> None:
-    """Kills the ranks of ``job`` and all of their descendants. Ranks may ignore other signals."""
+    """Kills the ranks of ``job`` and all descendants, because ranks may ignore other signals."""
     for process in job.processes():
         process.kill()
     job.kill()
@@ -205,7 +205,7 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
 
 
 def _shares(job: Ranks) -> list[float]:
-    """Returns the fraction of a processor that the hang detector of each rank has used."""
+    """Returns the fraction of a processor that each rank's hang detector has used."""
     shares = []
     for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -217,7 +217,10 @@ def _shares(job: Ranks) -> list[float]:
 
 
 def _orders(folder: Path, stages: int, count: int) -> list[str]:
-    """Writes two valid schedules that deadlock if ranks follow different schedules."""
+    """Writes two valid schedules, and returns the flags that select the first schedule.
+
+    The job deadlocks if some ranks follow the first schedule and other ranks follow the second.
+    """
     rows: dict[str, list[str]] = {"order": [], "other": []}
     for stage in range(stages):
         forwards = [f"{stage}F{m}" for m in range(count)]
@@ -233,7 +236,7 @@ def _orders(folder: Path, stages: int, count: int) -> list[str]:
 def is_named_right(case: Case, said: str) -> bool:
     """Returns whether the line ``said`` states the right rank and reason."""
     ranks = set(map(int, re.findall(r"rank (\d+) \(stage", said)))
-    # If the only rank of a machine hangs, other machines cannot know the reason.
+    # If the rank that hangs is the only rank of a machine, other machines cannot know the reason.
     if not re.search(CAUSES[case.kind], said) and (
         case.machines < 2 or "did not receive a message" not in said
     ):
@@ -244,8 +247,8 @@ def is_named_right(case: Case, said: str) -> bool:
 def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int = 1) -> Result:
     """Runs jobs that hang and jobs that do not hang, and returns the rows of the table.
 
-    Each finished job is a line of ``hangs.jsonl`` or ``quiet.jsonl``, and is not repeated if the
-    same folder is reused.
+    Each finished job is stored in ``hangs.jsonl`` or ``quiet.jsonl``, and is not repeated if
+    ``folder`` is used again.
 
     Args:
         folder: Folder for the files of all jobs.
@@ -331,7 +334,7 @@ class _Kept:
         self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
 
     def add(self, key: str, **row: Any) -> None:
-        """Stores a row of results under ``key``."""
+        """Stores the results of the job ``key`` as the dict ``row``."""
         self.rows[key] = {"key": key, **row}
         with self._path.open("a") as file:
             file.write(json.dumps(self.rows[key]) + "\n")
@@ -339,17 +342,17 @@ class _Kept:
 
 QUIET_AT_ONCE = 30
 QUIET_LIMITS_S = (8.0, 12.0, 20.0)
-"""Values of ``--hang-after-s`` of jobs without a hang."""
+"""Possible values of ``--hang-after-s``, in seconds, for jobs without a hang."""
 
 
 def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
-    """Runs jobs that pause without hanging, with short timeouts, several at a time.
+    """Runs several jobs at a time that pause without hanging, with short hang timeouts.
 
     Two thirds of the jobs are loops around a ``Pipeline``. The other jobs run the trainer with
     evaluations and checkpoints.
 
     Returns:
-        Total minutes for which the ranks of all jobs ran, and the false alarms.
+        Total minutes for which the jobs ran, and the false alarms.
     """
     kept = _Kept(folder / "quiet.jsonl")
     done_min = sum(row["minutes"] for row in kept.rows.values())

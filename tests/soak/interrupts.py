@@ -36,24 +36,27 @@ from tests.multiprocess.launch import ROOT, environment, forking, start, tail
 
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")
-"""Names of the signals. A stopped process later resumes."""
+"""Names of the signals that are sent. A process that gets SIGSTOP resumes later."""
 STOPPED_S = (0.5, 4.0)
 """Minimum and maximum time for which a process is stopped, in seconds."""
 SPAN = 1.6
 """Latest time of a signal, as a multiple of the duration of an undisturbed job.
 
-An undisturbed job consists of startup, a few steps and shutdown. Later signals would only arrive in
-the middle of steps, as many earlier signals do. They would cost processor time twice, because the
-reference repeats all steps.
+An undisturbed job consists of startup, a few steps and shutdown. Later signals would also arrive
+during steps, like many earlier signals. They would cost twice their processor time, because the
+reference job repeats all steps.
 """
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
-"""Time in seconds after which a job that continues despite a signal is stopped."""
+"""Time in seconds after which a job that continues despite a signal gets SIGTERM."""
 LEFT_LIMIT_S = 20.0
 HITS_OF_A_CHAIN = 8
-"""Maximum number of signals in a chain, because an undisturbed job repeats all its steps."""
+"""Maximum number of signals per chain.
+
+The reference job repeats all steps of the chain, so a higher maximum would take too long.
+"""
 TOLERANCE, LEAST = 1e-5, 1e-6
-"""Maximum relative and absolute differences of losses between shapes of an elastic job."""
+"""Maximum relative and absolute differences of losses, because elastic jobs change their shape."""
 _BAD = re.compile(
     r"Traceback|InvalidStateError|did not prove|^frame #|C\+\+ CapturedTraceback|Fatal Python"
     r"|Exception ignored|Exception in|terminate called|Segmentation|\*\*\* "
@@ -62,7 +65,7 @@ _REASON = re.compile(
     r"^(\[?rank ?\d+\]?:? |\[elastic\] )?(error|stopped by|fatal|complete)\b", re.IGNORECASE
 )
 _SHOWN_LINES = 40
-"""Number of log lines that a report shows, beginning with the first bad line."""
+"""Number of log lines that a report shows, beginning with the first line that matches ``_BAD``."""
 _LOST = "errors.PeerLostError: "
 _SHARED = Path("/dev/shm")
 _LAUNCH = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
@@ -81,7 +84,8 @@ class Chain:
         kind: Kind of the jobs, an element of :data:`KINDS`.
         folder: Folder of all files of the chain.
         is_async: Whether checkpoints are written in the background.
-        is_fresh: Whether processes import everything themselves instead of being forked.
+        is_fresh: Whether each process starts a new interpreter instead of being forked from a
+            server.
     """
 
     kind: str
@@ -102,23 +106,23 @@ class Chain:
         return next(whole, 0)
 
     def progress(self, number: int) -> Path:
-        """Creates and returns the folder for the progress files of the job ``number``."""
+        """Creates and returns the folder for the progress files of job ``number``."""
         made = self.folder / f"progress-{number}"
         made.mkdir(exist_ok=True)
         return made
 
     def command(self, number: int, last: int | None = None) -> list[str]:
-        """Returns the command line of the job ``number``.
+        """Returns the command line that starts job ``number``.
 
         Args:
             number: Index of the job in the chain.
-            last: Step after which the job ends, or ``None`` for a distant step.
+            last: Step after which the job ends, or ``None`` for a job that is not expected to end.
         """
         saved, progress = str(self.folder / "checkpoints"), str(self.progress(number))
         if self.kind == "pipeline":
             more = {"folder": saved, "save_interval": 3, "async_save": self.is_async}
-            # Dropout is drawn for each microbatch, and the jobs of a chain could otherwise choose
-            # different sizes.
+            # Jobs that choose the microbatch size themselves could choose different sizes. Losses
+            # would differ, because dropout is drawn for each microbatch.
             more["micro_batch_size"] = 2
             arguments = [str(SCRIPT), str(last or 20_000), "4", progress, json.dumps(more)]
             return [*_LAUNCH, "--nproc-per-node", "2", *arguments]
@@ -141,7 +145,7 @@ class Chain:
         arguments += ["--progress-dir", progress, "--save", saved, "--load", saved]
         if self.kind == "single":
             run = [sys.executable, "-m", "megatron.adaptive", "train", "single", "--runs-dir"]
-            # This script creates its corpus and vocabulary.
+            # ``train single`` creates its own corpus and vocabulary, so remove the flags for these.
             text = " ".join(arguments).replace("--tokenizer-type NullTokenizer --vocab-size 63", "")
             arguments = text.replace("--mock-data", "").split()
             return [*run, str(self.folder / "runs"), "--", *arguments]
@@ -149,7 +153,7 @@ class Chain:
         return [*start_words, "--nproc-per-node", "2", str(TRAINER), *arguments]
 
     def losses(self, number: int) -> list[tuple[int, float]]:
-        """Returns (step, loss) of the steps that the job ``number`` completed, in order."""
+        """Returns a (step, loss) pair for each step that job ``number`` completed, in order."""
         files = [self.progress(number) / "progress.jsonl"]
         if self.kind == "pipeline":
             files = sorted(self.progress(number).glob("epoch-*-1.jsonl"))
@@ -168,13 +172,13 @@ class Chain:
     _seen: dict[int, list[Path]] = field(default_factory=dict, init=False)
 
     def begin(self, number: int, last: int | None = None) -> RunningJob:
-        """Starts the job ``number`` of the chain."""
+        """Starts job ``number`` of the chain. See :meth:`command` for ``last``."""
         pattern = "elastic/epoch-*/progress.jsonl"
         self._seen[number] = sorted((self.folder / "checkpoints").glob(pattern))
         temporary = self.folder / f"tmp-{number}"
         temporary.mkdir()
-        # A Pipeline detects through its parent process that the launcher has exited. The parent of
-        # a fork is not the launcher.
+        # A Pipeline detects that the launcher has exited by watching its parent process. The parent
+        # of a forked process is the fork server instead of the launcher.
         is_fresh = self.is_fresh or self.kind == "pipeline"
         variables = environment() if is_fresh else forking()
         variables |= {"TMPDIR": str(temporary)}
@@ -200,7 +204,10 @@ class RunningJob:
         self._forks = variables.get("TESTS_NODE_FORKSERVERS")
 
     def processes(self) -> dict[int, str]:
-        """Returns the role of each live process by ID, except processes that stand for a fork."""
+        """Returns a dict from the ID of each live process to the role of the process.
+
+        Skips placeholder processes, which stand for a process that a fork server has forked.
+        """
         roles: dict[int, str] = {}
         left = [(self.root.pid, 0)]
         while left:
@@ -218,7 +225,7 @@ class RunningJob:
         return {pid: role for pid, role in roles.items() if role != "stand-in"}
 
     def wait(self, limit_s: float) -> int | None:
-        """Waits until the job exits. Returns its exit status, or ``None`` after ``limit_s``."""
+        """Waits for the job, and returns its exit status, or ``None`` after ``limit_s`` seconds."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             self.processes()
@@ -227,7 +234,7 @@ class RunningJob:
         return None
 
     def left(self) -> list[str]:
-        """Describes the processes and shared memory that are left after the job."""
+        """Returns descriptions of the processes and shared memory that are left after the job."""
         _, alive = psutil.wait_procs(list(self.family.values()), timeout=LEFT_LIMIT_S)
         lines = []
         for process in alive:
@@ -241,7 +248,7 @@ class RunningJob:
         return [*lines, *shared]
 
     def _shared_memory(self) -> list[str]:
-        """Returns new files in shared memory whose names contain a process ID of the job."""
+        """Returns new shared-memory files whose names contain the ID of a process of the job."""
         names = set(os.listdir(_SHARED)) - self._shared
         return [
             f"{_SHARED}/{name}"
@@ -250,7 +257,7 @@ class RunningJob:
         ]
 
     def close(self) -> None:
-        """Kills all processes that are still running."""
+        """Kills all processes of the job that are still running."""
         self.processes()
         for process in self.family.values():
             with contextlib.suppress(psutil.Error):
@@ -259,7 +266,7 @@ class RunningJob:
 
 
 def _role(process: psutil.Process) -> str:
-    """Returns the role of ``process``, from its command line or from the name of a fork."""
+    """Returns a name for the task of ``process``, from its command line or from a fork's name."""
     name, text = process.name(), " ".join(process.cmdline()[1:5])
     if "rank_forkserver" in text:  # The command lines of forks also contain this text.
         return f"fork {name.rstrip('0123456789')}"
@@ -290,7 +297,7 @@ def run_chain(chain: Chain, seed: int, hits: int, report: Callable[[str], None])
         chain: Chain with an empty folder.
         seed: Seed of all random choices.
         hits: Number of signals.
-        report: Function that takes a line of a report.
+        report: Function to which each line of the report is passed.
     """
     draw = random.Random(seed)
     (chain.folder / "reference").mkdir(parents=True)
@@ -329,13 +336,13 @@ def run_chain(chain: Chain, seed: int, hits: int, report: Callable[[str], None])
 
 
 def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]) -> list[Outcome]:
-    """Runs as many chains as the number of signals requires, each in a subfolder.
+    """Runs as many chains as ``hits`` signals require, each in a subfolder.
 
     Args:
         chain: Settings of the chains, with an empty folder.
         seed: Seed of the first chain. The following chains use the next seeds.
         hits: Number of signals in all chains together.
-        report: Function that takes a line of a report.
+        report: Function to which each line of the report is passed.
     """
     outcomes: list[Outcome] = []
     for number, first in enumerate(range(0, hits, HITS_OF_A_CHAIN)):
@@ -350,7 +357,10 @@ def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Stops a job after some steps. Returns its outcome and the latest time for a signal."""
+    """Stops a job with SIGTERM after some steps.
+
+    Returns the job's outcome, and the latest time at which later jobs get a signal, in seconds.
+    """
     end_s = time.monotonic() + END_LIMIT_S
     while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
         pass
@@ -381,7 +391,7 @@ def _hit(chain: Chain, job: RunningJob, number: int, draw: random.Random, span_s
         f"{chain.kind}{' async' * chain.is_async} {name} to {role} {pid} after {after_s:.2f} s"
     )
     status = job.wait(AGAIN_LIMIT_S)
-    if status is None:  # The job may continue after this signal.
+    if status is None:  # The job may continue despite the signal, so ask it to exit.
         job.root.send_signal(signal.SIGTERM)
         description += ", then SIGTERM"
         status = job.wait(END_LIMIT_S)
@@ -397,19 +407,19 @@ def _judge(
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
-        bad = []  # These are errors of a library, which a user's script does not catch.
+        bad = []  # The errors come from a library, and a user's script does not catch them.
     is_early = not chain.losses(number) and any("KeyboardInterrupt" in line for line in lines)
     if chain.kind == "pipeline" and is_early and "SIGINT" in description:
-        bad = []  # This is the default behaviour of Python before the user's script trains.
+        bad = []  # Python prints a traceback for SIGINT before the user's script trains.
     if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
-        bad = []  # The launcher of torch reports a signal in this way.
+        bad = []  # The launcher of PyTorch prints a traceback if it receives a signal.
     if any("init_import_site" in line for line in lines):
-        bad = []  # The interpreter had not yet started a program.
+        bad = []  # The signal arrived before the interpreter started a program.
     if bad:
         first = lines.index(bad[0])
         faults.append("\n".join([f"in {job.log}:", *lines[first : first + _SHOWN_LINES]]))
     reasons = [line for line in lines if _REASON.search(line)]
-    # The ranks, the launcher or manager, and the agents may each print a reason.
+    # Each rank, the launcher or manager, and each agent may print a reason.
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines state a reason in {job.log}")
     is_ours = chain.kind != "torchrun" and "SIGKILL" not in description
@@ -421,7 +431,8 @@ def _judge(
             f"the status is {status}, but no line states a reason: {tail(job.log, 300)!r}"
         )
     done = chain.losses(number)
-    # No step may be lost if the signal asks the whole job to stop, instead of one process.
+    # If the signal asks the whole job to stop, instead of one process, no completed step may be
+    # lost.
     is_asked = description.endswith(("then SIGTERM", "undisturbed")) or re.search(
         r"SIG(INT|TERM|HUP) to .* of depth 0 ", description
     )
@@ -445,7 +456,7 @@ def _judge(
 
 
 def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
-    """Returns descriptions of differences between ``losses`` and those of an undisturbed job."""
+    """Returns descriptions of up to three losses that differ from those of an undisturbed job."""
     alone = Chain(
         kind="launch" if chain.kind == "machines" else chain.kind,
         folder=chain.folder / "reference",
@@ -492,7 +503,7 @@ def measure(folder: Path, hits: int, seed: int) -> Result:
 
 
 def main() -> int:
-    """Runs chains of jobs. Returns 1 after a fault.
+    """Runs chains of jobs, and returns 1 if a job showed a fault.
 
     Usage: ``interrupts.py KIND[,KIND...] SEED HITS [async] [fresh]``.
     """

@@ -18,7 +18,7 @@ _STEP = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Step that a job has recorded.
+    """Training step that a job has recorded.
 
     Attributes:
         iteration: Index of the step.
@@ -39,10 +39,12 @@ class Epoch:
 
     Attributes:
         name: Name of the incarnation's folder.
-        start: Iteration from which the incarnation continued, or ``None`` if it has not begun.
+        start: Iteration from which the incarnation continued, or ``None`` if the incarnation has
+            not begun.
         begun_ns: Unix time in nanoseconds at which the incarnation began.
         steps: Steps in order.
-        saved: Iterations of complete checkpoints, with the times at which they were saved.
+        saved: Pairs of the iteration of a complete checkpoint and the Unix time in nanoseconds at
+            which it was saved.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Epoch:
 
 
 class Record:
-    """Reads the files of all incarnations of a job while it runs.
+    """Reads the progress files of all incarnations of a running job.
 
     Args:
         folder: Folder of the job's state.
@@ -75,7 +77,7 @@ class Record:
         return sorted(begun, key=lambda epoch: epoch.begun_ns)
 
     def refresh(self) -> None:
-        """Reads the lines that were written since the last call."""
+        """Reads the lines that the job has written since the last call."""
         for path in self._folder.glob("epoch-*/progress.jsonl"):
             name = path.parent.name
             if name not in self._epochs:
@@ -86,7 +88,10 @@ class Record:
                 _take(epoch, line)
 
     def steps_since(self, unix_ns: int) -> list[Step]:
-        """Returns the recent steps that ended after ``unix_ns``."""
+        """Returns the steps that ended after ``unix_ns``.
+
+        Searches only the last nine steps of each incarnation.
+        """
         return [
             step
             for epoch, _ in self._epochs.values()
@@ -119,7 +124,7 @@ def _take(epoch: Epoch, entry: Mapping[str, Any]) -> None:
 
 
 def steps_of_logs(texts: Iterable[str]) -> list[Step]:
-    """Returns the steps in the logs ``texts``, except lines that other output interrupted."""
+    """Returns the steps in the logs ``texts``. Skips lines that other output interrupted."""
     return [
         Step(iteration=int(match[1]), samples=int(match[2]), loss=float(match[3]))
         for text in texts
@@ -137,7 +142,7 @@ def faults(
     tolerance: float,
     damaged: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[str], float]:
-    """Compares a job with an undisturbed job, and returns the differences.
+    """Compares a job with an undisturbed job, and returns descriptions of the differences.
 
     Args:
         epochs: Incarnations of the job, ordered by time.
@@ -145,11 +150,13 @@ def faults(
         expected: Loss of each iteration of the undisturbed run.
         first: First iteration of the job.
         batch: Number of samples per step.
-        tolerance: Maximum relative difference of losses.
-        damaged: Iterations whose checkpoint was corrupted, with the times in nanoseconds.
+        tolerance: Maximum relative difference between a loss and the expected loss.
+        damaged: Pairs of an iteration whose checkpoint was corrupted and the Unix time of the
+            corruption in nanoseconds.
 
     Returns:
-        Descriptions of the faults, and the largest difference of a loss.
+        Descriptions of the faults, and the largest relative difference between a loss and the
+        expected loss.
     """
     lines: list[str] = []
     recorded = [step for epoch in epochs for step in epoch.steps]
@@ -179,13 +186,13 @@ def faults(
 def _order(
     epochs: Sequence[Epoch], done: set[int], damaged: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Returns descriptions of missing, repeated or unordered steps."""
+    """Returns descriptions of steps and incarnations that are missing, repeated or out of order."""
     lines: list[str] = []
     for epoch in epochs:
         last = epoch.start
         assert last is not None
         for step in epoch.steps:
-            # A step that could not be recorded because the disk was full is in the log.
+            # If the disk was full, a step may be in the log but not in the progress file.
             if step.iteration <= last or not done.issuperset(range(last + 1, step.iteration)):
                 lines.append(f"{epoch.name}: iteration {step.iteration} came after {last}")
             last = step.iteration

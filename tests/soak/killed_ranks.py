@@ -48,15 +48,16 @@ SLOT_BYTES, SLOTS = 256 << 10, 6
 SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
 MOST_S = 5.0
-"""Maximum time in seconds until a neighbour detects the failure."""
-# A rank sends about a hundred messages before the latest kill. The machines with RDMA are slower.
+"""Maximum time in seconds until a neighbour must detect that a rank was killed."""
+# A rank sends about a hundred messages before the latest kill. Machines with RDMA need more time
+# for this.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
 KINDS = tuple(_LATEST_KILL_S)
 _PRIVATE = (
     *("unshare", "--mount", "--net", "sh", "-ec"),
     'mount -t tmpfs shm /dev/shm; ip link set lo up; exec "$0" "$@"',
 )
-"""Command prefix that gives a program its own shared memory and abstract sockets."""
+"""Command prefix that starts a program with private shared memory and private abstract sockets."""
 _FORWARD = Label(0, Action(ActionKind.F, 0, 0))
 
 
@@ -66,7 +67,7 @@ def neighbours(rank: int) -> list[int]:
 
 
 def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
-    """Runs one rank, which reports its state, and why it exits, over ``connection``."""
+    """Runs rank ``rank``, which sends its addresses, state and error over ``connection``."""
     node = extension.require("the benchmark").Node(rank, bytes(16), seed, RANKS)
     connection.send(node.listen("unix") if kind == "shm" else node.listen("tcp", "127.0.0.1"))
     addresses = connection.recv()
@@ -93,7 +94,7 @@ def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
 def live(
     transport: NativeTransport, rank: int, draw: random.Random, connection: Connection
 ) -> None:
-    """Sends and receives at random until ``connection`` delivers an order to stop."""
+    """Sends and receives random messages until ``connection`` delivers an order to stop."""
     payloads = [torch.ones(size, dtype=torch.uint8) for size in SIZES]
     held: list[torch.Tensor] = []
     turn = 0
@@ -184,12 +185,15 @@ class Trial:
         return self._ends[rank].recv()
 
     def _left(self) -> list[str]:
-        """Describes the processes that did not exit."""
+        """Returns descriptions of the processes that did not exit."""
         return [f"process {rank.pid}" for rank in self._ranks if rank.is_alive()]
 
 
 def litter() -> set[str]:
-    """Returns the names of shared memory, sockets, files, children and RDMA objects."""
+    """Returns the names of objects that a killed rank could leave behind.
+
+    These are shared memory, sockets, temporary files, child processes and RDMA objects.
+    """
     names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
     names |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
     sockets = Path("/proc/net/unix").read_text(encoding="utf-8").split()
@@ -215,7 +219,7 @@ def _open(fd: str) -> bool:
 
 
 def private() -> tuple[str, ...]:
-    """Returns a command prefix that hides objects of other programs, or ``()`` if not permitted."""
+    """Returns a command prefix that hides other programs' objects, or ``()`` if not permitted."""
     try:
         done = subprocess.run([*_PRIVATE, "true"], capture_output=True, check=False)
     except FileNotFoundError:
@@ -224,10 +228,12 @@ def private() -> tuple[str, ...]:
 
 
 def measure(count: int, kind: str) -> Result:
-    """Kills ranks that communicate over the transport ``kind``, in a separate process.
+    """Kills ranks that communicate over the transport ``kind``, and returns rows of a table.
 
-    As root, the process gets a private namespace for shared memory and sockets, because
-    :func:`litter` includes the objects of all processes.
+    The trials run in a separate process.
+
+    If permitted, this process gets private shared memory and sockets, because :func:`litter` would
+    otherwise include the objects of all programs.
 
     Args:
         count: Number of kills.
@@ -312,7 +318,7 @@ def main() -> int:
             trials.append({"failed": f"{type(error).__name__}: {error}"})
         finally:
             trial.end()
-    # The files of other programs disappear after a while, but files left by this program stay.
+    # Temporary files of other programs disappear after a while, but files left by the trials stay.
     left = litter() - before
     end = time.monotonic() + END_S
     while left and time.monotonic() < end:

@@ -33,16 +33,19 @@ from tests.multiprocess.launch import ROOT
 
 RANKS, AT_ONCE = 2, 12
 REFUSED_S = 5.0
-_NUMBERS = 4096  # This is the number of elements of a tensor.
+_NUMBERS = 4096  # Each tensor has this number of elements.
 _LIMIT_S = 90.0
 _EXIT_EXPECTED = 2
 _STATUSES = threading.Lock()
-"""Guards exit statuses, because starting a process also collects those of other children."""
+"""Guards the exit statuses.
+
+Starting a process also collects the statuses of other children.
+"""
 
 
 @dataclass
 class Seen:
-    """Observations during a soak test. Each list of strings describes faults."""
+    """Observations of one or more tests. Each list of strings describes faults."""
 
     mixed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -59,7 +62,7 @@ class Seen:
 
 
 class SmallJob:
-    """Job of a few processes that saves small checkpoints.
+    """Job with one process per rank that saves small checkpoints.
 
     Args:
         folder: Folder of checkpoints.
@@ -84,13 +87,16 @@ class SmallJob:
                 process.start()
 
     def signal(self, number: signal.Signals, ranks: int = RANKS) -> None:
-        """Sends the signal ``number`` to the first ``ranks`` ranks, if they are still running."""
+        """Sends the signal ``number`` to the first ``ranks`` ranks that are still running."""
         for process in self.ranks[:ranks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, number)
 
     def end(self, limit_s: float = _LIMIT_S) -> int | None:
-        """Waits until the job exits. Returns the status of rank 0, or ``None`` after a kill."""
+        """Waits until the job exits, and returns the exit status of rank 0.
+
+        Kills the job after ``limit_s`` seconds, and then returns ``None``.
+        """
         end_s = time.monotonic() + limit_s
         while None in (statuses := self.statuses()) and time.monotonic() < end_s:
             time.sleep(0.02)
@@ -105,12 +111,12 @@ class SmallJob:
             return [process.exitcode for process in self.ranks]
 
     def said(self) -> list[dict[str, Any]]:
-        """Returns the output of rank 0, one dict for each line."""
+        """Returns the lines that rank 0 has written, each as a dict."""
         path = self.log / "said.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def of(self, name: str) -> list[Any]:
-        """Returns all values that rank 0 has printed under ``name``."""
+        """Returns all values that rank 0 has written under the key ``name``."""
         return [line[name] for line in self.said() if name in line]
 
 
@@ -176,7 +182,7 @@ def run_rank(
 
 
 def _state(number: int, step: int, rank: int) -> Any:
-    """Returns a small state that encodes the job ``number``, the ``step`` and the ``rank``."""
+    """Returns a small state whose values encode ``number`` of the job, ``step`` and ``rank``."""
     import torch
 
     from megatron.adaptive.checkpoint.writer import Piece, TakenState, pickled
@@ -203,7 +209,10 @@ def _stamp(number: int, step: int, rank: int) -> int:
 
 
 def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
-    """Checks that each checkpoint is from one job, and that no saved checkpoint is missing."""
+    """Checks that each checkpoint is from one job, and that no saved checkpoint is missing.
+
+    Adds faults to ``seen``.
+    """
     checkpoints, owners = CheckpointFolder(folder), {}
     for step in checkpoints.steps():
         try:
@@ -227,7 +236,7 @@ def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
 
 
 def _refused(job: SmallJob, seen: Seen) -> None:
-    """Checks the error message of a job that was rejected."""
+    """Checks the error message of ``job``, which was rejected, and adds the result to ``seen``."""
     lines, after = job.of("error"), job.of("after")
     text = lines[0] if lines else "no line"
     if "is written by process" not in text or "since 20" not in text or "\n" in text:
@@ -237,7 +246,7 @@ def _refused(job: SmallJob, seen: Seen) -> None:
 
 
 def pair(folder: Path, seed: int) -> Seen:
-    """Runs two jobs that start at random times on one folder."""
+    """Runs two jobs that start at random times on one folder, and returns the observations."""
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.5
     jobs = []
@@ -259,7 +268,7 @@ def pair(folder: Path, seed: int) -> Seen:
 
 
 def kill(folder: Path, seed: int) -> Seen:
-    """Kills the owner of the lease, or only its rank 0. Checks that a second job can start."""
+    """Kills a job that owns the folder, or only its rank 0, and checks that a second can start."""
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.1
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=is_far)
@@ -274,7 +283,10 @@ def kill(folder: Path, seed: int) -> Seen:
 
 
 def pause(folder: Path, seed: int) -> Seen:
-    """Pauses the owner of the lease until a second job takes over. The owner must then not save."""
+    """Pauses a job that owns the folder until a second job takes over the folder.
+
+    The first job must then save nothing.
+    """
     chance, seen = random.Random(seed), Seen()
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=True)
     _wait_for(lambda: bool(first.of("held")), first, seen)
@@ -311,7 +323,10 @@ def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
 
 
 def trainers(folder: Path, seed: int) -> Seen:
-    """Starts two trainers with the same ``--save``, kills the owner, and starts a third."""
+    """Starts two trainers with the same ``--save``, kills one, and starts a third.
+
+    The trainer that owns the folder is killed.
+    """
     chance, seen = random.Random(seed), Seen()
     flags = [*FLAGS, "--pipeline-model-parallel-size", "1", "--save", str(folder)]
     flags += ["--save-interval", "2", "--async-save", "--keep-checkpoints", "3"]
@@ -364,13 +379,13 @@ def trainers(folder: Path, seed: int) -> Seen:
 
 
 def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> Result:
-    """Runs jobs on shared folders, and returns rows for the table. Each test has its own folder.
+    """Runs jobs on shared folders, with a new folder for each test, and returns rows of a table.
 
     Args:
         folder: Empty folder.
         pairs: Number of pairs of jobs that start at random times.
-        kills: Number of killed owners. In addition, a tenth of this number are paused until a
-            second job takes over.
+        kills: Number of jobs that are killed while they own a folder. In addition, a tenth of this
+            number are paused until a second job takes over.
         seed: Seed of all random numbers.
         real: Number of pairs of trainers.
     """
@@ -388,7 +403,7 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
         return part(job_folder / "checkpoints", seed * 100_000 + number)
 
     seen = Seen()
-    # Jobs are forked from a process that has imported their modules.
+    # The fork server imports the modules of the jobs once, before it forks jobs.
     os.environ["PYTHONPATH"], os.environ["OMP_NUM_THREADS"] = str(ROOT), "1"
     needed = ["megatron.adaptive.checkpoint.saver", "megatron.adaptive.accelerator"]
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *needed])

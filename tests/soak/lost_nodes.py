@@ -36,9 +36,12 @@ BATCH, FIRST = 4, 10
 STEP_S = 0.4
 TOLERANCE = 1e-5
 DEADLINE_S, GONE_S = 450.0, 90.0
-"""Time limits in seconds. They are three times the usual times, because other programs may run."""
+"""Time limits in seconds.
+
+The limits are three times the usual times, because other programs may run.
+"""
 _TOGETHER = 0.25
-"""Probability that the next event comes before the job has recovered from this event."""
+"""Probability that the next event begins before the job has recovered from the current event."""
 _LOOK_S = 0.2
 _MOST_ENDS = 3
 """Maximum number of exits with a reason after an event, before the job must continue."""
@@ -51,7 +54,7 @@ _KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
 
 class SoakError(Exception):
-    """Raised if the job neither continued nor exited with a reason."""
+    """Raised if the job neither continued nor exited in time, or left processes behind."""
 
 
 @dataclass(kw_only=True)
@@ -62,11 +65,11 @@ class SoakResult:
         seed: Seed of the random events.
         events: Descriptions of the events, one line each.
         counts: Number of events by kind.
-        ended: Reasons of the job's exits.
+        ended: Reasons that the job stated when it exited.
         failures: Descriptions of all failures.
-        recoveries_s: Times in seconds from an event, or from the end of a lasting event, until the
-            job continued, by kind. If several events overlap, only the last is counted.
-        figures: Measured values of the whole soak test, by name.
+        recoveries_s: Times until the job continued, in seconds, by kind of event. A time starts
+            when a lasting event ends. If several events overlap, only the last event is counted.
+        figures: Values measured during the whole soak test, by name.
         tracebacks: Last lines of tracebacks in the logs, most often of ranks whose peers were
             killed.
     """
@@ -94,10 +97,12 @@ class SoakResult:
 
 
 class Soak:
-    """Runs a job, and makes its nodes fail. Use it as a context manager, and call :meth:`run` once.
+    """Runs a job, and makes its nodes fail.
+
+    Use this class as a context manager, and call :meth:`run` once.
 
     Args:
-        folder: Folder for logs and the shared folder.
+        folder: Folder for logs and for the folder that all nodes share.
         seed: Seed of the events.
         flags: Flags of the trainer.
         say: Function that prints a line about each event.
@@ -121,8 +126,9 @@ class Soak:
         self._draw = random.Random(seed)
         self._told: set[str] = set()  # These are the nodes whose exit was noticed.
         self._start_s = time.monotonic()
-        self._moment_ns = 0  # This is the time of the last event, or of its end.
-        self._last = "join"  # This is the kind of the last event.
+        # The moment is the Unix time of the last event, or of the end of this event.
+        self._moment_ns = 0
+        self._last = "join"  # The last event was of this kind.
         self._nodes = Nodes(folder, SLOTS, SHARED_BYTES)
         self._checkpoints = self._nodes.shared / "checkpoints"
         self._events = Events(self._nodes, self._draw, self._note, self._checkpoints)
@@ -135,7 +141,7 @@ class Soak:
         self._nodes.close()
 
     def run(self, events: int, limit_s: float) -> SoakResult:
-        """Causes up to ``events`` events within ``limit_s`` seconds, then checks the results."""
+        """Causes up to ``events`` events within ``limit_s`` seconds, and checks the results."""
         self._first_checkpoint()
         for node in self._nodes.all:
             self._boot(node)
@@ -192,7 +198,7 @@ class Soak:
         self._moment_ns = time.time_ns()
 
     def _pass(self, seconds: float) -> None:
-        """Waits for ``seconds``, and undoes each event when its time is over."""
+        """Waits for ``seconds``, and undoes each lasting event when its duration has passed."""
         until_s = time.monotonic() + seconds
         while True:
             now_s = time.monotonic()
@@ -205,10 +211,10 @@ class Soak:
             time.sleep(min(_LOOK_S, until_s - now_s))
 
     def _settle(self) -> None:
-        """Waits until all events are over and the job trains on all running nodes.
+        """Waits until all lasting events are over and the job trains on all running nodes.
 
         Raises:
-            SoakError: The job neither continued nor ended within the deadline.
+            SoakError: The job neither continued nor exited within the deadline.
         """
         begin_s = over_s = time.monotonic()
         ends = 0
@@ -257,7 +263,7 @@ class Soak:
         return ""
 
     def _look_at_ended(self) -> None:
-        """Records the nodes that exited by themselves, with the reasons that they printed."""
+        """Adds a note about each node that has exited, with the reason that the node printed."""
         for node in self._nodes.all:
             if not node.is_on or node.status is None or node.name in self._told:
                 continue
@@ -267,7 +273,7 @@ class Soak:
             reasons = [line for line in node.said.splitlines() if _REASON.match(line)]
             reason = reasons[-1] if reasons else ""
             self._note(f"    {node.name} exited with status {node.status}: {reason}")
-            # A node without output exited before its program had begun.
+            # A node that printed nothing exited before its program began.
             is_early = node.status == _TERMINATED and not node.said
             if not reason and not is_early:
                 self._fail(f"{node.name} exited with status {node.status} and no reason")
@@ -275,7 +281,7 @@ class Soak:
                 self._fail(f"{node.name} exited with status 1: {_tail(node.said)}")
 
     def _all_ended(self) -> None:
-        """Checks that the job stated why all nodes exited, and restarts the nodes."""
+        """Stores the job's last reason after all nodes have exited, and restarts the nodes."""
         last = next((line for line in reversed(self.result.events) if "exited with" in line), "")
         self.result.ended.append(last.strip())
         self._gone()
@@ -287,7 +293,7 @@ class Soak:
         """Checks that no process is left on the nodes that exited.
 
         Raises:
-            SoakError: A process is left.
+            SoakError: A process is still running after the time limit.
         """
         end_s = time.monotonic() + GONE_S
         while time.monotonic() < end_s:
@@ -302,7 +308,7 @@ class Soak:
         raise SoakError(f"left behind: {left}")
 
     def _end_all(self) -> None:
-        """Stops all nodes at the same time. The job then saves a checkpoint and exits."""
+        """Sends SIGTERM to all nodes, and waits until the job has saved a checkpoint and exited."""
         self._note("end: SIGTERM to all nodes")
         for node in self._nodes.all:
             for runner in node.helpers()[:1]:
@@ -315,7 +321,7 @@ class Soak:
         self._gone()
 
     def _judge(self) -> None:
-        """Checks all files that the job wrote."""
+        """Checks the logs, progress files and checkpoints of the job, and adds any failures."""
         self._record.refresh()
         for node in self._nodes.all:
             node.off()
@@ -351,8 +357,9 @@ class Soak:
         }
 
     def _reload(self) -> int:
-        """Loads every complete checkpoint that is not corrupt, and returns the number of
-        checkpoints.
+        """Loads every complete checkpoint that is not corrupt.
+
+        Returns the number of these checkpoints.
         """
         folder = CheckpointFolder(self._checkpoints)
         inodes = {inode for _, _, inode in self._events.damaged}
@@ -386,7 +393,7 @@ class Soak:
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def _guard(self, action: Callable[[], None]) -> None:
-        """Runs ``action``, and restarts all nodes if the action fails."""
+        """Runs ``action``, and restarts all nodes if ``action`` raises :class:`SoakError`."""
         try:
             action()
         except SoakError as error:
@@ -394,7 +401,7 @@ class Soak:
             self._events.end_due(all_of_them=True)
             for node in self._nodes.all:
                 self._boot(node)
-            self._settle()  # A failure here stops the soak test.
+            self._settle()  # An error in this call stops the soak test.
 
     def _out(self) -> list[Node]:
         return [node for node in self._nodes.all if not node.is_running]
@@ -430,10 +437,13 @@ class Soak:
 def soaked(
     folder: Path, events: int, minutes: float, seed: int, kinds: Sequence[str] = ()
 ) -> Result:
-    """Runs a soak test and prints its events. Without root privileges, returns a note instead.
+    """Runs a soak test and prints its events.
+
+    If this machine cannot run the test, for example without root privileges, returns a row with the
+    reason.
 
     Args:
-        folder: Folder for its logs.
+        folder: Folder for the logs.
         events: Number of events.
         minutes: Time after which no event begins.
         seed: Seed of the events.
@@ -459,12 +469,12 @@ def soaked(
 
 
 def end_in_order(number: int, frame: object) -> None:
-    """Exits by an exception, so that context managers remove namespaces and mounts."""
+    """Raises ``SystemExit``, so that context managers remove namespaces and mounts."""
     raise SystemExit(128 + number)
 
 
 def _say(text: str) -> None:
-    """Prints ``text`` and flushes the output, because a soak test takes hours."""
+    """Prints ``text`` at once, because a soak test takes hours."""
     print(text, flush=True)
 
 

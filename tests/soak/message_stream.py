@@ -31,7 +31,10 @@ from megatron.adaptive.transport.native import NativeTransport
 SLOT_BYTES, SLOTS = 64 << 10, 16
 CHANNEL_FILE = "/memfd:megatron-adaptive-channel"
 WORDS = (0, 1, 128, 1024, 8192)
-"""Payload sizes in elements of 8 bytes: empty, small, and a whole slot."""
+"""Payload sizes in elements of 8 bytes.
+
+The payloads are empty, small, or fill a whole slot.
+"""
 PIECES_WORDS = 40_000
 """Payload size that is larger than a slot."""
 LIMIT_S = 60.0
@@ -41,8 +44,9 @@ _BATCH = 256
 _HELD = 8
 _LOOKS = 50
 _ROTATING = 24
-"""Number of tensors per size that the sender reuses in rotation. It exceeds the number of slots, so
-some tensors must wait.
+"""Number of tensors per size that the sender reuses in rotation.
+
+The number exceeds the number of slots, so some tensors must wait.
 """
 
 
@@ -51,7 +55,8 @@ class Link:
 
     Args:
         rank: Rank of this process, 0 or 1.
-        connection: Connection to the parent, which exchanges the addresses.
+        connection: Connection to the parent process, which passes each process the address of the
+            peer.
     """
 
     def __init__(self, rank: int, connection: Connection) -> None:
@@ -78,7 +83,7 @@ class Link:
 
 
 def be_rank(rank: int, connection: Connection, messages: int) -> None:
-    """Runs the process ``rank``, and sends its measurements or its error to the parent."""
+    """Runs the process with rank ``rank``, and sends its measurements or error to the parent."""
     try:
         link = Link(rank, connection)
         looks: list[tuple[int, int]] = []
@@ -89,17 +94,19 @@ def be_rank(rank: int, connection: Connection, messages: int) -> None:
         figures = {"looks": looks, "mapped_bytes": mapped_bytes(), "seconds": seconds}
         link.settle()
         connection.send(figures)
-        connection.recv()  # This call waits until the other process has also finished.
+        connection.recv()  # The parent sends a message when both processes have finished.
         link.transport.close()
     except Exception as error:
         connection.send(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
-    """Sends messages between two forked processes, and returns the measurements of both.
+    """Sends ``messages`` messages between two forked processes.
+
+    Returns the measurements of each process.
 
     Raises:
-        RuntimeError: A message was lost or wrong, or the timeout passed.
+        RuntimeError: A message was lost or wrong, or ``limit_s`` seconds passed.
     """
     context = multiprocessing.get_context("fork")
     ends, processes = [], []
@@ -138,7 +145,7 @@ def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
 
 
 def measure(messages: int) -> Result:
-    """Sends messages, and compares the memory use of both processes with the limits."""
+    """Sends ``messages`` messages, and compares the memory of both processes with the limits."""
     figures = stream(messages, 60.0 + messages / 5e3)
     asked_bytes = 2 * SLOTS * SLOT_BYTES
     gains = [growth(end["looks"]) for end in figures]
@@ -184,7 +191,7 @@ def look() -> tuple[int, int]:
 
 
 def words_of(number: int) -> int:
-    """Returns the size of the message ``number`` in elements, which both processes compute."""
+    """Returns the number of elements of message ``number``, which both processes compute."""
     if number % 1009 == 1008:
         return PIECES_WORDS
     return WORDS[2] if number % 16 else WORDS[number // 16 % len(WORDS)]
@@ -247,11 +254,11 @@ def _check(payload: torch.Tensor, number: int) -> None:
 
 
 def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
-    """Returns how many bytes and file descriptors the process gained, ignoring the start.
+    """Returns how many bytes and file descriptors the process gained after the first fifth.
 
-    ``looks`` contains (bytes, descriptors) at regular intervals. The minimum of the last fifth is
-    compared with the minimum of the second fifth, because a process that leaks never returns to its
-    former size.
+    ``looks`` contains pairs (bytes, descriptors) that were measured at regular intervals. The
+    minimum of the last fifth is compared with the minimum of the second fifth, because a process
+    that leaks never returns to its former size.
     """
     fifth = max(1, len(looks) // 5)
     early, late = looks[fifth : 2 * fifth] or looks[:1], looks[-fifth:]

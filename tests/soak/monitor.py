@@ -23,7 +23,7 @@ from harness.report import Result, measure, measured, parser_of, ratios
 LIMIT_S = 240.0
 NODES = 64
 MOST_STATUS = 2.0
-"""Maximum ratio of an answer's time to the start time of the program."""
+"""Maximum ratio between the time of ``job status`` and the start time of the program."""
 
 
 def of_status(options: argparse.Namespace) -> Result:
@@ -52,9 +52,9 @@ def of_status(options: argparse.Namespace) -> Result:
 
 
 def _status_s(*arguments: str) -> tuple[float, str]:
-    """Runs the monitor, and returns its duration in seconds and its output.
+    """Runs the monitor with ``arguments``, and returns its duration in seconds and its output.
 
-    The exit status is ignored, because the job of the logs is considered stalled after a while.
+    The exit status is ignored, because the monitor considers the job stalled if the logs are old.
     """
     command = [sys.executable, "-m", "megatron.adaptive", "job", "status", *arguments]
     begin_s = time.perf_counter()
@@ -65,7 +65,7 @@ def _status_s(*arguments: str) -> tuple[float, str]:
 
 
 def write_logs(folder: Path, nbytes: int) -> int:
-    """Writes logs like those of a job of many nodes, and returns their size in bytes.
+    """Writes logs like those of a job with many nodes, and returns their total size in bytes.
 
     Args:
         folder: Folder of the logs, which is created.

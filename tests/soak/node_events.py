@@ -34,23 +34,24 @@ WEIGHTS = {
     "bit-flip": 5,
     "notice": 15,
 }
-"""Weights with which kinds of events are drawn."""
+"""Relative probabilities of the kinds of events."""
 LASTS_S = ((1.0, 8.0), (22.0, 32.0))
-"""Ranges of event durations: shorter and longer than the timeout of a silent node."""
+"""Ranges of event durations in seconds, shorter and longer than the timeout of a silent node."""
 
 
 class Events:
-    """Makes nodes fail, and repairs them after a while.
+    """Makes nodes fail, and undoes lasting events after some seconds.
 
     Args:
         nodes: Nodes of the job.
         draw: Random number generator.
-        note: Function that takes a line when a lasting event is over.
+        note: Function that is called with a line of text when a lasting event is over.
         checkpoints: Folder of the job's checkpoints.
 
     Attributes:
-        damaged: Checkpoints with a flipped bit, each with its iteration, time in nanoseconds, and
-            inode of the folder. The inode changes if the checkpoint is written again.
+        damaged: Checkpoints with a flipped bit, each as a tuple of its iteration, the Unix time of
+            the flip in nanoseconds, and the inode of its folder. The inode changes if the
+            checkpoint is written again.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Events:
             description = f"the folder of {disk.name}"
             undo = partial((disk / "filler").unlink, missing_ok=True)
             fill(disk / "filler")
-        # This event also kills a rank, so that the job loads the checkpoint.
+        # A bit flip also kills a rank, so that the job loads the checkpoint.
         elif name == "bit-flip":
             if not (ranks := node.ranks()) or (flipped := self._flip_bit()) is None:
                 return None
@@ -124,7 +125,7 @@ class Events:
         return f"{name} {description} for {lasts_s:.1f} s"
 
     def _flip_bit(self) -> str | None:
-        """Flips a bit of the newest complete checkpoint, and describes the file and the bit.
+        """Flips a bit of the newest complete checkpoint, and returns a description of the change.
 
         Returns ``None`` if there is no older intact checkpoint from which the job could continue.
         """
@@ -138,7 +139,10 @@ class Events:
         return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
-        """Undoes events whose time is over. Returns whether there were any such events."""
+        """Undoes lasting events whose duration has passed, and returns whether there were any.
+
+        If ``all_of_them``, undoes all lasting events.
+        """
         now_s = time.monotonic()
         due = [event for event in self._undo if all_of_them or event[0] <= now_s]
         for entry in due:
@@ -149,7 +153,7 @@ class Events:
 
 
 def role(process: psutil.Process) -> str:
-    """Returns the role (one word) and the state of a process of the job."""
+    """Returns a text with the role, the ID and the state of a process of the job."""
     with contextlib.suppress(psutil.Error):
         command = process.cmdline()
         parent = process.parent()

@@ -38,9 +38,9 @@ from tests.multiprocess.launch import TIMED_LAYERS, Ranks, tail  # noqa: E402
 LIMIT_S = 400.0
 ITERATIONS, INTERVAL, BATCH = 48, 6, 20
 PATIENCE = 2 * INTERVAL + 2
-"""Number of iterations after which a move without gain must have been undone."""
+"""Number of iterations within which a move of layers without gain must be undone."""
 MOST_MORE = 2
-"""Maximum deviation from equal shares, in microbatches, in at least half of the steps."""
+"""Maximum deviation from equal shares in the median step, in microbatches."""
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --lr 1e-3 --mock-data --vocab-size 63 --tokenizer-type NullTokenizer "
@@ -57,7 +57,10 @@ AUTO = (
 ).split()
 DEALING = f"--num-layers 2 --global-batch-size {BATCH} --balance-replicas speed".split()
 LAYER_MS = ("4", "7", "10")
-"""Milliseconds per layer, drawn for each job. Noise has more effect on shorter layers."""
+"""Milliseconds per layer, of which one is drawn for each job.
+
+Noise affects shorter layers more.
+"""
 _MOVED = re.compile(
     r"iteration +(\d+)/|repartition: [0-9-]+ -> ([0-9-]+):|the stages of ([0-9-]+) layers are now"
 )
@@ -72,7 +75,7 @@ class NoisyJob:
         name: Name of the kind of job.
         minutes: Duration in minutes.
         moves: Number of moves of layers, including moves back.
-        kept: Descriptions of moves and uneven shares that remained without gain.
+        kept: Descriptions of moves that were not undone, and of uneven shares that remained.
     """
 
     name: str
@@ -83,7 +86,7 @@ class NoisyJob:
 
 @contextlib.contextmanager
 def noise(seed: int) -> Iterator[None]:
-    """Runs programs on random processors for random times, until the context ends."""
+    """Runs busy programs on random processors for random times, until the context ends."""
     draw = random.Random(seed)
     done = threading.Event()
     processors = sorted(os.sched_getaffinity(0))
@@ -109,10 +112,10 @@ def noise(seed: int) -> Iterator[None]:
 
 
 def kept_moves(log: str) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of moves in ``log``, and the moves that were not undone in time.
+    """Returns the number of moves of layers in ``log``, and the moves that were not undone in time.
 
     Args:
-        log: Log of a job with equal ranks.
+        log: Log of a job whose ranks are equally fast.
     """
     iteration = moves = 0
     uneven_since: int | None = None
@@ -146,12 +149,18 @@ def _of_ranks(layers: list[int], *, is_v: bool) -> bool:
 
 
 def moving_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that may move layers. Returns the number of moves, and moves that remained."""
+    """Trains a job that may move layers.
+
+    Returns the number of moves, and descriptions of the moves that were not undone in time.
+    """
     return kept_moves(_train(flags, folder, seed))
 
 
 def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that distributes microbatches. Returns 0, and its shares if they are unequal."""
+    """Trains a job that distributes microbatches.
+
+    Returns 0, because no layers move, and a description of the shares if they are uneven.
+    """
     path = folder / "record.json"
     _train([*flags, "--record-schedule", str(path)], folder, seed)
     record = ScheduleRecord.load(path)
@@ -163,7 +172,7 @@ def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[s
 
 
 def _train(flags: list[str], folder: Path, seed: int) -> str:
-    """Trains a job of two ranks while other programs run, and returns its log."""
+    """Trains a job with two ranks while other programs run, and returns the log of the job."""
     log = folder / "log.txt"
     command = [str(TIMED_LAYERS), *COMMON, *flags]
     variables = {"LAYER_MS": random.Random(seed).choice(LAYER_MS)}
@@ -219,7 +228,7 @@ def of_noise(options: argparse.Namespace) -> Result:
 
 
 def main() -> int:
-    """Measures and prints the results. Returns 1 if an uneven state remained without gain."""
+    """Measures and prints the results. Returns 1 if layers or shares stayed uneven without gain."""
     parser = parser_of(__doc__, {"noise": of_noise}, "one job of each kind")
     parser.add_argument("--minutes", type=float, default=60, help="minimum minutes of all jobs")
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of jobs")

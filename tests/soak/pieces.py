@@ -27,11 +27,11 @@ SIZES = {"mlp": 256, "vit": 16}
 
 
 def pieces(folder: Path, *, quick: bool) -> Result:
-    """Compares measured steps with predictions, and returns a row for each model and shape.
+    """Compares measured with predicted step times, and returns a row for each model and shape.
 
     Args:
-        folder: Folder for the results of the ranks.
-        quick: Whether to run fewer steps.
+        folder: Folder to which the ranks write their results.
+        quick: Whether to train fewer steps.
     """
     results: dict[str, Any] = {}
     rows = []
@@ -61,7 +61,7 @@ def _rank(name: str, steps: int, target: Path) -> None:
     example = importlib.import_module(name)
 
     def model() -> torch.nn.Module:
-        torch.manual_seed(1)  # Use the same seed on all ranks.
+        torch.manual_seed(1)  # All ranks must initialize the model with the same weights.
         wide: torch.nn.Module
         wide = example.Mlp(512, 8) if name == "mlp" else example.Vit(width=128)
         return wide

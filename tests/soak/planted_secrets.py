@@ -33,7 +33,7 @@ LIMIT_S = 120.0
 NOBODY = 65534
 NAMES = ("HF_TOKEN", "NCCL_LAB_PASSWORD", "TORCH_LAB_SECRET", "GLOO_API_KEY")
 PLAIN = {"HF_HOME": '/nowhere/it\'s "$HOME" & `x`'}
-"""Variable that is not secret and must arrive unchanged."""
+"""Variable that is not secret, and that the job's processes must receive unchanged."""
 _PERIOD_S = 0.05
 _LARGEST = 1 << 26
 _SERVER = """
@@ -60,13 +60,14 @@ TRAINER_FLAGS='--vocab-size 255'
 
 
 class Scanner:
-    """Searches for secrets as a different user, until :meth:`close` is called.
+    """Searches for secrets as another user of the machine, until :meth:`close` is called.
 
-    If this process runs as root, the searching process drops all privileges. Otherwise it skips
-    files that other users cannot read. It is forked immediately, so create it before any threads.
+    If this process runs as root, the searching process drops all privileges. Otherwise, the
+    searching process skips files that other users cannot read. The process is forked immediately,
+    so create the scanner before any threads.
 
     Args:
-        secrets: Texts that must not be found.
+        secrets: Texts to search for.
         folders: Folders that are searched recursively.
     """
 
@@ -79,14 +80,20 @@ class Scanner:
         scanner_end.close()
 
     def files(self) -> tuple[int, list[str]]:
-        """Searches the folders. Returns the number of files read, and the files with secrets."""
+        """Searches the folders for secrets.
+
+        Returns the number of files read, and the paths of files with secrets.
+        """
         self._link.send("files")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
         result: tuple[int, list[str]] = self._link.recv()
         return result
 
     def close(self) -> tuple[int, list[str]]:
-        """Stops the search. Returns the number of command lines, and those with secrets."""
+        """Stops the search for secrets in the command lines of all processes.
+
+        Returns the number of different command lines, and the command lines that contain a secret.
+        """
         self._link.send("end")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
         result: tuple[int, list[str]] = self._link.recv()
@@ -139,7 +146,7 @@ def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterat
 
 
 def measure(seed: int = 1) -> dict[str, Any]:
-    """Runs jobs with secrets, and searches for the secrets.
+    """Runs jobs that have secrets, and searches for the secrets as another user.
 
     Args:
         seed: Seed of the secrets.
@@ -151,7 +158,8 @@ def measure(seed: int = 1) -> dict[str, Any]:
         ``jobs`` (number of jobs that were run) and ``skipped`` (reasons why jobs were not run).
     """
     draw = random.Random(seed)
-    # These characters are special in a shell, in JSON or in regular expressions.
+    # Surround the secrets with characters that are special in a shell, in JSON or in regular
+    # expressions.
     secrets = {name: f"{draw.getrandbits(128):032x}" for name in NAMES}
     planted = {name: f'it\'s "{key}" $(id) `x` \\ é' for name, key in secrets.items()}
     with tempfile.TemporaryDirectory(prefix="faults-secrets-") as name:
@@ -190,11 +198,11 @@ def measure(seed: int = 1) -> dict[str, Any]:
 
 
 class _CannotRunError(Exception):
-    """Raised if a job needs a program that is missing on this machine."""
+    """Raised if this machine lacks a program that the job needs."""
 
 
 def _seen_in_sight(folder: Path) -> int:
-    """Makes a secret visible in two places, and returns in how many the scanner finds it."""
+    """Puts a text into a file and a command line, and returns in how many the scanner finds it."""
     (folder / "in-sight").write_text("the secret is in-plain-sight")
     scanner = Scanner(["in-plain-sight"], [folder])
     with subprocess.Popen(["sleep", "60", "in-plain-sight"], stderr=subprocess.DEVNULL) as sleeper:
@@ -212,7 +220,10 @@ def _seen_in_sight(folder: Path) -> int:
 
 
 def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Runs a job of one node that the manager reaches by ssh. The manager has the secrets."""
+    """Runs a job whose only node is reached by ssh, and whose manager has the secrets.
+
+    Returns whether the processes of the node had all variables.
+    """
     if reason := sshd.why_not():
         raise _CannotRunError(reason)
     programs = _ssh_programs(folder)
@@ -238,7 +249,7 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
         assert manager.pid not in {process.pid for process in agent.parents()}, (
             "the node was not reached by ssh"
         )
-        # Ranks are forked from the last process and inherit its variables.
+        # Ranks are forked from the last process of ``far[:2]`` and inherit the variables.
         arrived = len(far) > 1 and all(
             expected.items() <= process.environ().items() for process in far[:2]
         )
@@ -252,11 +263,14 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
 
 
 def _ssh_programs(folder: Path) -> Path:
-    """Starts an sshd as this user. Returns the folder of an ssh that always connects to it."""
+    """Starts an sshd as this user.
+
+    Returns the folder of an ``ssh`` program that always connects to this sshd.
+    """
     port = free_port()
     programs, command = sshd.prepare(folder, _SERVER.format(port=port), _CLIENT.format(port=port))
     if os.geteuid() == 0:
-        # The program sshd has no option for the path of this folder.
+        # sshd needs this folder if it runs as root, and has no option for another path.
         Path("/run/sshd").mkdir(exist_ok=True)
     subprocess.run(command, check=True)
     wait_until((folder / "sshd.pid").exists, lambda: "sshd", LIMIT_S)
@@ -264,7 +278,7 @@ def _ssh_programs(folder: Path) -> Path:
 
 
 def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
-    """Writes a ``conf.sh`` with the secrets, which only this user can read."""
+    """Writes a ``conf.sh`` with the secrets that only this user can read, and returns its path."""
     quoted = {name: value.replace("'", "'\\''") for name, value in {**planted, **PLAIN}.items()}
     path = folder / "conf.sh"
     path.touch(0o600)
@@ -273,7 +287,10 @@ def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
 
 
 def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Runs a job of one pod, and creates its report page and its status."""
+    """Runs a job of one pod, and creates the report page and the status of the job.
+
+    Returns whether a rank had all variables.
+    """
     conf = _conf(folder, planted)
     expected = {**planted, **PLAIN}
     arguments = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(free_port())]
@@ -303,7 +320,7 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
 
 
 def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Submits a job to fake Slurm programs, which record their input."""
+    """Submits a job to fake Slurm programs, and returns whether ``sbatch`` had all secrets."""
     programs = folder / "bin"
     programs.mkdir()
     (programs / "sinfo").write_text("#!/bin/sh\necho 'pc|(null)|4'\n")

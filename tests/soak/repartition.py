@@ -34,7 +34,7 @@ COMMON = (
 ).split()
 TIMED = (
     f"--num-layers {LAYERS} --hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
-    # After a move, the gradient norm for clipping would be summed in a different order.
+    # Disable clipping, because after a move the gradient norm would be summed in a different order.
     f"--global-batch-size {MICROBATCHES} --pipeline-schedule 1f1b --clip-grad 0"
 ).split()
 SMALL = (
@@ -46,7 +46,7 @@ AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
 
 
 def repartition(folder: Path, *, quick: bool) -> Result:
-    """Measures how much of a slow rank's delay is recovered, and how long moves take."""
+    """Measures how much of a slow rank's delay is recovered, and how long moves of layers take."""
     figures = _regained(folder, rounds=3 if quick else 8) | _move(folder, moves=4 if quick else 12)
     loss = "repartition_loss_difference"
     rows = [
@@ -83,7 +83,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
     chosen = tuple(turns["chosen"])
     took = _took(lines, turns)
     lost = took[even] - took[best]
-    # Without a move, or if other programs hide the slow rank, nothing is recovered.
+    # Nothing is recovered if no layers were moved or other programs hid the slow rank.
     regained = (took[even] - took[chosen]) / lost if chosen != even and lost > 0 else 0.0
     first = turns["turns"][0][0] - 1
     named = {"even": even, "ideal": best, "auto": chosen}
@@ -103,7 +103,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
 
 
 def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Returns the median step time in seconds by partition, without steps after a move."""
+    """Returns the median step time by partition, in ms, without the steps that moved layers."""
     steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
     seconds: dict[tuple[int, ...], list[float]] = {}
     for first, partition in turns["turns"]:
@@ -114,7 +114,7 @@ def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[
 
 
 def _ideal() -> tuple[int, ...]:
-    """Returns the partition that is best for the known speeds of the ranks."""
+    """Returns the partition with the shortest simulated step for the known speeds of the ranks."""
     each = [LAYER_MS / 1e3 * (FACTOR if rank == SLOW_RANK else 1) for rank in range(RANKS)]
     even = (LAYERS // RANKS,) * RANKS
     loads = Loads(
@@ -131,7 +131,7 @@ def _ideal() -> tuple[int, ...]:
 
 
 def _move(folder: Path, *, moves: int) -> dict[str, Any]:
-    """Moves a layer to the next rank and back several times, and measures the moves."""
+    """Moves a layer to the next rank and back several times, and returns the measured times."""
     partitions = itertools.cycle(("3-1-2-2", "2-2-2-2"))
     moved = [6 + 4 * number for number in range(moves)]
     text = ",".join(f"{step}:{next(partitions)}" for step in moved)
@@ -153,6 +153,6 @@ def _move(folder: Path, *, moves: int) -> dict[str, Any]:
 def _train(
     flags: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Trains a model on four ranks, and returns the lines of the progress file."""
+    """Trains a model on four ranks, and returns the lines of the progress file as dicts."""
     flags = [str(WORKER), *COMMON, *flags, "--train-iters", str(steps)]
     return train(flags, folder, RANKS, LIMIT_S, settings)

@@ -24,7 +24,7 @@ from megatron.adaptive.gpt.train_step import Step  # noqa: E402
 
 
 def slow_down(seconds: float) -> None:
-    """Makes each step of this process sleep for ``seconds`` at its beginning."""
+    """Makes each step of this process begin with a sleep of ``seconds``."""
     train = Step.train
 
     def slow(self: Step, *arguments: Any) -> Any:
@@ -35,7 +35,10 @@ def slow_down(seconds: float) -> None:
 
 
 def reload(iterations: Sequence[int], arguments: Sequence[str]) -> None:
-    """Loads several checkpoints into one model. Exits with a message if a content is wrong."""
+    """Loads several checkpoints into one model, one after another.
+
+    Exits with a message if a checkpoint contains wrong progress.
+    """
     rank = GptRank(arguments)
     batch = rank.config.batch.global_batch_size
     for iteration in iterations:

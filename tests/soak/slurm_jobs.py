@@ -34,7 +34,7 @@ from tests.multiprocess.launch import ROOT, free_port, kill_tree, start
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
-"""Time in seconds after the end of a job, after which its remaining processes count as orphans."""
+"""Time in seconds after the end of a job after which processes that still run count as orphans."""
 WAYS = ("crash", "poweroff", "unplug")
 CONF = """
 MODEL=tiny
@@ -53,7 +53,7 @@ ITERATION = re.compile(r"^ \[[\d :-]{19}\] iteration ", re.MULTILINE)
 
 @contextlib.contextmanager
 def started_lab() -> Iterator[Lab]:
-    """Starts a Slurm cluster of two nodes, with a third node that is used after a crash."""
+    """Starts a Slurm cluster with two nodes and a spare node, which replaces a crashed node."""
     with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
         os.chmod(folder, 0o755)
         with Lab(Path(folder, "lab"), [Kind("node", 3, 0)], accounting=True) as lab:
@@ -76,14 +76,14 @@ def has_iterated(folder: Path) -> bool:
 
 
 def conf_in(folder: Path) -> LaunchConf:
-    """Writes the configuration of all jobs of this soak test to ``folder``, and returns it."""
+    """Writes the configuration of all jobs of this soak test to ``folder``, and loads it."""
     folder.mkdir(parents=True)
     (folder / "conf.sh").write_text(CONF)
     return load_conf(folder / "conf.sh")
 
 
 def submitted(lab: Lab, conf: LaunchConf) -> int:
-    """Submits a job with the script that ``submit`` writes, and returns the ID of the job."""
+    """Submits the batch script that ``job submit`` would write, and returns the ID of the job."""
     settings = conf.folder / "settings.json"
     settings.write_text(settings_text(conf))
     script = conf.folder / "job.sbatch"
@@ -93,11 +93,11 @@ def submitted(lab: Lab, conf: LaunchConf) -> int:
 
 
 def first_iteration(lab: Lab, job: int, logs: Path) -> None:
-    """Waits for the first iteration of the job ``job``.
+    """Waits for the first iteration of job ``job``, whose logs are in the folder ``logs``.
 
     Raises:
-        TimeoutError: There was no iteration. The output of Slurm and of the job is printed to
-            stderr.
+        TimeoutError: No iteration completed in time. The output of Slurm and of the job is printed
+            to stderr.
     """
     try:
         until(lambda: has_iterated(logs), "iteration")
@@ -110,12 +110,12 @@ def first_iteration(lab: Lab, job: int, logs: Path) -> None:
 
 
 def finished(lab: Lab, job: int) -> None:
-    """Waits until the job ``job`` has left the queue."""
+    """Waits until job ``job`` has left the queue."""
     until(lambda: not lab.output("squeue", "-h", "-j", str(job)), "end of a job")
 
 
 def slurm_start(lab: Lab, folder: Path) -> float:
-    """Returns the time from sbatch to the first iteration in seconds."""
+    """Returns the time in seconds from the call of sbatch to the first iteration."""
     conf = conf_in(folder)
     begin_s = time.perf_counter()
     job = submitted(lab, conf)
@@ -128,7 +128,7 @@ def slurm_start(lab: Lab, folder: Path) -> float:
 
 
 def torchrun_start(lab: Lab, folder: Path) -> float:
-    """Returns the time from torchrun on both nodes to the first iteration in seconds."""
+    """Returns the seconds from the start of torchrun on both nodes to the first iteration."""
     conf = conf_in(folder)
     launcher = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
     launcher += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
@@ -149,7 +149,7 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Runs the part ``start``, which alternates starts by Slurm and by torchrun."""
+    """Runs the part ``start``, which alternates between starts by Slurm and by torchrun."""
     with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
         alone, slurm = [], []
         for turn in range(options.repetitions):
@@ -172,7 +172,7 @@ def of_start(options: argparse.Namespace) -> Result:
 
 
 def of_crash(_: argparse.Namespace) -> Result:
-    """Runs the part ``crash``, which loses a node in several ways."""
+    """Runs the part ``crash``, in which a job loses a node in several ways."""
     named: dict[str, float] = {}
     ended: dict[str, float] = {}
     left: list[str] = []
@@ -200,7 +200,11 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Loses a node of a job. Returns the seconds until reported and ended, and the orphans."""
+    """Makes a job lose a node in the given way, a method of ``lab``.
+
+    Returns the seconds until the monitor reports the node, the seconds until the job ends, and
+    descriptions of processes that are left.
+    """
     conf = conf_in(folder)
     job = submitted(lab, conf)
     logs = conf.path("LOG_DIR")
@@ -264,7 +268,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def result_of(part: str, options: argparse.Namespace) -> Result:
-    """Measures the part ``part``. If this is impossible, returns a row with the reason."""
+    """Measures the part ``part``. If this is impossible here, returns a row with the reason."""
     reason = slurm_lab.why_not(accounting=True)
     if reason is not None:
         return Result(rows=[missing(part, reason)])

@@ -21,18 +21,18 @@ from harness.processes import run_ranks
 from harness.report import Result, Row, measure, measured, parser_of, ratios
 
 MOST = 1.5
-"""Upper limit of the duration of a start relative to a start of ``transformers``."""
+"""Maximum duration of a start, divided by the duration of a start of ``transformers``."""
 RANKS = (1, 2, 4)
 REPEATS = 3
 LIMIT_S = 600.0
 SAMPLES, TOKENS, VOCABULARY = 8, 64, 16000
 LAYERS = 23
-"""Number of layers of the model. Its parameters take 2 GB."""
+"""Number of layers of the model, whose parameters take 2 GB."""
 ALONE = "alone"
 
 
 def write_model(folder: Path, layers: int) -> None:
-    """Writes a Llama model with random weights."""
+    """Writes a Llama model with ``layers`` layers and random weights to ``folder``."""
     import torch
     import transformers
 
@@ -50,7 +50,7 @@ def write_model(folder: Path, layers: int) -> None:
 
 
 def batch() -> dict[str, Any]:
-    """Returns the batch of the first step."""
+    """Returns the inputs and labels of the first step."""
     import torch
 
     generator = torch.Generator().manual_seed(2)
@@ -59,7 +59,10 @@ def batch() -> dict[str, Any]:
 
 
 def start_alone(folder: Path) -> tuple[float, float]:
-    """Loads the model with ``transformers`` and trains a step. Returns end time and loss."""
+    """Loads the model with ``transformers`` and trains one step.
+
+    Returns the time of ``perf_counter`` at the end, and the loss.
+    """
     import torch
     import transformers
 
@@ -73,7 +76,10 @@ def start_alone(folder: Path) -> tuple[float, float]:
 
 
 def start_pipeline(folder: Path) -> tuple[float, float]:
-    """Loads the model as a pipeline and trains a step. Returns end time and loss."""
+    """Loads the model as a pipeline and trains one step.
+
+    Returns the time of ``perf_counter`` at the end, and the loss.
+    """
     import torch
 
     from megatron.adaptive import Pipeline
@@ -92,7 +98,7 @@ def be_rank(kind: str, folder: str, output: str) -> None:
 
     from megatron.adaptive import Pipeline
 
-    # transformers and this package import the module of a class at its first use.
+    # transformers and this package import the module of a class when the class is first used.
     assert transformers.LlamaForCausalLM is not None
     assert Pipeline is not None
     torch.set_num_threads(int(os.environ["THREADS"]))
@@ -102,7 +108,10 @@ def be_rank(kind: str, folder: str, output: str) -> None:
 
 
 def start(kind: str, folder: Path, ranks: int) -> tuple[float, float]:
-    """Returns the duration in seconds of the slowest process, and the loss of the first step."""
+    """Starts ``ranks`` processes that load the model in ``folder`` and train one step.
+
+    Returns the duration in seconds of the slowest process, and the loss of the step.
+    """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     variables = {"THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as output:
@@ -113,7 +122,7 @@ def start(kind: str, folder: Path, ranks: int) -> tuple[float, float]:
 
 
 def starts(quick: bool) -> Result:
-    """Repeats all kinds of starts, and returns a row for each number of processes."""
+    """Repeats all kinds of starts, and returns a table row for each number of processes."""
     rows: list[Row] = []
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -135,7 +144,7 @@ def starts(quick: bool) -> Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     options = parser_of(__doc__, (), "a small model, once").parse_args(arguments)
     options.part = None
     return measure({"starts": lambda: starts(options.quick)}, options)

@@ -45,14 +45,18 @@ LIMIT_S = 200.0
 HELD = 200
 _AT_ONCE = 48
 _END_S = 6.0
-"""Listeners close wrong connections immediately, and silent connections after five seconds."""
+"""Timeout in seconds of a connection.
+
+Listeners close wrong connections immediately, and silent connections after five seconds.
+"""
 _ANSWER_BYTES = 72
 _MOST_COMPARED = 300
 _TRAINER = Path(__file__).with_name("observed_trainer.py")
 _STEP_S = 0.1
-_NO_PORT = 24  # This is IP_BIND_ADDRESS_NO_PORT of <linux/in.h>, which chooses the port on connect.
+# This is IP_BIND_ADDRESS_NO_PORT of <linux/in.h>, with which the port is chosen on connect.
+_NO_PORT = 24
 _SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
-"""Fraction of the time limit for each kind of program."""
+"""Fraction of the total time limit that each kind of program gets."""
 _WORDS = (
     {"what": "join", "secret": "guessed", "name": "a", "host": "h", "pid": 1, "slots": 1},
     {"what": "hello", "host": "h", "gpus": 0, "processes": None, "node_rank": [], "address": ""},
@@ -87,7 +91,7 @@ class Visit:
 
 
 def visits(draw: random.Random) -> Iterator[Visit]:
-    """Yields random connections of all kinds, forever."""
+    """Yields random connections of all kinds, without end."""
     hello = Handshake("guessed", "manager", visiting=True).first
     wrong = Session(b"one", b"two")
     while True:
@@ -102,7 +106,7 @@ def visits(draw: random.Random) -> Iterator[Visit]:
             Visit(struct.pack("!I", 0xFFFFFFFF) + draw.randbytes(64)),
             Visit(shake.first[: draw.randrange(1, 40)]),
             Visit(shake.first + draw.randbytes(32) + sealed),
-            # The stranger sends back the listener's own proof.
+            # The stranger returns the proof that the listener sent.
             Visit(shake.first, lambda answer: answer[-32:]),
             Visit(shake.first, lambda answer, shake=shake: _guess(shake, answer)),  # type: ignore[misc]
             Visit(hello, lambda answer, sealed=sealed: answer[:32] + sealed),  # type: ignore[misc]
@@ -111,7 +115,7 @@ def visits(draw: random.Random) -> Iterator[Visit]:
 
 
 def hellos(draw: random.Random) -> Iterator[Visit]:
-    """Yields random connections to a rank that waits for its peers, forever."""
+    """Yields random connections to a rank that waits for its peers, without end."""
     while True:
         version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
         token, purpose = draw.randbytes(16), draw.choice((b"tcp", b"shm", b"rdma", b"\xff" * 16))
@@ -146,7 +150,7 @@ class Place:
         port: TCP port on the loopback address, or 0 for a Unix socket.
         unix: Abstract name of the Unix socket.
         kind: Type of the socket.
-        says: Function that yields the connections of strangers.
+        says: Function that takes a random number generator and yields connections of strangers.
     """
 
     name: str
@@ -157,7 +161,7 @@ class Place:
 
 
 class Crowd:
-    """Opens many connections to a listener at a time, from many addresses of this machine.
+    """Opens many connections at a time to one listener, from many addresses of this machine.
 
     Args:
         place: Listener to connect to.
@@ -177,7 +181,7 @@ class Crowd:
 
         Args:
             messages: Number of messages.
-            is_over: Function that returns whether to stop.
+            is_over: Function that returns whether to stop early.
         """
         visited = 0
         while self.said < messages and not is_over():
@@ -197,7 +201,7 @@ class Crowd:
             connection.close()
 
     def _hold(self) -> None:
-        """Sends bytes on idle connections from time to time, and replaces closed connections."""
+        """Opens a new idle connection. If there are enough, sends a byte on one of them instead."""
         if len(self._held) >= HELD:
             connection = self._held.pop(self._draw.randrange(HELD))
             with contextlib.suppress(OSError):
@@ -250,7 +254,7 @@ class Crowd:
         except TimeoutError:
             self.unheard += 1
         except OSError:
-            pass  # The listener reset the connection, which is allowed.
+            pass  # The listener may reset the connection.
         connection.close()
 
 
@@ -264,8 +268,8 @@ def crowds(
         places: Listeners to connect to.
         messages: Number of messages to each listener.
         seed: Seed of the connections.
-        result: Dict to which the numbers of messages and unclosed connections are added, by
-            listener.
+        result: Dict to which the numbers of messages and of connections that stayed open are added,
+            by listener.
 
     Yields:
         Processes of the strangers, one for each listener.
@@ -299,7 +303,7 @@ def crowds(
 def _speak(
     service: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
-    """Runs a process that lets strangers connect to one listener."""
+    """Runs a process in which strangers connect to the listener ``service``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if service.unix:
         os.setgroups([])
@@ -312,10 +316,12 @@ def _speak(
 
 
 def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
-    """Returns the abstract Unix sockets of this package on which the processes ``pids`` listen.
+    """Returns the names of abstract Unix sockets on which the processes ``pids`` listen.
 
-    Ranks use stream sockets, on which they stop listening when their channels are open. Keepers use
-    sockets that preserve message boundaries.
+    Only sockets of this package with the type ``kind`` are included.
+
+    Ranks use stream sockets, and stop listening when all channels are open. Nodes that keep
+    snapshots use sockets that preserve message boundaries.
     """
     rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
     listen = {row[7] for row in rows if len(row) == 8 and row[3] == "00010000"}
@@ -360,7 +366,7 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
 
 
 def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
-    """Lets strangers connect to each listener of several jobs.
+    """Lets strangers connect to each listener of several jobs, and returns the effects on the jobs.
 
     Args:
         messages: Number of messages to each listener.
@@ -368,11 +374,12 @@ def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
         seed: Seed of the connections.
 
     Returns:
-        ``said`` and ``per_s``: messages, and messages per second, by listener; ``unheard``: visits
-        that a listener did not close, by listener; ``ends``: jobs and nodes that exited or
-        restarted; ``effects``: descriptions of other effects; ``steps``: number of steps that were
-        compared with an undisturbed run; ``differences``: number of losses that are not bitwise
-        equal; ``talked_s``: time in seconds during which strangers sent messages.
+        Dict with ``said`` and ``per_s`` (messages, and messages per second, by listener),
+        ``unheard`` (connections that a listener did not close, by listener), ``ends`` (jobs and
+        nodes that exited or restarted), ``effects`` (descriptions of other effects), ``steps``
+        (number of steps that were compared with an undisturbed run), ``differences`` (number of
+        losses that are not bitwise equal) and ``talked_s`` (time in seconds during which strangers
+        sent messages).
     """
     result: dict[str, Any] = {
         **{name: {} for name in ("said", "per_s", "unheard")},
@@ -399,7 +406,7 @@ def _talk(
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers connect, and then calls a function while they continue."""
+    """Lets strangers connect to ``places``, and calls ``then`` before the strangers stop."""
     begun_s = time.monotonic()
     with crowds(places, messages, seed, result) as talking:
         while any(process.is_alive() for process in talking) and not is_over():
@@ -495,7 +502,7 @@ def _elastic(
 
 
 def _complaints(said: str, most: int) -> list[str]:
-    """Returns what a job wrongly printed because of strangers, or an empty list."""
+    """Returns descriptions of tracebacks and of too many warnings in the output ``said``."""
     warnings = [line for line in said.splitlines() if "does not belong to this job and" in line]
     complaints = ["a traceback"] if "Traceback" in said else []
     return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
@@ -528,7 +535,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[s
         nodes = {said: master}
 
         def join() -> None:
-            """Starts the worker while strangers connect, and waits until the nodes connect."""
+            """Starts the worker while strangers connect, and waits until all nodes have joined."""
             end_s = time.monotonic() + LIMIT_S
             command = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
             with crowds([service], 10**9, seed + 1):
@@ -562,7 +569,7 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
 
         service = Place(name="doctor", port=port)
         _talk([service], messages, limit_s, seed, result, lambda: doctor.poll() is not None, come)
-        doctor.wait(LIMIT_S)  # The exit status of doctor depends on the machine, so ignore it.
+        doctor.wait(LIMIT_S)  # Ignore the exit status of doctor, because it depends on the machine.
         said = log.read_text()
         result["effects"] += _complaints(said, 0)
         if "and this node can reach each other" not in said:

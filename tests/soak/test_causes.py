@@ -12,7 +12,10 @@ from megatron.adaptive.trace.machine_counters import PROCESSOR_WAIT, THROTTLED
 from tests.soak.causes import CASES, FAILED, MISSED, RIGHT, WRONG, Answer, answers, judge, rows_of
 
 COUNT = int(os.environ.get("CAUSES", "0"))
-"""Number of jobs per cause. The default is 0, because concurrent tests are also causes."""
+"""Number of jobs per cause.
+
+The default is 0, because concurrent tests could also slow down the jobs.
+"""
 
 
 def finding(cause: str, counter: str = "", ranks: tuple[int, ...] = (1,)) -> Finding:

@@ -60,7 +60,7 @@ def test_a_stream_that_takes_too_long_is_ended() -> None:
 
 @contextlib.contextmanager
 def neighbour(name: str) -> Iterator[None]:
-    """Keeps creating sockets and shared memory, like a different job on the machine."""
+    """Keeps creating sockets and shared memory, like a different job on the same machine."""
     is_over = threading.Event()
     sockets: list[socket.socket] = []
     files: list[Path] = []
@@ -89,7 +89,10 @@ def neighbour(name: str) -> Iterator[None]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_killed_ranks_leave_nothing_and_are_missed(kind: str, tmp_path: Path) -> None:
-    """Checks killed ranks while a different program creates sockets and shared memory."""
+    """Checks that killed ranks leave nothing behind and that their neighbours fail.
+
+    A different program creates sockets and shared memory at the same time.
+    """
     around = neighbour(tmp_path.name) if killed_ranks.private() else contextlib.nullcontext()
     with around:
         result = killed_ranks.measure(2, kind)

@@ -1,4 +1,4 @@
-"""Tests the benchmark of the traces: its runs, and how it judges diagnoses."""
+"""Tests the soak test of the diagnosis: its synthetic runs, and how it judges diagnoses."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests that lost nodes are detected, and that corruption is found."""
+"""Tests that a manager detects lost nodes, and that corrupt checkpoints are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests how feature sets are read and compared. Trains three sets if MEGATRON_LM is set."""
+"""Tests how feature sets are read and compared. If MEGATRON_LM is set, three sets are trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sets_are_what_their_lines_say() -> None:
     assert layout.own_flags == ("--pipeline-schedule", "megatron")
     assert [SETS[name].ranks for name in ("adaptive", "replicas", "pipeline-of-4")] == [2, 4, 4]
     assert "--ranks" not in SETS["replicas"].flags
-    # The loop of megatron-core draws different random numbers for dropout.
+    # megatron-core's schedule would draw different random numbers for dropout.
     assert "--keyed-dropout" in SETS["keyed-dropout"].own_flags
 
 
@@ -113,8 +113,9 @@ def test_a_script_gets_the_lines_of_the_page() -> None:
 def test_a_set_that_runs_again_replaces_its_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the folder of ``--logs`` can be used again."""
-    for name in ("PATH", "MAKEFLAGS"):  # Running a checkout changes these variables.
+    """Checks that a set can be trained again with the same ``--logs`` folder."""
+    # Running a checkout changes these variables, so restore them after the test.
+    for name in ("PATH", "MAKEFLAGS"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     helpers = tmp_path / "tree" / "megatron" / "core" / "datasets"
     helpers.mkdir(parents=True)

@@ -11,11 +11,11 @@ from tests.soak.interrupts import KINDS, Chain, run_chains
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 HITS = int(os.environ.get("INTERRUPTS", "3"))
-"""Number of signals for each kind of job in the long test. Use some dozens before a release."""
+"""Number of signals for each kind of job in the long test. Use a few dozen before a release."""
 
 
 def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:
-    """Returns descriptions of all faults, each with the signal that caused it."""
+    """Returns descriptions of all faults in ``chain``, each with the signal that caused it."""
     outcomes = run_chains(chain, seed, hits, print)
     return [f"{outcome.description}: {fault}" for outcome in outcomes for fault in outcome.faults]
 
@@ -30,6 +30,6 @@ def test_interrupted_jobs_go_on_from_the_newest_checkpoint(tmp_path: Path) -> No
 @pytest.mark.timeout(120 * HITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_interrupts(kind: str, tmp_path: Path) -> None:
-    # The test above covers asynchronous checkpoints with "launch".
+    # The test above covers the kind "launch" with asynchronous checkpoints.
     chain = Chain(kind=kind, folder=tmp_path / kind, is_async=kind in ("machines", "pipeline"))
     assert faults_of(chain, 7, HITS) == []

@@ -22,7 +22,10 @@ Lines = list[dict[str, Any]]
 
 
 def told(start: int, stop: int, second: int) -> Lines:
-    """Returns the progress lines of an incarnation that starts at the time ``second``."""
+    """Returns the progress lines of an incarnation of a job that starts at the time ``second``.
+
+    The incarnation completes iterations ``start + 1`` to ``stop``, one per second.
+    """
     lines: Lines = [{"total_iterations": 99, "start_iteration": start, "unix_ns": second * 10**9}]
     for iteration in range(start + 1, stop + 1):
         second += 1
@@ -40,14 +43,14 @@ def told(start: int, stop: int, second: int) -> Lines:
 
 
 def judged(folder: Path, *epochs: Lines, printed: list[Step] | None = None) -> list[str]:
-    """Returns the faults of a job with these incarnations, which start one after another."""
+    """Returns the faults of a job whose incarnations wrote the progress lines ``epochs``."""
     record = Record(folder)
     for number, lines in enumerate(epochs, 1):
         path = folder / f"epoch-{number}-s" / "progress.jsonl"
         path.parent.mkdir()
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         record.refresh()
-        record.refresh()  # The second call must not read the same lines again.
+        record.refresh()  # A second call must not read the same lines again.
     broken, _ = faults(record.epochs, printed or [], LOSSES, first=11, batch=4, tolerance=1e-5)
     return broken
 
@@ -114,7 +117,7 @@ def test_nodes_are_cut_stopped_filled_and_switched_off(nodes: Nodes) -> None:
     until(lambda: second.status is not None)
     assert second.status == 7
     assert not second.is_running
-    (left,) = second.processes()  # The child process is still visible, and can be killed.
+    (left,) = second.processes()  # The node's child process is still listed, and can be killed.
     until(first.processes)
     (process,) = first.processes()
     send([process], signal.SIGSTOP)

@@ -9,7 +9,9 @@ import pytest
 from tests.soak.noisy_jobs import KINDS, PATIENCE, kept_moves, run_jobs
 
 MINUTES = float(os.environ.get("NOISY_MINUTES", "0"))
-"""Minimum duration of all jobs in minutes, some hundreds before a release, or 0 to skip the jobs.
+"""Minimum duration of all jobs in minutes.
+
+Use a few hundred before a release. The value 0 skips the jobs.
 """
 
 

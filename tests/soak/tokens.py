@@ -26,11 +26,14 @@ from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 from megatron.adaptive.data.tokenizer import build_tokenizer
 
 Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
-"""Maps each kind of tokenizer to its settings and the encoding function of its library."""
+"""Maps each kind of tokenizer to its settings and to the encoding function of a library."""
 
 
 def compare(megabytes: float) -> Result:
-    """Tokenizes ``megabytes`` of text with every kind of tokenizer and with its library."""
+    """Tokenizes ``megabytes`` of text with each tokenizer of this project and with its library.
+
+    Returns a row with the number of different documents for each tokenizer.
+    """
     texts = mixed_text(megabytes)
     nbytes = sum(len(text.encode()) for text in texts)
     note = f"{nbytes / 1e6:.1f} MB in {len(texts)} documents"
@@ -40,7 +43,10 @@ def compare(megabytes: float) -> Result:
 
 
 def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
-    """Trains the tokenizers and writes them to ``folder``. Returns their settings and encoders."""
+    """Trains the tokenizers, and writes them to ``folder``.
+
+    Returns the settings of each tokenizer and the encoding function of its library.
+    """
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -63,7 +69,8 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
         sentence_iterator=(line for text in texts for line in text.splitlines()[:50]),
         model_prefix=str(folder / "pieces"),
         vocab_size=4000,
-        hard_vocab_limit=False,  # A short text has fewer pieces than this vocabulary.
+        # Allow a smaller vocabulary, because a short text has fewer pieces.
+        hard_vocab_limit=False,
         byte_fallback=True,
         minloglevel=2,
     )
@@ -94,7 +101,7 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
 
 
 def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Writes the byte-pair ``vocabulary`` in the format of tiktoken, and returns its size."""
+    """Writes ``vocabulary`` in the format of tiktoken, and returns the number of tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letter_of: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
@@ -127,7 +134,7 @@ def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[
 
 
 def main() -> int:
-    """Compares the tokens and prints the results. Returns 1 if a document has different tokens."""
+    """Compares the tokens and prints the results. Returns 1 if the tokens of a document differ."""
     parser = parser_of(__doc__, (), "less text")
     parser.add_argument("--megabytes", type=float, help="size of the text (10; 2)")
     options = parser.parse_args()

@@ -31,9 +31,9 @@ RANKS = 2
 WARM_UP = 2
 """Number of initial steps whose times are ignored."""
 MOST_MEMORY = 0.05
-"""Maximum distance of a memory ratio from 1."""
+"""Maximum difference between a memory ratio and 1."""
 MOST_STEP = 0.1
-"""Maximum distance of a step ratio from 1."""
+"""Maximum difference between a step time ratio and 1."""
 PLAN: dict[str, Any] = {
     "format": 1,
     "degrees": {"tensor": 1, "pipeline": RANKS, "data": 1, "chunks": 1},
@@ -48,7 +48,7 @@ STEP = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 
 
 def model_of(vocabulary: int) -> str:
-    """Returns the flags of a model with the given vocabulary size."""
+    """Returns the flags of a model with a vocabulary of ``vocabulary`` tokens."""
     return (
         "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128"
         f" --max-position-embeddings 128 --vocab-size {vocabulary}"
@@ -75,7 +75,9 @@ def rank_of(pid: int) -> int | None:
 
 
 def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[float]]:
-    """Trains with a plan. Returns each rank's peak memory in bytes and the step times in ms.
+    """Trains a job with the plan file ``plan``.
+
+    Returns each rank's peak memory in bytes, and the step times in ms.
 
     Raises:
         RuntimeError: The job failed or took too long.
@@ -111,7 +113,9 @@ def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[fl
 
 
 def try_ranks(plan: Path, model: str) -> dict[str, Any]:
-    """Tries each rank in a separate process, and returns the results from the plan file.
+    """Tries each rank of the plan file ``plan`` in a separate process.
+
+    Returns the results, which the processes write to the plan file.
 
     Raises:
         RuntimeError: A trial failed.
@@ -134,7 +138,7 @@ def try_ranks(plan: Path, model: str) -> dict[str, Any]:
 
 
 def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
-    """Compares the memory and step time of a job with the trials of its ranks (``plan --try``)."""
+    """Compares a job's memory and step time with the results of ``plan --try``."""
     model = model_of(vocabulary)
     memory: dict[int, list[float]] = {rank: [] for rank in range(RANKS)}
     steps: list[float] = []
@@ -158,7 +162,10 @@ def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
 
 
 def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> list[Row]:
-    """Returns a row with ratios of tried to real values, and a row with their distance from 1."""
+    """Returns a row with ratios of tried to real values, and a row with their distance from 1.
+
+    The distance is that of the median.
+    """
     distance = abs(statistics.median(quotients) - 1)
     return [
         measured(title, quotients, note=note),

@@ -17,14 +17,14 @@ FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
 START_NS = 5_000_000_000
 
 Timed = tuple[str, int, int, int, int]
-"""Action, chunk, microbatch, start and end in nanoseconds."""
+"""Tuple of action, chunk, microbatch, start and end. Times are in nanoseconds."""
 
 
 def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[list[Timed]]:
-    """Simulates all forward passes, then all backward passes, each as early as possible.
+    """Simulates all forward passes, then all backward passes, and returns each rank's actions.
 
-    A pass starts as soon as its input and its rank are available. Returns the actions of each rank
-    in execution order.
+    A pass starts as soon as its input and its rank are available. The actions of a rank are in the
+    order of their execution.
     """
     num_stages = num_ranks * num_chunks
     rows: list[list[Timed]] = [[] for _ in range(num_ranks)]
@@ -42,7 +42,10 @@ def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[lis
 
 
 def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader:
-    """Returns the header of ``rank`` in a run with only pipeline parallelism, with ``changes``."""
+    """Returns the header of ``rank`` in a run with ``num_ranks`` pipeline ranks.
+
+    Fields in ``changes`` replace default values.
+    """
     values: dict[str, object] = {
         "run": "run-1",
         "rank": rank,
@@ -57,7 +60,7 @@ def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader
 
 
 def row_of(span: Span) -> SpanRow:
-    """Returns the row that represents ``span`` in a trace file."""
+    """Returns the row of a trace file that represents ``span``."""
     return SpanRow(
         kind=KIND[span.action],
         chunk=span.chunk,
@@ -75,7 +78,7 @@ def row_of(span: Span) -> SpanRow:
 
 
 def table_of(spans: Iterable[Span]) -> TraceTable:
-    """Returns a table with ``spans``, which belong to one rank."""
+    """Returns a trace table with ``spans``, which must belong to one rank."""
     spans = tuple(spans)
     rows = np.array([row_of(span) for span in spans], dtype=np.int64)
     rows[:, COLUMNS.index("duration_ns")] -= rows[:, COLUMNS.index("start_ns")]
@@ -83,20 +86,26 @@ def table_of(spans: Iterable[Span]) -> TraceTable:
 
 
 def step_of(*rows: tuple[Span, ...], waits: tuple[tuple[Span, ...], ...] = ()) -> PipelineStep:
-    """Returns a step with the actions in ``rows``, one row per rank."""
+    """Returns a pipeline step in which each of ``rows`` contains the actions of a rank."""
     figures = {rank: rank_figures(table_of(row), 1) for rank, row in enumerate(rows) if row}
     return PipelineStep(1, "x", "loop", 1, 1, rows, waits, figures=figures)
 
 
 def record(recorder: Recorder, *span: Any, **more: Any) -> None:
-    """Records a span: action, chunk, microbatch, start and end, then other columns by name."""
+    """Records a span.
+
+    ``span`` and ``more`` are positional and named fields of :class:`Span`.
+    """
     recorder.extend([row_of(Span(*span, iteration=0, **more))])
 
 
 def write_spans(
     folder: Path, header: TraceHeader, spans: Iterable[Span], *, num_microbatches: int = 4
 ) -> Path:
-    """Writes ``spans`` with the recorder. Each iteration begins with its first span."""
+    """Writes ``spans`` to ``folder`` with the recorder, and returns the path of the trace file.
+
+    An iteration begins when its first span starts.
+    """
     with Recorder(folder, header) as recorder:
         iteration = None
         for span in spans:
@@ -109,7 +118,7 @@ def write_spans(
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[..., Path]:
-    """Returns a function that writes the traces of a run and returns their folder."""
+    """Returns a function that writes the traces of a simulated run and returns their folder."""
 
     def write(
         num_ranks: int = 2,

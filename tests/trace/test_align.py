@@ -1,4 +1,4 @@
-"""Tests the alignment of ranks' clocks by samples, by messages, or by the time of day."""
+"""Tests how the clocks of ranks are aligned: by samples, by messages, or by wall-clock time."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -25,7 +25,8 @@ def on_host(header: TraceHeader, name: str, monotonic_ns: int, unix_ns: int) -> 
 
 
 def test_ranks_of_one_clock_keep_their_monotonic_times(tmp_path: Path) -> None:
-    # Pairs of readings differ by the time between them and by adjustments of the time of day.
+    # The two differences between the ranks' clocks differ, because reading takes time and the time
+    # of day is adjusted.
     header = make_header(0)
     write_spans(tmp_path, header, [Span("F", 0, 0, 100, 200, 1)])
     later = replace(make_header(1), unix_ns=header.unix_ns + 7_000_050_000)
@@ -51,7 +52,10 @@ def test_ranks_of_two_hosts_are_moved_onto_unix_time(tmp_path: Path) -> None:
 
 
 def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
-    """Returns samples of a clock ``offset_ns`` behind the reference, with a delay of 20 us."""
+    """Returns clock samples of a clock that is ``offset_ns`` behind the reference clock.
+
+    Messages take 20 us. ``at_ns`` contains the times at which the requests were sent.
+    """
     return ClockSamples(
         0,
         tuple(
@@ -62,7 +66,10 @@ def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
 
 
 def write_measured(folder: Path, offset_ns: int) -> None:
-    """Writes rank 0 on one host, and ranks 1 and 2 on a host whose time of day is off by 1 hour."""
+    """Writes traces of rank 0 on one host, and of ranks 1 and 2 on a second host.
+
+    The wall clock of the second host is off by one hour. Only rank 1 has clock samples.
+    """
     write_spans(
         folder, on_host(make_header(0, 3), "a", 0, UNIX), [Span("F", 0, 0, 10**9, 10**9, 1)]
     )
@@ -94,10 +101,11 @@ def test_samples_serve_where_the_reference_itself_is_missing(tmp_path: Path) -> 
 
 
 def conversation(folder: Path, error_ns: int, *starts: int) -> RunTrace:
-    """Returns a run in which rank 0 sends a forward message, and rank 1 sends a backward message.
+    """Returns a run in which rank 0 sends a forward message and rank 1 sends a backward message.
 
-    ``starts`` contains the times in the order sent, arrived, sent, arrived. The wall clock of rank
-    1 is off by ``error_ns``.
+    ``starts`` contains the times at which the messages were sent and received: forward sent,
+    forward received, backward sent, backward received. The wall clock of rank 1 is off by
+    ``error_ns``.
     """
     kinds = (("send", 0, "F"), ("receive", 1, "F"), ("send", 1, "B"), ("receive", 0, "B"))
     for rank in range(2):
@@ -113,8 +121,8 @@ def conversation(folder: Path, error_ns: int, *starts: int) -> RunTrace:
 
 def test_messages_place_a_clock_that_was_not_measured(tmp_path: Path) -> None:
     run = conversation(tmp_path, 70_000, 1000, 1300, 5000, 5100)
-    # The offset between the clocks is unknown, so both messages are assumed to take 200 ns, which
-    # is the mean of 300 ns and 100 ns.
+    # The offset between the clocks is unknown, so both messages are assumed to take the same time.
+    # This is 200 ns, the mean of 300 ns and 100 ns.
     assert starts(run) == [UNIX + 1000, UNIX + 1200]
     assert "aligned by messages" in run.notes()[0]
     assert run.alignment.contradiction_ns == 0

@@ -1,4 +1,4 @@
-"""Checks that the offset and drift of clocks are estimated well if some exchanges are late."""
+"""Checks that the offset and drift of a clock are estimated well even if some messages are late."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,11 @@ Ints = npt.NDArray[np.int64]
 def exchanges(
     seed: int, seconds: float, offset_s: float, drift_ppm: float, bend: float = 0.0
 ) -> tuple[Ints, Ints, Ints]:
-    """Returns bursts of exchanges every 10 s, in which a third of the messages is late.
+    """Returns simulated bursts of clock exchanges every 10 s. A third of the messages is late.
 
     Returns:
-        Samples ``[n, 4]``, their local start times, and the same times on the reference clock.
+        Samples ``[n, 4]``, their start times on the local clock, and the same times on the
+        reference clock.
     """
     rng = np.random.default_rng(seed)
     bursts = np.arange(0, seconds, 10.0)

@@ -1,4 +1,4 @@
-"""Tests that clocks are compared over real connections, and unknown clients are rejected."""
+"""Tests that clocks are compared over real connections, and that unknown clients are rejected."""
 
 from __future__ import annotations
 
@@ -54,14 +54,15 @@ def test_a_burst_is_taken_at_once_and_another_at_the_end(server: ClockServer) ->
     sampler.close()
     assert len(bursts) >= 2
     for t0, t1, t2, t3 in bursts[0].samples:
-        assert t0 <= t1 <= t2 <= t3  # Both sides use the same clock, so the times are ordered.
+        # Client and server use the same clock here, so the times are in order.
+        assert t0 <= t1 <= t2 <= t3
     sampler.close()
 
 
 def test_strangers_are_turned_away(server: ClockServer) -> None:
     with closing(socket.create_connection(("localhost", server.port), 5)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" * 9)
-        # Closing the connection fails if some of the received data was not read.
+        # The server's close sends a reset if some of the received data was not read.
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(64) == b""
 
@@ -113,7 +114,11 @@ def test_one_rank_of_each_other_clock_asks(clocks: str, asking: list[int]) -> No
     places: list[Any] = []
 
     def gather(value: Any) -> list[Any]:
-        """Returns the values of all ranks: their clocks, then the address from rank 0."""
+        """Returns the values of all ranks.
+
+        The first call gathers the clocks, and the second call gathers the address that rank 0
+        sends.
+        """
         if isinstance(value, str):
             return list(clocks)
         places.append(value)

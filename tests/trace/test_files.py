@@ -50,7 +50,7 @@ def test_traces_of_earlier_starts_are_kept_apart(tmp_path: Path) -> None:
     assert set_aside(traces) is None
     for number in (1, 2):
         traces.mkdir()
-        assert set_aside(traces) is None  # Empty folders are not renamed.
+        assert set_aside(traces) is None  # An empty folder must not be renamed.
         (traces / "trace_rank_00000.jsonl").write_text(str(number))
         assert set_aside(traces) == tmp_path / f"traces-{number}"
     assert not traces.exists()

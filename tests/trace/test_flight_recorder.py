@@ -1,4 +1,4 @@
-"""Checks that dumps of torch's flight recorder show the collective that hangs and late ranks."""
+"""Checks that dumps of torch's flight recorder show the stuck collective and the late ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIR, WORLD = ("1", "pair"), ("0", "default_pg")
 
 
 def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **more: Any) -> Any:
-    """Returns an entry of a dump for a collective, in the format that torch documents."""
+    """Returns an entry of a dump for collective ``number``, in the format that torch documents."""
     return {
         "frames": [{"name": "step", "filename": "/jobs/train.py", "line": 10}],
         "record_id": number,
@@ -47,7 +47,7 @@ def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **m
 
 
 def stuck(folder: Path, *entries: list[Any] | None, version: str = "2.5") -> StuckCalls:
-    """Writes a dump for each rank whose entries are not ``None``, and returns their analysis."""
+    """Writes a dump for each rank whose entries are not ``None``, and analyzes the dumps."""
     config = {
         "0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(entries))))},
         "1": {"name": "1", "desc": "pair", "ranks": "[0, 1]"},
@@ -141,7 +141,7 @@ def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
 
 @pytest.mark.parametrize("overwritten", [0, 100])
 def test_a_message_that_both_ends_called_has_no_culprit(tmp_path: Path, overwritten: int) -> None:
-    """Checks that messages match although each rank counts them separately."""
+    """Checks that both ends of a message are matched, although ranks number messages separately."""
     said = stuck(
         tmp_path,
         [
@@ -215,7 +215,7 @@ def test_dumps_made_for_nvrx_are_read(tmp_path: Path) -> None:
     stuck(tmp_path, [call(1, ended=False)], [])
     for rank in (0, 1):
         (tmp_path / f"nccl_trace_rank_{rank}").rename(tmp_path / f"_dump_{rank}")
-    # This file was written by another program and is not a dump.
+    # Another program wrote this file, which is not a dump.
     (tmp_path / "core_dump_2").write_bytes(b"core")
     assert find_stuck(read_dumps(tmp_path)).culprits == (1,)
 
@@ -227,7 +227,7 @@ def test_a_job_that_waits_for_nothing(tmp_path: Path) -> None:
 
 
 class Shell:
-    """Object that runs a command when it is unpickled."""
+    """Object that runs a shell command when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch executed",)

@@ -1,6 +1,6 @@
-"""Tests that GPU counters are read from NVML, even if some of them are unavailable.
+"""Tests that GPU counters are read from NVML, and that unavailable counters are skipped.
 
-No GPU is needed, because a fake module provides NVML's functions and names.
+The tests need no GPU, because a fake module provides NVML's functions and names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.adaptive.trace.machine_counters import MachineCounters
 
 
 class Nvml(ModuleType):
-    """Fake of the module that the package nvidia-ml-py provides."""
+    """Fake of the module ``pynvml``, which the package nvidia-ml-py provides."""
 
     NVML_PERF_POLICY_POWER, NVML_PERF_POLICY_THERMAL = 0, 1
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
@@ -75,14 +75,15 @@ def test_sums_are_differences_and_gauges_are_not(nvml: Nvml) -> None:
     counts = counters.end()
     assert (counts[GPU_POWER_LIMITED], counts[GPU_HOT]) == (300, 0)
     assert (counts[GPU_CLOCK], counts[GPU_WATTS]) == (1200, 650)
-    assert counts[GPU_OTHERS] == 1  # There are three processes, two of which are ranks.
+    # Three processes use the GPU, and two of these are ranks of this job.
+    assert counts[GPU_OTHERS] == 1
     assert GPU_ERRORS not in counts
 
 
 def test_what_a_gpu_or_a_version_of_nvml_lacks_is_named(nvml: Nvml) -> None:
     missing = GpuCounters("GPU-1").missing
-    assert GPU_ERRORS in missing  # This GPU does not support the counter.
-    assert "gpu_celsius" in missing  # This version of NVML has no such function.
+    assert GPU_ERRORS in missing  # The fake GPU does not support this counter.
+    assert "gpu_celsius" in missing  # The fake version of NVML has no function for this counter.
     assert GPU_CLOCK not in missing
 
 

@@ -1,4 +1,4 @@
-"""Tests the hang detector with synthetic states of ranks, with and without a hang."""
+"""Tests the hang detector with synthetic states of ranks, some of which hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ COMPUTES = (("/x/user.py", 7, "forward"),)
 
 
 def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
-    """Returns the evidence about a rank that waits for messages, unless ``more`` overrides this."""
+    """Returns the evidence about a rank that waits for messages.
+
+    ``needs`` lists the messages, and ``more`` replaces other fields.
+    """
     now = {"doing": "wait", "iteration": 3, "step": 2, "needs": needs, "finished": {}}
     now |= more.pop("now", {})
     fields = {"name": f"rank {rank} (stage {rank})", "pid": 100 + rank, "frames": WAITS}
@@ -34,7 +37,7 @@ def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
 
 
 def chain(last: RankEvidence) -> list[RankEvidence]:
-    """Returns ranks 0 and 1, each of which waits for the next rank, and rank 2 (``last``)."""
+    """Returns ranks 0, 1 and ``last``. Ranks 0 and 1 each wait for a message from the next rank."""
     return [
         make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 2}}),
         make_rank(1, needs=[[2, "B", 0, 0, "0"]], now={"finished": {"F0": 1}}),
@@ -80,7 +83,7 @@ def test_who_has_not_entered_a_collective() -> None:
     assert (
         "collective 8 of the group of ranks 0 1 2, which this rank has not entered" in culprit.text
     )
-    # If no rank is behind, the collective itself is the cause.
+    # If all ranks have entered the collective, its transfer is the cause.
     ranks[2] = make_rank(2, frames=IN_COLLECTIVE, now=counts(dp=8, world=3))
     assert find_culprit(ranks).cause == "collective"
 
@@ -102,7 +105,10 @@ def test_a_message_that_was_sent_and_did_not_arrive() -> None:
 
 
 def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
-    """Checks that a wait for the optimizer's collective, which closes a cycle, is not the cause."""
+    """Checks that a lost message is reported if an optimizer's collective closes a cycle.
+
+    Rank 0 waits for a message, and rank 1, which has sent all messages, waits for the collective.
+    """
     culprit = find_culprit(
         [
             make_rank(
@@ -145,7 +151,7 @@ class TestStillness:
     def run(
         self, still: Stillness, nows: list[dict[str, Any]], *, every_s: float, **moves: bool
     ) -> float:
-        """Passes states to ``still`` at equal intervals, and returns the last result."""
+        """Passes the states ``nows`` to ``still`` at equal intervals. Returns the last result."""
         still_s = 0.0
         for number, now in enumerate(nows):
             still_s = still.look({0: now}, number * every_s, **moves)
@@ -172,7 +178,7 @@ class TestStillness:
             (9, {}, 40.0),
             (9, {"computes": True}, 0.0),
             (200, {"transfers": True}, 0.0),
-            # A rank that computes forever is reported eventually.
+            # After a long time, a rank that only computes is also reported.
             (200, {"computes": True}, 995.0),
         ):
             still_s = self.run(Stillness(None), [*steps, *[now] * count], every_s=5.0, **moves)
@@ -187,7 +193,7 @@ class TestStillness:
     not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits"
 )
 def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> None:
-    """Checks that a rank that waits for a processor on a busy machine counts as computing."""
+    """Checks that the time that a process waits for a busy processor counts as computing."""
     processor = str(min(os.sched_getaffinity(0)))
     spin = ["taskset", "--cpu-list", processor, sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(10)) for _ in range(2)]
@@ -199,7 +205,7 @@ def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> N
         for process in busy:
             process.kill()
             process.wait()
-    assert spent_s > 1.5  # Both processes shared one processor for 1 s.
+    assert spent_s > 1.5  # Each process ran or waited for its turn during the whole second.
 
 
 def test_stacks_of_both_tools() -> None:
@@ -219,7 +225,11 @@ def test_stacks_of_both_tools() -> None:
 
 
 def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> None:
-    """Checks that a rank without reports and without a handler does not get a signal."""
+    """Checks that the hang detector reports a hang once, and exits when its ranks have ended.
+
+    The rank has no handler for the signal that requests a stack, so the detector must not send the
+    signal.
+    """
     folder = tmp_path / "private"
     folder.mkdir()
     rank = subprocess.Popen(["sleep", "1000"])
@@ -230,7 +240,8 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
         json.dumps({**job, "signal": int(signal.SIGRTMIN) + 9})
     )
     now = {"pid": rank.pid, "doing": "F", "iteration": 5, "unix_ns": time.time_ns()}
-    now["unix_ns"] = time.time_ns() + 60 * 10**9  # The rank still reports.
+    # A time in the future makes the rank seem to report its state.
+    now["unix_ns"] = time.time_ns() + 60 * 10**9
     file = folder / "now_rank_00000.json"
     os.kill(rank.pid, signal.SIGSTOP)
     file.write_text(json.dumps(now))
@@ -257,7 +268,10 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
 
 
 def test_the_process_ends_where_its_rank_ended_before_it_began(tmp_path: Path) -> None:
-    """Checks that the process does not mistake its new parent for the rank."""
+    """Checks that the detector exits if its rank has ended before the detector starts.
+
+    The detector must not mistake its new parent process for the rank.
+    """
     rank = subprocess.Popen(["true"])
     rank.wait()
     folder = tmp_path / "private"

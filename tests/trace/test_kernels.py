@@ -1,4 +1,4 @@
-"""Tests that kernel files are small, use the common clock, and may have damaged lines."""
+"""Tests that kernel files are small, use the clock of the trace, and tolerate damaged lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron.adaptive.trace.trace_format import Span
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 LATE_NS = 9 * 10**15
-"""Clock reading of a machine that has been running for 104 days."""
+"""Clock reading in nanoseconds of a machine that has been running for 104 days."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> RunTrace:
 
 
 def small_step(iteration: int) -> StepKernels:
-    """Returns a step with two kernels for ``iteration``."""
+    """Returns the kernels of step ``iteration``, which consists of two kernels."""
     return summed(iteration, "cpu", [TimedKernel("a", 5, 9), TimedKernel("b", 6, 7)], ())
 
 
@@ -88,7 +88,7 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path, run: RunTrace) -> N
         file.add(small_step(number))
     file.close()
     path = kernels_path(tmp_path, 0)
-    # The program was killed while it wrote this line.
+    # A program that is killed while it writes leaves such a line.
     path.write_text(path.read_text() + '{"iteration": 3, "na')
     assert [step.iteration for step in read_steps(run, 0)] == [1, 2]
     assert kernel_notes(run) == []
@@ -101,7 +101,7 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path, run: RunTrace) -> N
 
 def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> None:
     path = kernels_path(tmp_path, 0)
-    # An earlier process was killed while it wrote this line.
+    # An earlier process that was killed while it wrote left this line.
     path.write_text('{"iteration": 1, "na')
     file = KernelFile(tmp_path, 0)
     file.add(small_step(2))
@@ -109,7 +109,7 @@ def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> N
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
-        file.add(small_step(3))  # The disk accepts only 10 bytes of the step.
+        file.add(small_step(3))  # The write fails after 10 bytes, as on a full disk.
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.stat().st_size == size
@@ -120,7 +120,7 @@ def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> N
 
 
 def damaged(**fields: object) -> str:
-    """Returns the line of a step in which ``fields`` have other values."""
+    """Returns the line of a step in which ``fields`` replace the valid values."""
     step = {"iteration": 1, "device": "cpu", "names": ["a"], "totals": [], "kept": []}
     return json.dumps(step | fields)
 

@@ -1,4 +1,4 @@
-"""Checks that lines of a trace file can be read back, and that invalid lines are reported."""
+"""Checks that lines of a trace file can be read back, and that damaged lines are reported."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tests which trace is read by default, and which trace is read for a path."""
+"""Tests which trace is read for a path, and which trace is read without a path."""
 
 import shutil
 from collections.abc import Callable
@@ -16,7 +16,10 @@ from megatron.adaptive.trace.read import read_run
 def checkout(
     write_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """Creates ``runs/first`` (2 ranks) and ``runs/second`` (3 ranks), without ``runs/latest``."""
+    """Creates the runs ``first`` (2 ranks) and ``second`` (3 ranks). Returns their folder.
+
+    The pointer ``runs/latest`` does not exist.
+    """
     monkeypatch.chdir(tmp_path)
     for name, ranks in (("first", 2), ("second", 3)):
         run_dir = tmp_path / "runs" / name

@@ -1,4 +1,4 @@
-"""Tests that events that keep a process from computing are counted with the kernel's files."""
+"""Tests that the kernel's files are read to count events that keep a process from computing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_what_a_machine_lacks_or_forbids_is_left_out(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes files with the clocks of all processors, and returns their folder."""
+    """Writes files with the clock frequencies of all processors, and returns their folder."""
     for processor in range(os.cpu_count() or 1):
         folder = tmp_path / f"cpu{processor}" / "cpufreq"
         folder.mkdir(parents=True)
@@ -153,7 +153,7 @@ def named_thread(name: str, end: threading.Event) -> threading.Thread:
 
 
 def test_threads_that_sleep_are_not_read_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Earlier tests of this process may have left threads.
+    # Earlier tests may have left threads in this process.
     monkeypatch.setattr(machine_counters, "_MOST_THREADS", 10_000)
     end = threading.Event()
     sleeping = {str(named_thread("sleeping", end).native_id) for _ in range(12)}
@@ -264,7 +264,7 @@ def test_segments_of_own_connections_are_counted() -> None:
         counts = counters.end()
         counters.close()
     assert counts[SENT_SEGMENTS] >= 20
-    # Connections that have been closed in the meantime are not counted.
+    # A connection that was closed before the end of the step is not counted.
     assert SENT_SEGMENTS not in counters.end()
 
 

@@ -1,4 +1,4 @@
-"""Tests that a run can be monitored while it writes, even if files are missing or it ends."""
+"""Tests that a run can be monitored while it is writing, even if files are missing or damaged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def recorders(tmp_path: Path) -> Iterator[list[Recorder]]:
 
 
 def run_iteration(recorders: list[Recorder], iteration: int, slow: float = 1.0) -> None:
-    """Records two microbatches. Rank 1 waits for rank 0, whose actions take ``slow`` * 10 ms."""
+    """Records an iteration with two microbatches.
+
+    Rank 1 waits for rank 0, whose actions take ``slow`` * 10 ms.
+    """
     start_ns = 10**12 + iteration * 10**9
     for rank, recorder in enumerate(recorders):
         recorder.begin_iteration(iteration, 2, start_ns=start_ns)
@@ -72,7 +75,10 @@ def iterations_of(tail: RankTail) -> list[int]:
 
 
 def until(run: LiveRun, is_so: Callable[[Snapshot], bool], limit_s: float = 20.0) -> Snapshot:
-    """Reads the run until ``is_so`` returns true, because threads write the files."""
+    """Reads the run repeatedly until ``is_so`` returns true, and returns the last snapshot.
+
+    This is necessary because threads write the files.
+    """
     end_s = time.monotonic() + limit_s
     while not is_so(snapshot := run.refresh()):
         assert time.monotonic() < end_s, snapshot
@@ -134,7 +140,7 @@ def test_only_what_is_new_is_read(tmp_path: Path, recorders: list[Recorder]) -> 
     until(run, lambda s: bool(s.ranks) and s.ranks[0].iteration == 1)
     path = recorders[0].path
     read = path.read_bytes()
-    # The length is the same, so the file seems to contain nothing new.
+    # The replaced file has the same length, so the monitor must not read this part again.
     path.write_bytes(b"x" * len(read))
     os.utime(path)
     run_iteration(recorders, 2)
@@ -172,7 +178,7 @@ def test_of_a_long_file_only_the_end_is_read(tmp_path: Path, recorders: list[Rec
     tail.refresh()
     assert max(iterations_of(tail)) == 100
     assert 1 < len(iterations_of(tail)) < 10
-    # An iteration has more bytes than this.
+    # A single iteration is longer than 10 bytes, but must still be read.
     tail = RankTail(recorders[0].path, kept=32, tail_bytes=10)
     tail.refresh()
     assert max(iterations_of(tail)) == 100
@@ -284,7 +290,8 @@ class TestNow:
             run_iteration([recorder], 1)
         now = read_now(tmp_path, 0)
         assert now is not None
-        assert (now.iteration, now.doing) == (0, ENDED)  # Only the end of the run is known.
+        # The failed function reported nothing, so only the end of the run is known.
+        assert (now.iteration, now.doing) == (0, ENDED)
         assert read_run(tmp_path).iterations == (1,)
 
     def test_a_look_that_keeps_failing_is_named_once_and_asked_again(

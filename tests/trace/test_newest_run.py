@@ -1,4 +1,4 @@
-"""Tests that the newest run below the current folder is found and reported."""
+"""Tests that the newest run below the current folder is found, and that its path is printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(path: str, changed_s: float) -> None:
-    """Creates a file at ``path`` that was modified at ``changed_s``, in seconds since 1970."""
+    """Creates a file at ``path`` with the modification time ``changed_s`` (seconds since 1970)."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).touch()
     os.utime(path, (changed_s, changed_s))
@@ -28,7 +28,7 @@ def write(path: str, changed_s: float) -> None:
 def test_without_runs_there_is_none() -> None:
     assert newest_run(TRACES) is None
     Path("runs").mkdir()
-    Path("logs").touch()  # A file cannot contain runs.
+    Path("logs").touch()  # A file with this name cannot contain runs.
     write("runs/empty/other.txt", 10)
     assert newest_run(TRACES) is None
 
@@ -36,7 +36,8 @@ def test_without_runs_there_is_none() -> None:
 def test_the_run_that_wrote_last_counts(capsys: pytest.CaptureFixture[str]) -> None:
     write("runs/first/traces/a.jsonl", 20)
     write("runs/second/traces/a.jsonl", 10)
-    write("runs/second/later.txt", 90)  # This file is not a trace file, so it is ignored.
+    # This file does not match the pattern of trace files, so it is ignored.
+    write("runs/second/later.txt", 90)
     assert newest_run(TRACES) == Path("runs/first")
     assert (
         capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tests that complete and killed runs can be read, and that mixed or newer files are rejected."""
+"""Tests that complete and truncated runs are read, and mixed or newer files are rejected."""
 
 import shutil
 from collections.abc import Callable

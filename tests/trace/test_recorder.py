@@ -1,4 +1,4 @@
-"""Checks that spans are recorded even if the process is killed, and lost spans are reported."""
+"""Checks that spans survive if the process is killed, and that lost spans are reported."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ HEADER = make_header(0, 1, num_microbatches=2, schedule="1f1b")
 
 
 def records(path: Path) -> list[object]:
-    """Returns the lines of ``path``: headers and markers as records, spans as lists."""
+    """Returns the lines of ``path``: spans as lists, and other lines as parsed records."""
     lines = path.read_text().splitlines()
     return [
         json.loads(line) if line.startswith("[") else parse_line(line, str(path)) for line in lines
@@ -138,7 +138,7 @@ def test_an_unusable_folder_is_refused(tmp_path: Path) -> None:
 
 
 def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in a separate process, with ``folder``, ``header`` and ``row`` defined."""
+    """Runs ``code`` in a process in which ``folder``, ``header`` and ``row`` are defined."""
     prelude = f"""
         from pathlib import Path
         from megatron.adaptive.errors import TraceError
@@ -156,7 +156,7 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -> None:
-    # A limit on the file size makes a write fail in the middle, like a full disk.
+    # A limit on the file size makes a write fail after some bytes, like a full disk.
     result = run_python(
         """
         import resource, shutil, time
@@ -188,7 +188,7 @@ def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -
         f"warning: cannot write {path}: File too large; the run continues without it",
         f"note: {path} can be written again; lost: 10 iterations",
     ]
-    # The folder was deleted, and is created again for later iterations.
+    # The folder was deleted, and the recorder creates it again for later iterations.
     assert read_run(path.parent).ranks[0].iterations == (18, 19)
 
 

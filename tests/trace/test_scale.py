@@ -1,6 +1,6 @@
-"""Checks that reading damaged numbers or large runs takes limited time and memory.
+"""Checks that reading large runs or damaged numbers takes limited time and memory.
 
-The tests count calls and sizes, which do not depend on the load of the machine.
+The tests count calls and sizes, because these do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_links_are_compared_with_a_bounded_number_of_others(
 
 
 class EveryRank(Cause):
-    """Reports every rank, with the largest delay for the last rank."""
+    """Cause that reports every rank as slow. The last rank has the largest delay."""
 
     name = "every rank"
 
@@ -184,7 +184,7 @@ def test_the_fit_of_a_clock_is_looked_up_once() -> None:
 
 
 def damaged(folder: Path, line: int, **values: Any) -> str:
-    """Changes fields in line ``line`` of rank 0's file, and returns the new line."""
+    """Changes the fields ``values`` in line ``line`` of rank 0's file, and returns the new line."""
     path = folder / trace_file_name(0)
     lines = path.read_text().splitlines()
     lines[line] = json.dumps({**json.loads(lines[line]), **values})

@@ -1,4 +1,4 @@
-"""Tests that columns of spans are converted, and that sends are matched with receives."""
+"""Tests that spans are converted to columns and back, and that sends are matched with receives."""
 
 from typing import Any
 
@@ -31,7 +31,8 @@ def test_spans_survive_the_table() -> None:
 
 
 def test_a_wait_belongs_to_the_action_it_names() -> None:
-    # Two waits are for one action, one is in another iteration, and one is for a missing action.
+    # Two waits are for the same action, a third is in iteration 2, and a fourth is for an action
+    # that does not exist.
     rows = (
         Span("F", 0, 1, 0, 5, 1),
         Span("B", 0, 1, 50, 60, 1),
@@ -62,7 +63,7 @@ def test_both_ends_of_each_message() -> None:
                 end("send", "F", 0, 7, 10),
                 end("send", "F", 1, 7, 20),
                 end("receive", "B", 0, 7, 90, reason="found"),
-                end("send", "F", 2, 7, 30),  # This message never arrived.
+                end("send", "F", 2, 7, 30),  # Rank 7 has not received this message.
                 Span("F", 0, 0, 0, 10, 1),
             ]
         ),
@@ -71,7 +72,8 @@ def test_both_ends_of_each_message() -> None:
                 end("receive", "F", 1, 4, 26, reason="seen"),
                 end("receive", "F", 0, 4, 17, reason="seen"),
                 end("send", "B", 0, 4, 60),
-                end("receive", "F", 5, 3, 40, reason="seen"),  # Rank 3 has no trace.
+                # Rank 3, which sent this message, has no trace.
+                end("receive", "F", 5, 3, 40, reason="seen"),
             ]
         ),
     }
@@ -115,7 +117,7 @@ def test_each_item_finds_its_microbatch_in_one_pass() -> None:
     assert numbers.tolist() == [1, 2, 1, 3, 3, 1, 1, 1]
 
     class Compared(np.ndarray):  # type: ignore[type-arg]
-        """Counts comparisons of the whole array."""
+        """Array that counts the comparisons of the whole array."""
 
         times = 0
 

@@ -1,4 +1,4 @@
-"""Tests which iteration is shown, and how its rows are labelled."""
+"""Tests which iteration is shown by default, and how the rows of ranks are labelled."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_default_is_the_last_complete_iteration(write_run: Callable[..., Pat
     assert pipeline_step(run, 3).iteration == 3
     path = write_run(2, 1, 4, iterations=1, folder=folder.parent / "cut") / trace_file_name(0)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    # None of the iterations is complete.
+    # Without a complete iteration, the last iteration is shown.
     assert pipeline_step(read_run(path.parent)).iteration == 1
 
 
@@ -92,7 +92,8 @@ def test_a_placement_of_a_newer_program_is_named(write_run: Callable[..., Path])
 def test_bubble_of_all_forward_then_all_backward(write_run: Callable[..., Path]) -> None:
     # A rank is idle for (p - 1) / (m + p - 1) of a step with p ranks and m microbatches.
     folder = write_run(4, 1, 8)
-    (folder / trace_file_name(1)).unlink()  # The rank without a trace is not part of the mean.
+    # The mean over ranks must ignore the rank without a trace.
+    (folder / trace_file_name(1)).unlink()
     step = pipeline_step(read_run(folder))
     assert step.missing == (1,)
     assert [len(row) for row in step.rows] == [16, 0, 16, 16]

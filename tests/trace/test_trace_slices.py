@@ -1,4 +1,4 @@
-"""Checks that all views show the microbatch and the slice if microbatches are split into slices."""
+"""Checks that all views show microbatch and slice if microbatches are split into slices."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_views_name_microbatch_and_slice(
     events = list(perfetto_events(run, [4]))
     names = {event["name"] for event in events}
     assert {f"forward 0-{LAST}", f"backward 1-{LAST}", f"receive F0-{LAST}"} <= names
-    # The data of a microbatch is read once, regardless of its number of slices.
+    # The data of a microbatch is read once, regardless of the number of slices.
     assert {name for name in names if name.startswith("data")} == {"data 0", "data 1", "data 2"}
     (last, *_) = (e for e in events if e["name"] == f"forward 0-{LAST}" and e["cat"] == "forward")
     assert (last["args"]["microbatch"], last["args"]["slice"]) == (2, SLICES - 1)
@@ -103,8 +103,8 @@ def test_what_slices_would_save_is_what_they_save(chunks: int, tmp_path: Path) -
     assert not any("sequence-slices" in r.flag for r in cut.repairs)
 
 
-# A document of 400 tokens is packed among short documents, in slices of 100 tokens. The rows have
-# 1, 4 and 1 slices, with items 0, 1 to 4, and 5.
+# Slices have 100 tokens, and a document of 400 tokens is packed between short documents. The three
+# rows of tokens have 1, 4 and 1 slices, so their items are 0, 1 to 4, and 5.
 UNEQUAL = SlicedRun(documents=(60, 400, 40, 30, 70), tokens=100)
 
 
@@ -145,7 +145,8 @@ def test_figures_add_up_slices_where_their_numbers_differ(tmp_path: Path) -> Non
     run = unequal(tmp_path)
     measured = measure(run)
     assert measured.num_microbatches == 3
-    times = measured.action_ns[0, 0, 0, 0]  # These are the forward passes on the first rank.
+    # The indices select the forward passes on the first rank.
+    times = measured.action_ns[0, 0, 0, 0]
     step = pipeline_step(run)
     forwards = [span for span in step.rows[0] if span.action == "F"]
     whole = [s.duration_ns for s in sorted(forwards, key=lambda span: span.microbatch)]
@@ -200,13 +201,16 @@ def test_slices_of_half_the_length_save_what_a_run_with_them_takes_less(
 def test_lengths_that_tensor_parallel_ranks_cannot_share_are_left_out(
     token_ranks: int | None, is_offered: bool, tmp_path: Path
 ) -> None:
-    """Checks that the tensor-parallel size must divide the length only if ranks share tokens."""
+    """Checks when the slice length must be divisible by the tensor-parallel size.
+
+    This is required only if the tensor-parallel ranks divide the tokens.
+    """
     whole = {repair.flag for repair in what_if(unequal(tmp_path, MANY)).repairs}
     assert whole >= {"--slice-tokens 100", "--slice-tokens 200"}
     for rank, file in enumerate(sorted(tmp_path.iterdir())):
         head, _, spans = file.read_text().partition("\n")
         header = json.loads(head) | {"world_size": 2 * MANY.num_ranks}
-        del header["token_ranks"]  # Traces of earlier versions do not contain it.
+        del header["token_ranks"]  # Traces of earlier versions do not contain this field.
         if token_ranks is not None:
             header["token_ranks"] = token_ranks
         file.write_text(json.dumps(header) + "\n" + spans)
@@ -219,7 +223,7 @@ def test_lengths_that_tensor_parallel_ranks_cannot_share_are_left_out(
 
 
 def test_a_length_that_leaves_too_few_documents_is_no_repair(tmp_path: Path) -> None:
-    """Checks that two replicas with only three rows do not end the analysis with an error."""
+    """Checks that two replicas with only three rows of tokens do not cause an error."""
     for replica, documents in enumerate([(450, 150), (200,)]):
         run = SlicedRun(documents=documents, tokens=400)
         run.write(tmp_path / f"of {replica}")
@@ -247,7 +251,7 @@ def test_a_length_that_leaves_too_few_documents_is_no_repair(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("change", ["no documents", "no tokens", "negative", "too many", "huge"])
 def test_damaged_lengths_of_rows_give_no_answer(change: str, tmp_path: Path) -> None:
-    """Checks that damaged lengths neither raise an unexpected error nor use all memory."""
+    """Checks that damaged lengths neither raise an unexpected error nor use up the memory."""
     UNEQUAL.write(tmp_path)
     rows = [[UNEQUAL._width(row), *row] for row in UNEQUAL.rows]
     changed = {
@@ -276,7 +280,8 @@ def test_a_hang_report_names_microbatch_and_slice() -> None:
     computes = (("/x/user.py", 7, "forward"),)
     now = {"doing": "B", "chunk": 1, "microbatch": 2, "slice": 3, "iteration": 5, "step": 5}
     busy = RankEvidence(rank=1, name="rank 1", now=now, frames=computes)
-    # Backward action 0 of the sender belongs to the last slice of microbatch 0.
+    # The item ``"0.3"`` is the last slice of microbatch 0. The sender's backward action 0 processes
+    # this slice.
     needs = {"doing": "wait", "step": 5, "needs": [[1, "B", 1, 0, "0.3"]], "finished": {}}
     waiting = RankEvidence(rank=0, name="rank 0", now=needs, frames=waits)
     culprit = find_culprit([waiting, busy])

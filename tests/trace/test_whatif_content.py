@@ -1,4 +1,4 @@
-"""Checks predicted step times of a ``Pipeline`` against runs with the predicted settings."""
+"""Compares predicted step times of a ``Pipeline`` with runs that have the predicted settings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 RANKS, REPLICAS, MICROBATCHES, STEPS = 4, 2, 8, 3
 ENCODER, SEGMENTS = 8, 16
-# These are the times of F, B and W per segment and unit of content.
+# Forward passes, input gradients and weight gradients take these times in seconds, per segment and
+# unit of content.
 KINDS_S = np.array([0.004, 0.004, 0.003])
 DELAY_S = 0.0002
 
 
 def content() -> Any:
-    """Returns the images and texts in each step's whole batch, ``[steps, 2, microbatches]``."""
+    """Returns the amounts of images and text in each step's batch.
+
+    The shape is ``[steps, 2, microbatches]``.
+    """
     random = np.random.default_rng(5)
     images = np.minimum(random.lognormal(0.0, 1.0, (STEPS, REPLICAS * MICROBATCHES)), 8.0)
     return np.stack([images, 1 + 0.2 * random.random(images.shape)], axis=1)
@@ -42,21 +46,22 @@ CONTENT = content()
 
 
 def segment_times(step: int) -> Any:
-    """Returns the time in seconds of each segment, ``[3, segments, microbatches of the batch]``."""
+    """Returns the times of all segments in seconds, ``[3, segments, microbatches]``."""
     images, texts = CONTENT[step]
     each = [images if segment < ENCODER else texts for segment in range(SEGMENTS)]
     return KINDS_S[:, None, None] * np.array(each)
 
 
 class ContentRun:
-    """Run of a ``Pipeline`` with known content, for the generator of synthetic traces.
+    """Synthetic run of a ``Pipeline`` whose action times depend on the content of the microbatches.
 
     Args:
         partition: Number of segments in each stage.
         schedule: Name of the schedule.
-        order: Value of the setting ``order``.
-        dealing: Value of the setting ``dealing``.
-        group: Number by which each replica's number of microbatches is divisible.
+        order: Value of the trace header's ``order``, which states how microbatches are ordered.
+        dealing: Value of the trace header's ``dealing``, which states how microbatches are
+            distributed over replicas.
+        group: Divisor of the number of microbatches on each replica.
         is_sized: Whether the activations of microbatches have different sizes.
     """
 
@@ -77,7 +82,7 @@ class ContentRun:
         self.is_sized = is_sized
 
     def shares(self, step: int) -> list[list[int]]:
-        """Returns the microbatches of each replica from the whole batch, in execution order."""
+        """Returns the microbatches of each replica in execution order, as indices in the batch."""
         costs = segment_times(step).sum(axis=(0, 1)).tolist()
         numbers = range(len(costs))
         shares = [list(numbers[replica::REPLICAS]) for replica in range(REPLICAS)]
@@ -120,7 +125,7 @@ class ContentRun:
         return work, np.zeros(len(share))
 
     def write(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **header: Any) -> WhatIf:
-        """Writes the traces of the run, and returns the analysis of the traces."""
+        """Writes the traces of the run to ``folder``, and returns the what-if analysis."""
         monkeypatch.setattr(synthetic_trace, "draw_step", self.draw)
         run = SyntheticRun(
             num_ranks=RANKS,
@@ -143,26 +148,26 @@ class ContentRun:
         return what_if(read_run(folder))
 
     def _sized(self, line: str, replica: int) -> str:
-        """Adds sizes to ``line`` of a trace file if it is the marker of an iteration."""
+        """Returns ``line`` of a trace file, with sizes added if it begins an iteration."""
         if not line.startswith('{"begin_iteration"'):
             return line
         marker = json.loads(line)
         return json.dumps({**marker, "sizes": self.sizes(marker["begin_iteration"] - 1, replica)})
 
     def recorded_s(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
-        """Writes the traces of the run, and returns the mean time of its steps in seconds."""
-        # Only the recorded times are needed, so the settings are omitted.
+        """Writes the traces of the run to ``folder``, and returns the mean step time in seconds."""
+        # Only the recorded times are needed, so no settings are analyzed.
         answer = self.write(folder, monkeypatch, order="", dealing="")
         return float(answer.recorded_s.mean())
 
     def work(self) -> list[float]:
-        """Returns the mean work of each segment."""
+        """Returns the mean time of each segment over all steps, in seconds."""
         times = [segment_times(step).sum(axis=(0, 2)) for step in range(STEPS)]
         return [float(time) for time in np.mean(times, axis=0)]
 
 
 def step_of(answer: WhatIf, text: str) -> float:
-    """Returns the predicted step time of the repair whose description contains ``text``."""
+    """Returns the predicted step time, in seconds, of the repair with the description ``text``."""
     return next(r.step_s for r in answer.repairs if r.description == text)
 
 
@@ -186,12 +191,12 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
     by_flag = {repair.flag: repair.step_s for repair in answer.repairs}
     ordered = ContentRun(former, schedule, order="time", is_sized=is_sized)
     ordered_s = ordered.recorded_s(tmp_path / "ordered", monkeypatch)
-    # The analysis does not list an order that saves no time.
+    # The analysis does not list an order of microbatches that saves no time.
     predicted_s = by_flag.get('order="time"', answer.recorded_s.mean())
     assert min(predicted_s, answer.recorded_s.mean()) == pytest.approx(
         min(ordered_s, answer.recorded_s.mean()), rel=0.01
     )
-    # A better partition is suggested, and its steps take as long as predicted.
+    # The analysis must suggest a better partition whose steps take as long as predicted.
     better = next(r for r in answer.repairs if r.description.startswith("partition "))
     named = re.fullmatch(r'partition="([\d-]+)" \(or repartition="auto"\)', better.flag)
     assert named is not None
@@ -202,14 +207,14 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
     assert better.step_s == pytest.approx(moved_s, rel=0.02)
     assert better.step_s < answer.recorded_s.mean() * 0.99
     assert not [r for r in answer.repairs if "--" in r.flag]
-    # A second partition, based only on the numbers of segments, must not be listed too.
+    # The analysis must not list a second partition, based only on the numbers of segments.
     assert "stages of equal work" not in [repair.description for repair in answer.repairs]
 
 
 def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that step times are predicted if microbatches are distributed, even with an order.
+    """Checks the predicted step times if microbatches are also distributed over replicas by cost.
 
-    A setting in use is not suggested.
+    The analysis must not suggest a setting that the run already uses.
     """
     # The generator of synthetic traces requires the same number of microbatches on all replicas.
     seeds = iter(range(1000))
@@ -238,14 +243,15 @@ def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_dealing_keeps_the_groups_of_a_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that replicas get multiples of the pipeline size if the schedule requires it."""
+    """Checks that replicas get multiples of the pipeline size if the schedule requires this."""
     batches: list[Any] = []
     for seed in range(10_000):
         random = np.random.default_rng(seed)
         batch = np.array([random.lognormal(0.0, 1.0, REPLICAS * MICROBATCHES), [1.0] * 16])
         costs = [batch.sum(axis=0).tolist()] * REPLICAS
         free, grouped = (len(deal(costs, group=group)[0]) for group in (1, RANKS))
-        # The generator of synthetic traces requires equal numbers on all replicas.
+        # The generator of synthetic traces requires the same number of microbatches on all
+        # replicas.
         if free % RANKS and grouped == MICROBATCHES:
             batches.append(batch)
         if len(batches) == STEPS:
@@ -255,7 +261,8 @@ def test_dealing_keeps_the_groups_of_a_schedule(
     answer = ContentRun(even, "interleaved").write(tmp_path / "now", monkeypatch)
     dealt = ContentRun(even, "interleaved", dealing="time", group=RANKS)
     dealt_s = dealt.recorded_s(tmp_path / "dealt", monkeypatch)
-    # The analysis lists only settings that save time, and groups are too coarse to do so here.
+    # The analysis lists only settings that save time, but groups are too coarse to save time here,
+    # so read the prediction directly.
     run = read_run(tmp_path / "now")
     ops = read_operations(run, pipelines_of(run), run.iterations)
     saved_s = content_module.content_answers(run, [ops]).saved_s
@@ -294,7 +301,7 @@ def test_a_trace_without_some_actions_is_not_said_to_differ_by_nothing(
 def test_no_partition_is_searched_if_a_header_does_not_name_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a header without the run's partition is not an error."""
+    """Checks that a trace header without the run's partition does not cause an error."""
     even = (SEGMENTS // RANKS,) * RANKS
     run = ContentRun(even, "1f1b")
     answer = run.write(tmp_path, monkeypatch, layers=(8, 8), layer_work=[])
@@ -303,17 +310,17 @@ def test_no_partition_is_searched_if_a_header_does_not_name_that_of_the_run(
 
 
 class MeasuredSegments:
-    """Trace of a rank with the times of its segments, as ``RankTrace`` has them."""
+    """Trace of a rank with the times of its segments, with the interface of ``RankTrace``."""
 
     iterations = (1, 2)
 
     def layers(self, iteration: int) -> list[tuple[int, int, int, int]]:
-        """Returns index, forward and backward ns, and passes of each segment."""
+        """Returns index, forward ns, backward ns and number of passes for each segment."""
         return [(0, 30, 0, 1), (1, 30, 0, 1), (2, 10, 20, 1), (3, 30, 60, 1)]
 
 
 def test_forward_and_backward_of_a_stage_are_divided_separately() -> None:
-    """Checks that frozen segments, which have no backward pass, get no part of its time."""
+    """Checks that frozen segments, which have no backward pass, get no backward time."""
     header = TraceHeader(
         run="",
         rank=0,

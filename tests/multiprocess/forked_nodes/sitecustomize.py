@@ -1,11 +1,11 @@
 """Makes Python programs run as forks of a process that has already imported their modules.
 
-A node's fork server, ``torchrun`` and each rank need seconds of CPU time for imports. If this
-folder is in ``PYTHONPATH``, every Python process imports this module when it starts. A process that
-is about to run one of these programs sends its file descriptors to a server of the tests. If
-``TESTS_FORK_EVERY`` is set, processes with any other program do the same. The server forks a child
-that runs the program. The original process forwards signals to the child, and exits with the
-child's status. If the original process is killed, the server kills the child. If there is no
+The fork server of a node, ``torchrun`` and each rank need seconds of CPU time for imports. If this
+folder is in ``PYTHONPATH``, every Python process imports this module when the process starts. A
+process that is about to run one of these programs sends its file descriptors to a server of the
+tests. If ``TESTS_FORK_EVERY`` is set, processes with any other program do the same. The server
+forks a child that runs the program. The original process forwards signals to the child, and exits
+with the child's status. If the original process is killed, the server kills the child. Without a
 server, the process runs its program itself.
 
 Usage: ``sitecustomize.py SOCKET [MODULE ...]`` imports additional modules and runs the server in a
@@ -51,11 +51,13 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def ask(files: list[int], command: list[str]) -> None:
-    """Asks the server for a fork, and exits with the fork's status; returns if there is no server.
+    """Asks the server for a fork, and exits with the status of the fork.
+
+    Returns if there is no server.
 
     Args:
-        files: File descriptors of this process; the last two are its standard output and error.
-        command: Script and its arguments, or an empty list for a fork server.
+        files: File descriptors of this process. The last two are the standard output and error.
+        command: Script and its arguments, or an empty list to request a node's fork server.
     """
     with socket.socket(socket.AF_UNIX) as link:
         try:
@@ -75,10 +77,10 @@ def ask(files: list[int], command: list[str]) -> None:
 
 
 def started(pid: int | str) -> str:
-    """Returns the start time of ``pid`` in clock ticks since boot, or "" if it does not exist.
+    """Returns the start time of process ``pid`` in clock ticks since boot, or "" without a process.
 
-    Process IDs are reused, so an ID that was read earlier identifies a process only together with
-    this time.
+    Process IDs are reused. So an ID that was read earlier identifies a process only together with
+    its start time.
     """
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -88,7 +90,9 @@ def started(pid: int | str) -> str:
 
 
 def fork_of(path: str, pid: int) -> int | None:
-    """Returns the ID of the process that was forked for ``pid``, or ``None`` if there was no fork.
+    """Returns the ID of the process that was forked for process ``pid``.
+
+    Returns ``None`` if no process was forked.
 
     Args:
         path: Path of the server's socket.
@@ -104,7 +108,7 @@ def fork_of(path: str, pid: int) -> int | None:
 
 
 def _end(status: int) -> None:
-    """Exits with ``status``; if it is negative, kills this process by the same signal."""
+    """Exits with ``status``. If ``status`` is negative, kills this process with the same signal."""
     if status < 0:
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
@@ -113,7 +117,7 @@ def _end(status: int) -> None:
 
 
 def is_trainer(command: list[str]) -> bool:
-    """Returns whether ``command``, the words after ``python -u``, starts a rank."""
+    """Returns whether ``command``, the words after ``python -u``, starts a rank of a job."""
     by_name = bool(command) and command[0].endswith(SCRIPTS)
     return by_name or any(command[: len(program)] == program for program in PROGRAMS)
 
@@ -127,8 +131,8 @@ def is_launcher(command: list[str]) -> bool:
 def is_program(command: list[str]) -> bool:
     """Returns whether ``command`` runs a module, a script or inline code.
 
-    Processes of ``multiprocessing`` are excluded, because they inherit file descriptors that a fork
-    would not have.
+    Returns false for processes of ``multiprocessing``, because a fork would not have the file
+    descriptors that these inherit.
     """
     if not command:
         return False
@@ -145,8 +149,9 @@ def serve(path: str, *modules: str) -> None:
     """
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # Otherwise, garbage collection in a forked process would copy shared pages.
-    # Each process is listed under its pidfd and under its socket.
+    # Without this call, garbage collection in a forked process would copy shared memory pages.
+    gc.freeze()
+    # Each process has two keys: its pidfd and its socket.
     forked: dict[Any, tuple[int, socket.socket]] = {}
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -183,7 +188,7 @@ def _received(link: socket.socket) -> bytes:
 
 
 def _family(pid: int) -> list[int]:
-    """Returns ``pid`` and the process IDs of all descendants of this process."""
+    """Returns ``pid`` and the process IDs of all descendants of the process."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -208,10 +213,10 @@ def _fork(listener: socket.socket) -> tuple[int, socket.socket]:
 
 
 def _enter(peer: int) -> None:
-    """Moves this process into the namespaces of the process ``peer``, if they differ.
+    """Moves this process into the namespaces of the process ``peer``, if these differ.
 
-    A PID namespace applies only to children. Therefore, a child continues in this function, and
-    this process exits with the child's status.
+    A PID namespace applies only to children. Therefore, this function returns in a child, and this
+    process exits with the status of the child.
     """
     import ctypes
 
@@ -250,7 +255,7 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             os.close(file)
         for name, limit in request["limits"].items():
             resource.setrlimit(int(name), limit)
-        # Torch renames launchers, so tests identify the forked process by this file.
+        # Torch renames launchers, so tests find the forked process with this file.
         with open(f"{request['variables'][SOCKET]}-{request['pid']}", "w") as record:
             record.write(f"{request['started']} {os.getpid()} {started('self')}")
         os.environ.clear()
@@ -271,8 +276,8 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             sys.path[0] = os.path.dirname(request["words"][0]) if is_script else os.getcwd()
             status = run({"variables": {}, "words": request["words"]})
         else:
-            # Tests identify the process by this name, which contains the ID of the process that
-            # requested it.
+            # The name contains the ID of the requesting process, so tests can find the fork by its
+            # name.
             _name(f"node-{request['pid']}")
             rank_forkserver.main(first)
             status = 0
@@ -296,7 +301,7 @@ elif SOCKET in os.environ:
     elif "LOCAL_RANK" in os.environ and is_trainer(sys.orig_argv[2:]):
         ask([0, 1, 2], sys.orig_argv[2:])
     elif is_launcher(sys.orig_argv[1:]) and "SLURM_JOB_ID" not in os.environ:
-        # Do not fork launchers under Slurm, because Slurm sends signals only to the processes of
+        # Under Slurm, do not fork launchers, because Slurm sends signals only to the processes of
         # its own step.
         ask([0, 1, 2], sys.orig_argv[1:])
     elif EVERY in os.environ:

@@ -51,14 +51,15 @@ def measure(spans: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Reads the run in a folder, and prints the time and memory that reading takes."""
+    """Reads the run in a folder, and prints how much time and memory this takes."""
     from megatron.adaptive.trace.diagnose import diagnose
 
     start = time.perf_counter()
     run = read_run(sys.argv[1])
     run_figures(run)
     read_s = time.perf_counter() - start
-    # For children that have exited, the system reports only the largest memory of any child.
+    # The system reports only the largest memory of a single child, for all children that have
+    # exited.
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     workers = len(os.sched_getaffinity(0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + workers * children

@@ -15,7 +15,7 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 RANKS = 4
 SCHEDULES = (("1f1b", 1), ("adaptive", 1), ("zb-h1", 1), ("interleaved", 2), ("adaptive", 2))
-"""Schedules, each with its number of chunks."""
+"""Schedules that are drawn, each with its number of chunks per rank."""
 
 GROUPS: tuple[tuple[str, int], ...] = (
     ("rank x1.1", 40),
@@ -25,7 +25,7 @@ GROUPS: tuple[tuple[str, int], ...] = (
     ("spikes", 25),
     ("slow data", 25),
 )
-"""Number of runs with each fault, out of 200."""
+"""Number of runs with each fault, in 200 runs with a fault."""
 
 WEAK = "rank x1.1"
 CAUSES = {"slow-rank": "slow rank", "slow-link": "slow link", "slow-data": "slow data"}
@@ -40,9 +40,9 @@ class Outcome:
         truth: Cause and ranks of the fault, or an empty string for a run without a fault.
         said: Headlines of the diagnosis.
         right: Whether the most expensive finding has the right cause and ranks. For a run without a
-            fault, whether there is no finding.
-        others: Number of findings besides the right finding.
-        case: Description of the run.
+            fault, whether there are no findings.
+        others: Number of findings that are not right.
+        case: Settings of the run.
     """
 
     group: str
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
-    """Returns a random run without a fault."""
+    """Returns the settings of a random run without a fault."""
     schedule, chunks = rng.choice(SCHEDULES)
     forward_s = rng.uniform(0.005, 0.02)
     head = rng.choice((0.0, 0.0, rng.uniform(0.3, 1.5)))
@@ -115,9 +115,10 @@ def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
 
 
 def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]) -> Outcome:
-    """Compares the diagnosis ``said`` with the fault that was planted.
+    """Compares the diagnosis ``said`` with ``fault``, the fault of the run.
 
-    A last stage with a large head really is uneven, so this finding is neither right nor wrong.
+    If the last stage also computes a large output layer (the head), the stages really are uneven. A
+    finding that says so is ignored.
     """
     headlines = tuple(finding.headline for finding in said.findings)
     uneven = case.get("head", 0.0) > 0
@@ -133,11 +134,12 @@ def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]
 
 
 def outcomes(runs: int, seed: int, groups: Iterable[str] | None = None) -> Iterator[Outcome]:
-    """Diagnoses synthetic runs.
+    """Diagnoses synthetic runs with and without faults.
 
     Args:
-        runs: Number of runs with a fault, and of runs without a fault.
-        seed: Seed of all draws. Seeds below 1000 were used to choose the limits.
+        runs: Number of runs with a fault, and number of runs without a fault.
+        seed: Seed of all random choices. Seeds below 1000 were used to choose the limits of the
+            diagnosis.
         groups: Names of the faults, or ``None`` for all faults.
 
     Yields:

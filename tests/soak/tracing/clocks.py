@@ -20,14 +20,13 @@ from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock
 from megatron.adaptive.trace.trace_format import ClockSamples
 
 WRONG: tuple[tuple[float, float], ...] = ((5, 50), (-5, -50), (5, -50), (-5, 50))
-"""Offsets in seconds, and drifts in ppm."""
+"""Offset in seconds and drift in ppm of each wrong clock."""
 
 PERIODS_S = (0.1, 0.5)
 
 
 def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
-    """Samples the clocks of processes with wrong clocks, and compares the fit with the ground
-    truth.
+    """Samples wrong clocks of other processes, and compares the fitted clocks with the true clock.
 
     Args:
         seconds: Time in seconds for which each process samples.
@@ -59,7 +58,7 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
 def sample(
     server: ClockServer, offset_s: float, drift_ppm: float, seconds: float
 ) -> dict[str, Any]:
-    """Starts a process with a wrong clock, and returns its measurements.
+    """Starts a process with a wrong clock, and returns the clock samples and the start time.
 
     Raises:
         RuntimeError: The process failed.
@@ -69,12 +68,12 @@ def sample(
 
 
 def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
-    """Returns what a wrong clock shows at the time ``true``, in nanoseconds."""
+    """Returns what a wrong clock shows at the times ``true``, in nanoseconds."""
     return true + round(offset_s * 1e9) + ((true - start_ns) * drift_ppm * 1e-6).astype(np.int64)
 
 
 def main() -> int:
-    """Runs a process with a wrong clock, and prints its measurements."""
+    """Runs a process with a wrong clock, and prints its clock samples."""
     port, secret, offset_s, drift_ppm, seconds = sys.argv[1:]
     start_ns = time.monotonic_ns()
 
@@ -88,7 +87,7 @@ def main() -> int:
     )
     end = time.monotonic() + float(seconds)
     while time.monotonic() < end:
-        sum(range(2000))  # Threads of a rank also hold the interpreter lock.
+        sum(range(2000))  # Keep the interpreter lock busy, as the threads of a real rank do.
     sampler.close()
     samples = [sample for burst in bursts for sample in burst.samples]
     print(json.dumps({"samples": samples, "start_ns": start_ns, "bursts": len(bursts)}))

@@ -33,7 +33,7 @@ _BOTH, _LINK, _STAGES = "both: ", "links without jitter", "stages of equal work"
 
 @dataclass(frozen=True)
 class Done:
-    """Repair of a fault, with the predicted and the real step time.
+    """Repair of a fault, with the predicted and the actual step time.
 
     Attributes:
         job: Name of the fault.
@@ -71,7 +71,7 @@ def _dealt(run: SyntheticRun, _: Repair) -> SyntheticRun:
 
 
 def _moved(run: SyntheticRun, repair: Repair) -> SyntheticRun:
-    """Returns ``run`` with the number of layers per stage that ``repair`` suggests."""
+    """Returns ``run`` with the numbers of layers per stage that ``repair`` suggests."""
     match = re.search(r"--partition ([\d-]+)", repair.flag)
     assert match is not None, repair.flag
     work = np.array([float(layers) for layers in match[1].split("-")])
@@ -90,7 +90,7 @@ _MENDS: dict[str, Mend] = {
 
 
 def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
-    """Returns jobs with a fault by name, and the repairs to try on each job."""
+    """Returns a dict from the name of each job with a fault to the run and the repairs to try."""
 
     def make(**options: Any) -> SyntheticRun:
         return real_run(HALF_S, iterations=ITERATIONS, **options)
@@ -123,7 +123,7 @@ def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
 
 
 def measure() -> Iterator[Done]:
-    """Runs all jobs with each of their repairs, and yields the predicted and real step times.
+    """Runs all jobs with each of their repairs, and yields predicted and actual step times.
 
     Raises:
         RuntimeError: A rank failed, the timeout passed, or the what-if analysis does not suggest
@@ -140,7 +140,10 @@ def measure() -> Iterator[Done]:
 
 
 def _run(run: SyntheticRun) -> tuple[float, Any]:
-    """Returns the mean step time of ``run`` without its first step, and the what-if analysis."""
+    """Runs ``run``, and returns its mean step time in seconds and the what-if analysis.
+
+    The first step is ignored.
+    """
     with tempfile.TemporaryDirectory() as folder:
         execute(Path(folder), run, LIMIT_S)
         trace = read_run(folder)
@@ -149,7 +152,10 @@ def _run(run: SyntheticRun) -> tuple[float, Any]:
 
 
 def ordered_right(done: list[Done]) -> tuple[int, int]:
-    """Returns how many pairs of a job's repairs are in the right order, and how many exist."""
+    """Compares the repairs of each job in pairs.
+
+    Returns the number of pairs whose predicted order is the actual order, and the number of pairs.
+    """
     pairs = [
         (first, other) for first, other in itertools.combinations(done, 2) if first.job == other.job
     ]

@@ -36,19 +36,19 @@ LAYERS = 4
 
 
 class Stages(EmulatedStages):
-    """Simulates chunks by sleeping. The first stage reads its data within its forward pass.
+    """Simulates the chunks of a rank by sleeping. The first stage reads its data in forward passes.
 
     Args:
-        work: Work of this rank in the step.
+        work: Durations of the actions of this rank in the step.
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
         sleeper: Sleeper of this rank.
-        split: Whether weight gradients are separate actions.
-        read_s: Duration of a read in seconds, by microbatch.
-        recorder: Recorder of the reads.
+        split: Whether weight gradients are computed in separate actions.
+        read_s: Duration in seconds of reading data, for each microbatch.
+        recorder: Recorder to which reads of data are added.
 
     Attributes:
-        worked_s: Start and end of each forward and backward pass, in seconds.
+        worked_s: Start and end time of each forward and backward pass, in seconds.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Stages(EmulatedStages):
         self.worked_s: list[tuple[float, float]] = []
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Reads data (on the first stage), and sleeps for the time of a forward pass."""
+        """Reads data on the first stage, and sleeps for the duration of a forward pass."""
         start_ns = time.monotonic_ns()
         if self._stages[chunk] == 0:
             self._sleeper.until(start_ns / 1e9 + self._read_s[microbatch])
@@ -83,7 +83,7 @@ class Stages(EmulatedStages):
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Sleeps for the time of a backward pass."""
+        """Sleeps for the duration of a backward pass."""
         start_s = time.monotonic()
         result = super().backward(chunk, microbatch, gradient)
         self.worked_s.append((start_s, time.monotonic()))
@@ -94,7 +94,8 @@ class Rank:
     """Runs one rank of a job whose ranks sleep instead of computing.
 
     Args:
-        rank: Global rank. The replicas of a pipeline position are next to each other.
+        rank: Global rank. Ranks with the same pipeline position on different replicas are
+            consecutive.
         run: Description of the run.
         folder: Folder for the traces.
     """
@@ -135,13 +136,16 @@ class Rank:
         self._sleeper = Sleeper()
 
     def close(self) -> None:
-        """Closes all channels and files of this rank. Collective over all ranks."""
+        """Closes all channels and files of this rank. All ranks must call this method."""
         self._recorder.close()
         self._channels.close()
         dist.barrier(group=self._world)
 
     def iterate(self, iteration: int) -> list[tuple[float, float]]:
-        """Runs the iteration ``iteration``, and returns the start and end times of its actions."""
+        """Runs iteration ``iteration``.
+
+        Returns the start and end times of the actions, in seconds.
+        """
         run, made = self._run, self._candidate
         drawn, data_s = draw_dealt(run, self._placement, iteration, self.replica)
         count = len(data_s)
@@ -188,7 +192,10 @@ class Rank:
 def draw_dealt(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int
 ) -> tuple[Workload, Any]:
-    """Draws the durations of a replica's step. Microbatches may be distributed by cost."""
+    """Draws the durations of a step of ``replica``.
+
+    If ``run.is_dealt``, microbatches are distributed over the replicas by cost.
+    """
     seeds = [
         random.Random(f"{run.seed}/{iteration}/{r}").randrange(2**31) for r in range(run.replicas)
     ]
@@ -215,7 +222,7 @@ def draw_dealt(
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
-    """Runs the rank ``rank``, and returns the times of its actions in each iteration."""
+    """Runs rank ``rank``, and returns each rank's action times in each iteration."""
     sharpen_timers()
     faults = tuple(Fault(**fault) for fault in plan["run"]["faults"])
     run = SyntheticRun(**{**plan["run"], "faults": faults})

@@ -19,17 +19,20 @@ from tests.soak.tracing.cases import RANKS, Outcome, draw_fault, judge
 from tests.support.synthetic_trace import SyntheticRun
 
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")
-"""Faults of the runs, in rotation. One in seven runs has no fault."""
+"""Faults of the runs, in rotation. Every seventh run has no fault."""
 
 HALF_S = {"F 50 ms, B 100 ms": 0.025, "F 20 ms, B 40 ms": 0.010}
-"""Duration in seconds of F, of B and of W of half a rank, for comparing bubbles."""
+"""Time in seconds that each kind of pass takes for half of a rank's layers.
+
+The kinds are forward pass, input gradient and weight gradient.
+"""
 
 
 def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
-    """Runs jobs and diagnoses them.
+    """Runs jobs of sleeping processes, and compares the diagnosis of each with its fault.
 
     Args:
-        runs: Number of runs, half with one replica, half with two.
+        runs: Number of jobs. Jobs have one or two replicas.
         seed: Seed of all draws.
         limit_s: Timeout in seconds, after which all processes are killed.
 
@@ -48,16 +51,17 @@ def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
 
 
 def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
-    """Measures bubble errors in runs without a fault.
+    """Measures the errors of the bubbles in the traces of runs without a fault.
 
     Args:
         runs: Number of runs.
         seed: Seed of all draws.
-        half_s: Duration in seconds of F, of B and of W of half a rank.
+        half_s: Time in seconds that a forward pass, an input gradient and a weight gradient each
+            take for half of a rank's layers.
 
     Returns:
-        Mean over ranks of the trace's bubble minus the true bubble, in percentage points, for each
-        run.
+        For each run, the bubble in the trace minus the true bubble, averaged over ranks, in
+        percentage points.
 
     Raises:
         RuntimeError: A rank failed.
@@ -73,7 +77,7 @@ def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
 
 
 def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
-    """Executes a run.
+    """Runs a job with one sleeping process per rank.
 
     Args:
         folder: Folder for the traces of the run.
@@ -81,7 +85,7 @@ def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
         limit_s: Timeout in seconds, after which all processes are killed.
 
     Returns:
-        Start and end in seconds of all actions, by rank and iteration.
+        Start and end times in seconds of all actions, by rank and iteration.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.
@@ -91,7 +95,10 @@ def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
 
 
 def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
-    """Returns the trace's bubble minus the true bubble, the median of iterations, in points."""
+    """Returns the bubble in a trace minus the true bubble, in percentage points.
+
+    This is the median over iterations of the mean over ranks.
+    """
     figures = run_figures(read_run(folder))
     errors = []
     for number, iteration in enumerate(figures.iterations.tolist()):
@@ -107,7 +114,11 @@ def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
 
 
 def real_run(half_s: float, **options: Any) -> SyntheticRun:
-    """Returns a run of small stages, each with two halves whose F, B and W take ``half_s``."""
+    """Returns the settings of a job whose ranks sleep.
+
+    A forward pass, an input gradient and a weight gradient each take ``half_s`` seconds for half of
+    a stage, and ``options`` replace other settings.
+    """
     times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), 2 * half_s)
     return SyntheticRun(
         **{

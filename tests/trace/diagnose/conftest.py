@@ -1,4 +1,4 @@
-"""Provides diagnoses of synthetic runs with a fault."""
+"""Provides the diagnosis of synthetic runs, which may have faults."""
 
 from collections.abc import Callable
 from pathlib import Path

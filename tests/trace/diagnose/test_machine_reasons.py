@@ -1,4 +1,4 @@
-"""Checks that the diagnosis derives the reason for slow ranks from counters in their traces."""
+"""Checks that counters in the traces explain why ranks are slow."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from .conftest import NOISE
 
 Count = Callable[[int, int], dict[str, float]]
-"""Function that returns a rank's counters in an iteration, with times as fractions of it."""
+"""Function that takes a rank and an iteration, and returns counters.
+
+Times are fractions of the iteration.
+"""
 
 NOT_TIMES = (
     PROCESSORS,
@@ -81,15 +84,16 @@ SLOW = Fault(kind="slow-rank", rank=2, factor=1.5)
 def diagnosed(
     folder: Path, count: Count, *faults: Fault, iterations: int = 16, hosts: int = 1, **header: str
 ) -> Diagnosis:
-    """Returns the diagnosis of a synthetic run whose counters ``count`` overrides.
+    """Returns the diagnosis of a synthetic run with machine counters from ``count``.
 
     Args:
         folder: Folder for the traces.
-        count: Function that returns the counters of a rank in an iteration.
+        count: Function that returns the counters of a rank in an iteration, which replace the
+            default values.
         faults: Faults of the run.
         iterations: Number of iterations.
         hosts: Number of machines.
-        header: Additional fields of the headers.
+        header: Additional fields of the trace headers.
     """
     run = SyntheticRun(faults=faults, hosts=hosts, **{**NOISE, "iterations": iterations})
     write_synthetic(folder, run)
@@ -171,8 +175,9 @@ def test_a_slow_rank_has_its_reason(
     "count",
     [
         lambda rank, _: {},
-        only(1, **{PROCESSOR_WAIT: 0.3}),  # A different rank waits.
-        lambda rank, _: {DISK_WAIT: 0.3},  # Other programs read a disk.
+        only(1, **{PROCESSOR_WAIT: 0.3}),  # The rank that waits is not the slow rank.
+        # All ranks wait for a disk, because other programs use the disk.
+        lambda rank, _: {DISK_WAIT: 0.3},
         lambda rank, _: {PROCESSOR_WAIT: 0.04},
     ],
     ids=["quiet", "another-rank", "disk", "little"],

@@ -28,18 +28,19 @@ def diagnosed(
     kinds: tuple[int, ...] = (),
     **slow: float,
 ) -> list[Finding]:
-    """Returns findings for a synthetic run with layer times, some multiplied (``l5=2.0``).
+    """Returns findings for a synthetic run whose traces contain times of layers.
 
     Args:
         folder: Folder for the traces.
         faults: Faults of the run.
-        waited: Fraction of the step time for which ranks waited for a processor.
+        waited: Fraction of the step time during which ranks waited for a processor.
         layers: Number of layers on each rank.
-        tokens: Indices of the layers with experts.
-        backward: Factor for the backward time of slow layers whose forward pass has normal speed,
-            or 1 if both passes are slow.
-        kinds: Kind of each layer, as in the header of the traces.
-        slow: Factor by which the times of a layer are multiplied, by name of the layer (``l5``).
+        tokens: Indices of the layers that have experts.
+        backward: Factor by which only the backward times of slow layers are multiplied, or 1 if
+            their forward passes are also slow.
+        kinds: Kind of each layer, as in the headers of the traces.
+        slow: Factors by which the times of layers are multiplied. For example, ``l5=2.0`` makes
+            layer 5 twice as slow.
     """
     write_synthetic(
         folder, SyntheticRun(faults=faults, layers=layers, **{**NOISE, "iterations": 16})
@@ -75,7 +76,8 @@ def test_a_slow_layer_is_named_and_not_its_rank(tmp_path: Path) -> None:
 
 def test_a_layer_is_compared_with_layers_of_its_kind(tmp_path: Path) -> None:
     kinds = tuple(1 if index in (5, 10) else 0 for index in range(4 * LAYERS))
-    # Layer 5 is of a kind that does more work. Layer 6 is slower than other layers of its kind.
+    # Layers 5 and 10 do more work than other kinds of layers. Only layer 6 is slower than other
+    # layers of its kind.
     findings = diagnosed(tmp_path, kinds=kinds, l5=6.0, l10=6.0, l6=3.0)
     assert [finding.counts["layer"] for finding in findings if finding.cause == "slow layer"] == [6]
 

@@ -1,4 +1,4 @@
-"""Checks the probability of a number of spikes against random draws."""
+"""Compares the computed probability of a number of spikes with random draws."""
 
 import numpy as np
 import pytest

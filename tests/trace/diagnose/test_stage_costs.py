@@ -1,4 +1,4 @@
-"""Checks that no other partition is faster than the proposed partition."""
+"""Checks that no partition is faster than the partition that the diagnosis proposes."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Checks that the rank that slows down its tensor-parallel group is reported."""
+"""Checks that the diagnosis names the rank that slows down its tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from .conftest import NOISE
 
 SLOW = (2, 3)
-"""Global ranks of stage 1, which share its layers."""
+"""Global ranks of stage 1, which form a tensor-parallel group."""
 
 
 def measured(folder: Path, counters: dict[int, dict[str, int]] | None = None) -> Measured:
-    """Returns the times of a run whose pairs of ranks form tensor-parallel groups."""
+    """Returns the step times of a run whose pairs of ranks form tensor-parallel groups.
+
+    ``counters`` maps ranks to machine counters of each iteration.
+    """
     faults = tuple(Fault(kind="slow-rank", rank=rank, factor=1.4) for rank in SLOW)
     run = SyntheticRun(faults=faults, replicas=2, **{**NOISE, "iterations": 16})
     write_synthetic(folder, run)
@@ -56,7 +59,10 @@ def slow_ranks(m: Measured) -> list[Finding]:
 
 
 def waiting_for(m: Measured, rank: int | None) -> Measured:
-    """Returns ``m`` with collectives that wait for ``rank``; ``None`` means each in turn."""
+    """Returns ``m`` with collectives in which the group :data:`SLOW` waits for ``rank``.
+
+    If ``rank`` is ``None``, the group waits for its members in turn.
+    """
     count = 4 * len(m.iterations)
     start_ns = np.zeros((count, 2), dtype=np.int64)
     if rank is None:

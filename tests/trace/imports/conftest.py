@@ -1,4 +1,4 @@
-"""Provides a synthetic 1F1B job in the published table format, with replicas and an optimizer."""
+"""Provides a synthetic 1F1B job as a table of operations, with replicas and an optimizer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ REDUCE_S, CLIP_S, OPTIMIZER_S = 0.3, 0.05, 0.1
 
 
 def order_of(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
-    """Returns the actions of ``stage`` in 1F1B order, as (kind, microbatch)."""
+    """Returns the actions of ``stage`` in 1F1B order, as pairs of kind and microbatch."""
     warm = min(stages - 1 - stage, microbatches)
     done: list[tuple[str, int]] = [("F", m) for m in range(warm)]
     for m in range(warm, microbatches):
@@ -31,18 +31,19 @@ def job(
 ) -> Table:
     """Returns the table of a simulated job that runs the 1F1B schedule.
 
-    Messages are sent immediately, and a rank receives when it is idle.
+    Messages are sent immediately. A rank starts to receive when the rank is idle.
 
     Args:
         replicas: Number of data-parallel replicas.
-        stages: Number of stages, with one rank each. The rank is stage * replicas + replica.
+        stages: Number of stages, each on one rank per replica. The rank is stage * replicas +
+            replica.
         microbatches: Number of microbatches per replica.
         steps: Numbers of the steps.
-        takes: Function that returns a factor for the forward and backward times, by step, replica,
+        takes: Function that returns a factor for the forward and backward times of a step, replica,
             stage and microbatch.
-        transfer: Function that returns the time of a message in seconds, by direction, replica,
+        transfer: Function that returns the time of a message in seconds, for a direction, replica,
             receiving stage and microbatch.
-        extra: Kind and duration of additional operations on rank 0 in each step.
+        extra: Kinds and durations in seconds of additional operations on rank 0 in each step.
     """
     names = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
     names += ("mc", "mb_id", "gmc")
@@ -87,7 +88,9 @@ def job(
                             if made is None:
                                 break
                             length = transfer(way, replica, stage, m)
-                            posted = min(begin, made)  # The receiver waits only for the sender.
+                            # A receive starts when the receiver is idle or the sender is done,
+                            # whichever is earlier.
+                            posted = min(begin, made)
                             add(source, f"{way}-send", made, made + length)
                             add(stage, f"{way}-recv", posted, made + length)
                             begin = max(begin, made + length)

@@ -43,7 +43,7 @@ def plain(rank: int, net: torch.nn.Module) -> None:
 
 
 def main(folder: Path) -> None:
-    """Profiles both loops, and writes the profiles to ``folder``."""
+    """Profiles the loops ``plain`` and ``pipelining``, and writes the profiles to ``folder``."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)

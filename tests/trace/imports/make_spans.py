@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # This must come before importing megatron-core.
+accelerator.install()  # This call must precede the import of megatron-core.
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,10 @@ def forward(inputs: Any, chunk: Chunk) -> tuple[torch.Tensor, Any]:
 
 
 def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "") -> Any:
-    """Wraps ``function`` in a span. If ``key`` is given, the span contains the microbatch."""
+    """Wraps ``function`` in a span with the name ``megatron.<name>``.
+
+    If ``key`` is not empty, the span contains the argument ``key`` as the index of the microbatch.
+    """
 
     def run(*arguments: Any, **more: Any) -> Any:
         with tracer.start_as_current_span(f"megatron.{name}") as span:
@@ -75,7 +78,7 @@ def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "")
 
 
 def main(folder: Path) -> None:
-    """Trains a few steps, and writes the spans to ``folder``."""
+    """Trains for a few steps, and writes the spans of these steps to ``folder``."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (folder / "console").mkdir(parents=True, exist_ok=True)

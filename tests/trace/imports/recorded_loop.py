@@ -1,4 +1,4 @@
-"""Runs a plain data-parallel loop over gloo, and writes its traces to a folder (first argument)."""
+"""Runs a plain data-parallel loop over gloo, and writes its traces to the folder in ``argv[1]``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Net(torch.nn.Module):
 
 
 def main() -> None:
-    """Trains a few steps of the loop, and records them."""
+    """Trains for a few steps, and records three of these steps."""
     dist.init_process_group("gloo")
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

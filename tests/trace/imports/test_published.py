@@ -1,4 +1,4 @@
-"""Tests the conversion of tables of operations to runs that all readers of traces accept."""
+"""Tests that tables of operations are converted to runs that all readers of traces accept."""
 
 import csv
 from collections.abc import Callable
@@ -32,7 +32,9 @@ def test_a_table_becomes_a_run_and_its_files_say_the_same(make_job: Job, tmp_pat
     assert run.complete_iterations(1) == (5, 6)
     write_run(run, tmp_path / "traces")
     again = read_run(tmp_path / "traces")
-    assert not again.notes()  # Steps that all begin at 0 are placed one after another.
+    # Steps of the table that all begin at 0 are shifted, so that each step follows the previous
+    # step.
+    assert not again.notes()
     for rank, trace in run.ranks.items():
         for span, expected in zip(
             trace.table().spans(), again.ranks[rank].table().spans(), strict=True
@@ -45,7 +47,8 @@ def test_messages_join_the_computes_that_sent_and_took_them(make_job: Job) -> No
     run = run_of_columns(make_job(), Path("job"))
     tables = {rank: trace.table([5]) for rank, trace in run.ranks.items()}
     messages = match_messages(tables)
-    assert len(messages) == 2 * 2 * 2 * 4  # These are directions, replicas, links and microbatches.
+    # The factors are the numbers of directions, replicas, links and microbatches.
+    assert len(messages) == 2 * 2 * 2 * 4
     for n in range(len(messages)):
         source, target = tables[int(messages.source[n])], tables[int(messages.target[n])]
         same = (source.kind == messages.of[n]) & (source.microbatch == messages.microbatch[n])
@@ -55,7 +58,7 @@ def test_messages_join_the_computes_that_sent_and_took_them(make_job: Job) -> No
 
 
 def test_chunks_and_unnumbered_microbatches() -> None:
-    """Checks that with two chunks per rank, the last rank sends messages to the first."""
+    """Checks that the last rank sends messages to the first rank if each rank has two chunks."""
     rows = []
     clock = 0.0
     for chunk in range(2):

@@ -1,6 +1,6 @@
-"""Checks a file in the trace event format by the rules of a strict reader.
+"""Checks a file in the trace event format as strictly as the strictest reader does.
 
-Times are compared in whole nanoseconds, truncated as in trace processors.
+Times are compared in whole nanoseconds, and truncated as in Perfetto's trace processor.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ METADATA = {
 
 
 def nanoseconds(microseconds: float) -> int:
-    """Returns the time of an event in whole nanoseconds, truncated."""
+    """Returns the time ``microseconds`` of an event in whole nanoseconds, truncated."""
     return int(microseconds * 1000)
 
 
 def broken_rules(events: list[Event]) -> list[str]:
-    """Returns a line for each rule that the events break."""
+    """Returns a description of each violation of the format's rules in ``events``."""
     broken = [line for event in events for line in _fields(event)]
     slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for event in events:
@@ -75,7 +75,7 @@ def _flows(events: list[Event]) -> list[str]:
     ends: dict[tuple[Any, str, str], list[str]] = defaultdict(list)
     times: dict[tuple[Any, str], int] = {}
     last: dict[tuple[int, int], tuple[int, int]] = {}
-    for event in events:  # The order matters, because a slice must precede its flow.
+    for event in events:  # The order of the events matters, because a slice must precede its flow.
         where = (event["pid"], event["tid"])
         if event["ph"] == "X":
             start = nanoseconds(event["ts"])

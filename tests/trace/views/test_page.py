@@ -1,4 +1,4 @@
-"""Checks that the page contains the data of the trace, and that it is small enough."""
+"""Checks that the HTML page contains the data of the trace, and that the page is small enough."""
 
 import base64
 import gzip
@@ -34,14 +34,14 @@ def make(tmp_path: Path) -> Make:
 
 
 class Page:
-    """Reads the data of a page."""
+    """Reads the data of the HTML page ``path``."""
 
     def __init__(self, path: Path) -> None:
         self.text = path.read_text()
         self.head = self._script("page")
 
     def block(self, group: int, number: int) -> dict[str, Any]:
-        """Returns block ``number`` of a group, with its columns as arrays."""
+        """Returns the block ``number`` of the group ``group``, with its columns as arrays."""
         return decode(self._script(f"block-{group}-{number}"))
 
     def _script(self, name: str) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_a_steady_step_simulated_anew_is_the_step(
 ) -> None:
     write_page(make(iterations=1, action_sigma=0.0, **shape), tmp_path / "a.html", [1])
     block = Page(tmp_path / "a.html").block(0, 0)
-    # Only some forward passes read data, and the mean distributes this time over all forward
+    # Only some forward passes read data. The simulated step distributes this time over all forward
     # passes.
     assert block["simulated_ms"] == pytest.approx(block["step_ms"], rel=0.02)
     assert len(block["s_start"]) == block["s_offset"][-1] > 0

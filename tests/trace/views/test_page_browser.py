@@ -1,4 +1,4 @@
-"""Tests the page in a real browser, including opening, zooming, tooltips and the slider."""
+"""Tests the HTML page in a real browser, including opening, zooming, tooltips and the slider."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +42,7 @@ def figures(run: RunTrace) -> RunFigures:
 
 @pytest.fixture(scope="module")
 def browser(run: RunTrace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Yields a headless Chromium with the page open."""
+    """Yields the driver of a headless Chromium in which the page is open."""
     folder = tmp_path_factory.mktemp("profile")
     write_page(run, folder / "page.html", run.iterations)
     with opened_browser(folder / "profile") as driver:
@@ -53,21 +53,21 @@ def browser(run: RunTrace, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def page(browser: Any) -> Any:
-    """Returns the page in its initial state."""
+    """Returns the driver, with the page in its initial state."""
     browser.refresh()
     wait_for(browser, "return document.body.dataset.ready === 'yes'")
     return browser
 
 
 def wait_for(browser: Any, script: str, *arguments: Any, within_s: float = READY_S) -> None:
-    """Waits until ``script`` returns a true value."""
+    """Waits until the JavaScript function body ``script`` returns a true value."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(browser, within_s, 0.05).until(lambda d: d.execute_script(script, *arguments))
 
 
 def came_true(browser: Any, script: str, *arguments: Any) -> bool:
-    """Returns whether ``script`` returns a true value within a short time."""
+    """Returns whether ``script`` returns a true value within three seconds."""
     from selenium.common.exceptions import TimeoutException
 
     try:
@@ -78,7 +78,7 @@ def came_true(browser: Any, script: str, *arguments: Any) -> bool:
 
 
 def plot_point(page: Any, x: float, y: float) -> tuple[float, float]:
-    """Returns the window coordinates of a point in the timeline, given as fractions of its size."""
+    """Returns the window coordinates of a point, given as fractions of the timeline's size."""
     left, top, width, height = page.execute_script(
         "const l = chart._fullLayout, b = chart.getBoundingClientRect();"
         "return [b.left + l.xaxis._offset, b.top + l.yaxis._offset, l.xaxis._length, "
@@ -94,7 +94,7 @@ def pointer(page: Any) -> Any:
 
 
 def move(page: Any, *places: tuple[float, float], drag: bool = False) -> None:
-    """Moves the pointer to ``places``, with its button pressed if ``drag`` is true."""
+    """Moves the pointer to ``places``, with the mouse button pressed if ``drag`` is true."""
     actions = pointer(page)
     for number, (x, y) in enumerate(places):
         actions.pointer_action.move_to_location(int(x), int(y))

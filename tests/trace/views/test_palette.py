@@ -1,4 +1,4 @@
-"""Checks that chunks have different shades, kinds keep their colour, and texts are readable."""
+"""Checks that chunks have different shades, actions keep their hue, and texts are readable."""
 
 import colorsys
 

@@ -1,4 +1,4 @@
-"""Checks that the picture shows forward, backward and idle time as in the trace."""
+"""Checks that the picture shows as much forward, backward and idle time as the trace."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +34,8 @@ def test_colours_cover_what_the_trace_says(write_run: Callable[..., Path], tmp_p
     forward = share(tmp_path / "chart.png", chunk_color("F", 0, 1))
     backward = share(tmp_path / "chart.png", chunk_color("B", 0, 1))
     idle = share(tmp_path / "chart.png", IDLE)
-    # Each rank has 4 ms forward, 8 ms backward and 3 ms idle. The legend and texts change the
-    # fractions slightly.
+    # Each rank has 4 ms of forward passes, 8 ms of backward passes and 3 ms of idle time. The
+    # legend and the texts change the fractions slightly.
     assert backward / forward == pytest.approx(2, rel=0.15)
     assert idle / forward == pytest.approx(0.75, rel=0.15)
 

@@ -1,4 +1,4 @@
-"""Checks the curves by reading them with TensorBoard's own reader."""
+"""Checks the written curves by reading them with TensorBoard's own reader."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from megatron.adaptive.trace.views.formats.tensorboard import FILE_NAME, write_s
 
 
 def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """Returns the steps and values of the curve ``tag``."""
+    """Returns a pair of step and value for each point of the curve ``tag`` in ``folder``."""
     reader = EventAccumulator(str(folder))
     reader.Reload()
     return [(point.step, point.value) for point in reader.Scalars(tag)]

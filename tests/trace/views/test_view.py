@@ -1,4 +1,4 @@
-"""Tests the lookup of views by name, and views that users define."""
+"""Tests that views are found by name, and that users can define views."""
 
 from __future__ import annotations
 

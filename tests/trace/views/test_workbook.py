@@ -1,4 +1,4 @@
-"""Checks that cells of the workbook equal the trace, and that Excel's limits are respected."""
+"""Checks that the workbook's cells equal the trace, and that Excel's limits are respected."""
 
 import zipfile
 from collections.abc import Callable
@@ -41,7 +41,10 @@ def draw(
 
 
 def write(folder: Path, target: Path) -> tuple[PipelineStep, RunFigures]:
-    """Writes the workbook of a run's last iteration, and returns the step and the statistics."""
+    """Writes the workbook of the last iteration of the run in ``folder`` to ``target``.
+
+    Returns the step and the statistics of the run.
+    """
     run = read_run(folder)
     step, figures = pipeline_step(run), run_figures(run)
     write_workbook(run, step, figures, target)
@@ -57,7 +60,7 @@ def save_order(step: PipelineStep, path: Path) -> None:
 
 
 def chart_row(sheet: Worksheet, row: int) -> list[tuple[str | None, str, int, int]]:
-    """Returns the text, colour, first and last column of each coloured cell in a row."""
+    """Returns (text, colour, first column, last column) for each coloured cell in ``row``."""
     widths = {
         area.min_col: area.max_col for area in sheet.merged_cells.ranges if area.min_row == row
     }
@@ -95,8 +98,8 @@ def test_widths_and_idle_cells_show_time(draw: Callable[..., tuple[PipelineStep,
     assert book.sheetnames == ["order", "time", "summary", "iterations", "charts"]
     sheet = book["order"]
     shown = [(text, last - first + 1) for text, _, first, last in chart_row(sheet, 4)]
-    # Rank 1 waits for the first forward pass. A forward pass has 4 columns, a backward pass twice
-    # as many.
+    # Rank 1 waits for the first forward pass. A forward pass has 4 columns, and a backward pass has
+    # 8.
     assert shown == [(None, 4), ("0-0", 4), ("0-1", 4), ("0-0", 8), ("0-1", 8), (None, 8)]
     assert sheet["B2"].value == "0 ms"
     assert sheet["R2"].value == "4 ms"
@@ -122,7 +125,10 @@ def test_missing_ranks_are_said(write_run: Callable[..., Path], tmp_path: Path) 
 
 
 def check_file(path: Path) -> None:
-    """Checks that Excel can open the file without repairs due to overlaps or too many columns."""
+    """Checks that Excel can open the file without repairs.
+
+    Excel would repair overlapping cells and too many columns.
+    """
     space = {"x": "http://schemas.openxmlformats.org/spreadsheetml/2006/main"}
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
@@ -157,7 +163,7 @@ def test_sixteen_stages_four_chunks_sixty_four_microbatches(
 
 
 def test_a_long_step_with_short_actions_gets_coarser_columns(tmp_path: Path) -> None:
-    # This step would need 40 million columns if each action had four.
+    # If each action had four columns, this step would need 40 million columns.
     ends = (Span("F", 0, 0, 0, 10, 1), Span("B", 0, 0, 99_999_990, 100_000_000, 1))
     grid = lay_out(step_of(ends))
     assert grid.num_columns < MAX_COLUMNS
@@ -200,7 +206,8 @@ def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
     )
     step = step_of(row, waits=(waits,))
     bins = fill_bins(step)
-    # 0.1 ms is the smallest unit of the 1-2-5 series that needs at most 600 columns.
+    # Units of time follow the series 1, 2, 5, 10, and so on. The unit 0.1 ms is the smallest that
+    # needs at most 600 columns.
     assert (bins.unit_ns, bins.num_columns) == (100_000, 600)
     assert bins.rows[0] == (
         ChartCell(0, 300, row[0]),
@@ -215,7 +222,8 @@ def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
 
 
 def test_a_bin_shows_what_goes_on_at_its_middle() -> None:
-    unit = 1000  # A column represents 1000 ns, because 600,000 ns are shown in 600 columns.
+    # The step takes 600,000 ns and is shown in 600 columns, so each column represents 1000 ns.
+    unit = 1000
     row = (
         Span("F", 0, 0, 0, 300, 1),
         Span("F", 0, 1, 400, 900, 1),
@@ -273,7 +281,7 @@ def test_summary_and_iterations_are_the_figures(
         assert line["actions"] == 16
         assert line["step ms"] == pytest.approx(step.step_ns / 1e6)
         names = [f"{part} ms" for part in PARTS.values()]
-        # The run's waits overlap with its actions by a few nanoseconds.
+        # Waits in the synthetic trace overlap with actions by a few nanoseconds.
         assert sum(line[name] for name in names) == pytest.approx(line["step ms"], abs=1e-3)
         assert line["busy ms"] == pytest.approx(parts[2, rank, 0])
         assert line["bubble fraction"] == pytest.approx(1 - line["busy ms"] / line["step ms"])

@@ -1,6 +1,6 @@
-"""Checks that LibreOffice opens the workbook without repairs, and that cells equal the trace.
+"""Checks that LibreOffice opens the workbook without repairs and keeps its content.
 
-LibreOffice loads the workbook and saves it. The new file must have the same content.
+LibreOffice loads the workbook and saves a new file, which must have the same content.
 """
 
 import shutil
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 def opened(
     write_run: Callable[..., Path], tmp_path: Path
 ) -> tuple[PipelineStep, RunFigures, Workbook, Workbook]:
-    """Returns the drawn step, the written workbook, and the workbook saved by LibreOffice."""
+    """Returns the step, its statistics, the written workbook and LibreOffice's copy of it."""
     run = read_run(write_run(3, 2, 6))
     step, figures = pipeline_step(run), run_figures(run)
     path = tmp_path / "chart.xlsx"
@@ -57,7 +57,7 @@ def opened(
 
 
 def values_of(sheet: Worksheet) -> dict[str, object]:
-    """Returns the values of the cells in ``sheet`` by cell name."""
+    """Returns a dict from the name of each non-empty cell in ``sheet`` to its value."""
     return {cell.coordinate: cell.value for row in sheet for cell in row if cell.value is not None}
 
 
@@ -92,7 +92,7 @@ def test_it_opens_and_nothing_is_lost(
             for s, b in zip(shown, bins, strict=True)
         ]
 
-    # The tables must equal the trace too.
+    # The values of the tables must equal the statistics.
     heads = [cell.value for cell in saved["summary"][2]]
     for rank in range(3):
         line = dict(zip(heads, (cell.value for cell in saved["summary"][3 + rank]), strict=True))
