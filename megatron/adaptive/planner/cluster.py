@@ -492,7 +492,7 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
 
 
 def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
-    """Creates a link from an entry of a cluster file, or returns ``None`` for ``None``.
+    """Creates a link from a cluster file's ``entry``, or returns ``None`` without an entry.
 
     Args:
         entry: Entry with bandwidth and latency, or ``None``.

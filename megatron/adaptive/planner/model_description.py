@@ -197,7 +197,7 @@ class Model:
 
     Attributes:
         name: Name that matches profiles with the model.
-        kinds: Every kind of layer, by name.
+        kinds: Every kind of layer, keyed by name.
         layers: Name of each layer's kind in pipeline order, including embedding and head.
         tokens_per_sample: Number of tokens per sample, used to compute the speed in tokens per
             second.

@@ -83,7 +83,7 @@ PRESETS: Mapping[str, TransformerShape] = {
         _only_planned("t5-11b", 24, 1024, 128, 128, 65536),
     )
 }
-"""Models that the planner supports but the trainer does not, by name."""
+"""Models that the planner supports but the trainer does not, keyed by name."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def settings_model(
     """Returns the model that the trainer's settings describe.
 
     Args:
-        settings: Values of the model's settings, by field name.
+        settings: Values of the model's settings, keyed by field name.
         name: Name that matches profiles with the model.
         precision: Data type: ``fp32``, ``fp16`` or ``bf16``.
         attention: Attention implementation, one of ``ATTENTIONS``, used if the settings do not
@@ -193,7 +193,7 @@ class _ModelSource(NamedTuple):
         name: Name of the model.
         arguments: Command-line arguments that build the model in a training run.
         parsed: Command-line arguments to parse in addition to ``settings``.
-        settings: Values of the trainer's settings, by field name.
+        settings: Values of the trainer's settings, keyed by field name.
     """
 
     name: str

@@ -243,10 +243,10 @@ class Prediction:
 
     Attributes:
         seconds: Step time in seconds.
-        parts: Parts of the step time in seconds, by name, which add up to ``seconds``: ``compute``,
-            ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and ``optimizer``. If the
-            profile contains them, ``jitter`` and ``beside`` (all remaining work in a step) are also
-            present.
+        parts: Parts of the step time in seconds, keyed by name, which add up to ``seconds``:
+            ``compute``, ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and
+            ``optimizer``. If the profile contains them, ``jitter`` and ``beside`` (all remaining
+            work in a step) are also present.
         stages: Predicted times and memory of each pipeline rank.
         tokens_per_s: Number of tokens per second processed by the whole job.
         price_per_hour: Price per hour of all nodes in use.

@@ -747,7 +747,7 @@ def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
     Args:
         searcher: Searcher for the user's request.
         name: Name of the limit, a field of ``Objective``.
-        others: Values of all other limits, by name.
+        others: Values of all other limits, keyed by name.
     """
     if name == "most_price_per_step":
         cheapest = searcher.search(replace(Objective(**others), least="cost")).plans[0]

@@ -96,8 +96,8 @@ _CHUNKED = {
     "interleaved": ((2, 3, 4, 6, 8), ("interleaved", "combined-1f1b")),
     "breadth-first": ((2, 3, 4, 6, 8), ("breadth-first",)),
 }
-"""Static schedules with several chunks per rank, by name. Each value contains the numbers of chunks
-per rank to try, and the names of all schedules with the same stage placement."""
+"""Static schedules with several chunks per rank, keyed by name. Each value contains the numbers of
+chunks per rank to try, and the names of all schedules with the same stage placement."""
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
 """Names of all schedules that the search can choose from."""
 _WHOLE_BACKWARD = selectable_names(
@@ -735,7 +735,7 @@ class Searcher:
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:
                     continue
-                # In the best case, all chunks have equal work, up to rounding. So the time in this
+                # All chunks have equal work in the best case, up to rounding. So the time in this
                 # case is a lower bound.
                 waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
                 even_s = work_s * (microbatches + waits)

@@ -40,7 +40,8 @@ class DpStates:
     Each level comes after the levels to which its edges lead.
 
     Attributes:
-        arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, by name.
+        arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, keyed by
+            name.
         used: Number of nodes of each type that each level uses.
         complete: Indices of the levels whose blocks of stages are complete.
         placements: Number of orders of nodes that the complete levels represent.
