@@ -52,7 +52,7 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
     """Returns the settings implied by ``--load-hf`` and ``--load-lora`` for flags that are absent.
 
     Args:
-        values: Settings on the command line, by field name.
+        values: Settings on the command line, keyed by field name.
         argv: Command line of the trainer, which error messages quote.
 
     Raises:
@@ -100,7 +100,7 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
 
 
 def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
-    """Maps each linear layer of megatron-core to booleans that tell which parts have adapters.
+    """Maps each linear layer of megatron-core to booleans, which are true for parts with adapters.
 
     The parts of a layer are the linear layers of ``transformers`` that it combines, in the order of
     :func:`linear_names`. The result only contains linear layers with at least one adapter.
@@ -175,7 +175,7 @@ def _base_of(values: Mapping[str, Any]) -> Base:
 
 
 def adapter_settings(folder: Path, base: Base) -> Settings:
-    """Returns the trainer's settings for a folder of PEFT adapters, by field name.
+    """Returns the trainer's settings for a folder of PEFT adapters, keyed by field name.
 
     Args:
         folder: Folder written by PEFT's ``save_pretrained``.

@@ -287,7 +287,7 @@ def flag_words(settings: Mapping[str, Any]) -> list[str]:
     """Converts settings to flags of the trainer with their values, in the same order.
 
     Args:
-        settings: Values of the settings, by field name.
+        settings: Values of the settings, keyed by field name.
     """
     specs = flag_specs()
     return [word for name, value in settings.items() for word in specs[name].words_of(value)]

@@ -240,8 +240,8 @@ def _given_flags(config: TrainerConfig) -> GivenFlags:
         for dest, value in vars(getattr(config, group)).items()
         if dest in specs
     }
-    # Rules apply to effective values. A value is ``None`` if all stages have the same number of
-    # ranks, and 1 for a single chunk.
+    # Rules apply to effective values. The stages' numbers of ranks become None if they are equal,
+    # and the number of chunks becomes 1 for a single chunk.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:
@@ -260,7 +260,7 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
 
     Args:
         world_size: Number of processes of the job.
-        values: Values of the flags that the user set, by setting name.
+        values: Values of the flags that the user set, keyed by setting name.
 
     Raises:
         ConfigError: The number of processes does not match the parallel sizes.

@@ -122,8 +122,8 @@ class GivenFlags:
     0.1``.
 
     Args:
-        values: Values of the settings, by name.
-        specs: Specifications of the settings' flags, by setting name.
+        values: Values of the settings, keyed by name.
+        specs: Specifications of the settings' flags, keyed by setting name.
     """
 
     def __init__(self, values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:

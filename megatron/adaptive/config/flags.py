@@ -400,8 +400,8 @@ def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> N
     """Checks settings from other sources than the command line against the limits of their flags.
 
     Args:
-        values: Values of the settings, by name. Settings that are ``None`` are not checked.
-        specs: Specifications of the settings, by name.
+        values: Values of the settings, keyed by name. Settings that are ``None`` are not checked.
+        specs: Specifications of the settings, keyed by name.
 
     Raises:
         ConfigError: A value is invalid. The message contains the name of the first invalid setting.

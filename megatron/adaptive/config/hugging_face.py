@@ -35,7 +35,7 @@ class HuggingFaceModel(NamedTuple):
 
     Attributes:
         document: Contents of the file.
-        settings: Settings of the trainer for the model, by field name.
+        settings: Settings of the trainer for the model, keyed by field name.
         family: Family of the model.
     """
 

@@ -39,8 +39,9 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
     """Sets the number of chunks and the layers per stage if Megatron-LM's flags determine them.
 
     Args:
-        values: Values of the flags set by the user, by setting name. They are modified in place.
-        specs: Specifications of the settings, by name.
+        values: Values of the flags set by the user, keyed by setting name. The dict is modified in
+            place.
+        specs: Specifications of the settings, keyed by name.
 
     Raises:
         ConfigError: The flags do not match the number of pipeline ranks or the number of layers.

@@ -192,7 +192,7 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
 
     Args:
         argv: Command line of the trainer.
-        specs: Specifications of the flags, by field name.
+        specs: Specifications of the flags, keyed by field name.
         world_size: Number of processes of the job.
 
     Returns:

@@ -16,7 +16,7 @@ from megatron.adaptive.errors import ConfigError
 
 Keys = Mapping[str, tuple[str, ...]]
 Settings = dict[str, Any]
-"""Values of the trainer's settings, by field name."""
+"""Values of the trainer's settings, keyed by field name."""
 
 SIZES: Keys = {
     "num_layers": ("num_hidden_layers", "n_layer"),
