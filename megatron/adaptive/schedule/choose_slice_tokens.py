@@ -86,7 +86,7 @@ class Setting:
         placements: Placements of the stages to compare, starting with the current placement.
         weight_pieces: Number of W actions per weight gradient, or 0 if B computes weight gradients.
         link: Delays of all links that are not in ``links``, for messages of ``link_tokens`` tokens.
-        links: Delays of individual links, by ``(sending rank, receiving rank)``.
+        links: Delays of individual links, keyed by ``(sending rank, receiving rank)``.
         link_tokens: Number of tokens in the messages with which the links were measured.
         room: Function that takes a slice length and a placement, and returns the number of tokens
             whose activations fit into the memory of every rank.

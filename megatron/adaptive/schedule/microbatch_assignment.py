@@ -45,7 +45,7 @@ _LEAST_SIZES = 4
 _REMEMBERED = 0.9
 """Factor by which each new step reduces the weight of earlier steps in the fit."""
 _REFIT_STEPS = 8
-"""Number of steps at the start of training after which the costs are fitted in every step.
+"""Number of steps at the start of training for which the costs are fitted after every step.
 
 Afterwards, the costs are fitted again once per this number of steps.
 """

@@ -185,7 +185,7 @@ def filler(s: State, weight: int) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Implements the rule ``adaptive``, which alternates F and B and fills waits with W."""
+    """Implements the rule ``adaptive``, which alternates F and B, and otherwise fills waits."""
     forward = next_forward(s, hint)
     backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):

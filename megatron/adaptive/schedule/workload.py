@@ -114,7 +114,7 @@ class StageProfile:
     Attributes:
         times: Mean durations of each stage.
         link: Delays of all links that are not in ``links``.
-        links: Delays of individual links, by ``(sending rank, receiving rank)``.
+        links: Delays of individual links, keyed by ``(sending rank, receiving rank)``.
         rank_factors: Factor for the durations of all actions of each rank, or ``None`` for a factor
             of 1.
         action_sigma: Sigma of a separate random factor for each action.
@@ -211,7 +211,7 @@ def work_of_items(
         placement: Assignment of pipeline stages to ranks.
         seconds: Duration of each F, B and W, ``[3, stages, slices of all microbatches]``.
         link: Delays of a slice's message on all links that are not in ``links``.
-        links: Delays of individual links, by ``(sending rank, receiving rank)``.
+        links: Delays of individual links, keyed by ``(sending rank, receiving rank)``.
         num_slices: Number of slices of each microbatch.
     """
     latency, occupancy = _links(placement, link, links)
@@ -256,7 +256,7 @@ def draw(
             ``microbatch_factors``.
         link: Delays of all links that are not in ``links``, or ``None`` for no delays. This and the
             following arguments except ``num_slices`` are ignored if ``times`` is a profile.
-        links: Delays of individual links, by ``(sending rank, receiving rank)``, or ``None``.
+        links: Delays of individual links, keyed by ``(sending rank, receiving rank)``, or ``None``.
         rank_factors: Factor for the durations of all actions of each rank, or ``None`` for a factor
             of 1.
         action_sigma: Sigma of a separate random factor for each action, at least 0.
