@@ -52,7 +52,7 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
     """Returns the settings implied by ``--load-hf`` and ``--load-lora`` for flags that are absent.
 
     Args:
-        values: Settings on the command line, by field name.
+        values: Settings on the command line, keyed by field name.
         argv: Command line of the trainer, which error messages quote.
 
     Raises:
@@ -81,10 +81,10 @@ def _typed_flag(name: str, argv: Sequence[str]) -> str:
 
 
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
-    """Maps each linear layer of megatron-core to the names of its parts in ``transformers``.
+    """Maps each linear layer of megatron-core to the names of its layers in ``transformers``.
 
-    A linear layer of megatron-core may combine several linear layers of ``transformers``, with
-    their matrices stacked by rows. Without ``--load-hf``, the names in Llama are used, or the names
+    A linear layer of megatron-core may combine several linear layers of ``transformers``, whose
+    matrices are stacked by rows. Without ``--load-hf``, the names in Llama are used, or the names
     in DeepSeek if the model has latent attention.
     """
     family = base_of(config).family
@@ -100,7 +100,7 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
 
 
 def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
-    """Maps each linear layer of megatron-core to booleans that say which parts have adapters.
+    """Maps each linear layer of megatron-core to booleans, which are true for parts with adapters.
 
     The parts of a layer are the linear layers of ``transformers`` that it combines, in the order of
     :func:`linear_names`. The result only contains linear layers with at least one adapter.
@@ -165,7 +165,7 @@ def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -
 
 
 def _base_of(values: Mapping[str, Any]) -> Base:
-    """Returns the base model. The settings in ``values`` may not have been validated yet."""
+    """Returns the base model for settings that may not have been validated yet."""
     family = base_family(
         values.get("load_hf"),
         values.get("hf_family"),
@@ -175,7 +175,7 @@ def _base_of(values: Mapping[str, Any]) -> Base:
 
 
 def adapter_settings(folder: Path, base: Base) -> Settings:
-    """Returns the trainer's settings for a folder of PEFT adapters, by field name.
+    """Returns the trainer's settings for a folder of PEFT adapters, keyed by field name.
 
     Args:
         folder: Folder written by PEFT's ``save_pretrained``.
@@ -233,7 +233,7 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
 
 
 def _matching(pattern: str, base: Base, where: str) -> list[str]:
-    """Returns the names of linear layers whose full module names match the regular expression."""
+    """Returns the names of linear layers whose full module names match ``pattern``."""
     family = base.family
     inside = {
         name

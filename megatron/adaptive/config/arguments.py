@@ -79,7 +79,7 @@ class Recipe(NamedTuple):
 
 
 def flag_table() -> dict[str, list[tuple[str, str, str]]]:
-    """Returns the flags of each group, by the group's title.
+    """Returns the flags of each group, keyed by the group's title.
 
     Each flag is a tuple of spelling, default and help text. Groups and flags are in the order of
     their definition.
@@ -109,7 +109,7 @@ def parse(
         argv: Command-line arguments without the program's name.
         world_size: Number of processes of the job.
         last_wins: Whether the last value of a repeated flag is used, for scripts that append the
-            user's flags. If not, a repeated flag is an error.
+            user's flags. By default, a repeated flag is an error.
         needs_data: Whether the flags for data and for tokenizer files are required.
         installed: Optional packages that are installed, or ``None`` to detect these packages.
         settings: Values by field name for settings whose flags are absent, or ``None``.
@@ -225,7 +225,7 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _by_field(part: Any, where: str) -> dict[str, Any]:
-    """Returns the settings in ``part`` of a recipe, by field name."""
+    """Returns the settings in ``part``, which is a part of a recipe, keyed by field name."""
     fields = {name: (name, True) for name in _PROCESSES}
     for spec in flag_specs().values():
         # A flag such as --no-x turns a setting off, so "no_x: true" means that the setting is off.
@@ -247,7 +247,7 @@ def _by_field(part: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
-    """Converts a setting to command-line arguments: the flag followed by its values."""
+    """Converts a setting to command-line arguments, which are the flag and its values."""
     if spec.is_switch:
         text = str(value).lower()
         if text not in ("true", "false"):
@@ -287,14 +287,14 @@ def flag_words(settings: Mapping[str, Any]) -> list[str]:
     """Converts settings to flags of the trainer with their values, in the same order.
 
     Args:
-        settings: Values of the settings, by field name.
+        settings: Values of the settings, keyed by field name.
     """
     specs = flag_specs()
     return [word for name, value in settings.items() for word in specs[name].words_of(value)]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the trainer's flags. It sets no values for absent flags."""
+    """Returns the parser of the trainer's flags, which sets no values for absent flags."""
     parser = CommandParser(
         complain=_complaint,
         usage="%(prog)s FLAG ...",
@@ -333,7 +333,7 @@ def _dests(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
 
 
 def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -> None:
-    """Checks that all flags are known, supported and not repeated, without reading values."""
+    """Checks that all flags in ``argv`` are known, supported and not repeated."""
     seen: dict[str, str] = {}
     for argument in argv:
         if not LOOKS_LIKE_FLAG.match(argument):

@@ -5,7 +5,7 @@ layer and microbatch. A fused kernel keeps only its inputs, its output and one n
 head. The choice depends only on plain values. So the planner, which does not import torch, can make
 the same choice when it predicts memory use.
 
-The table shows what the kernels of torch 2.6 and newer support ("8.0" is a compute capability):
+The table shows what the kernels of torch 2.6 and newer support. "8.0" is a compute capability:
 
 =============  ====================  ===============  =========  =====  =======  ==============
 kernel         types                 GPUs             widths     masks  dropout  grouped queries
@@ -65,7 +65,7 @@ class Mask(enum.Enum):
     Attributes:
         CAUSAL: The token itself and all earlier tokens.
         WINDOW: The token itself and a fixed number of tokens directly before it.
-        GIVEN: Tokens that an explicit mask tensor selects. It is used for rows of several
+        GIVEN: Tokens that an explicit mask tensor selects. This mask is used for rows of several
             documents, or if a rank has only a part of the sequence.
     """
 
@@ -109,7 +109,7 @@ class AttentionCase:
 
 
 def kernel_for(case: AttentionCase) -> Kernel:
-    """Chooses how to compute attention with the properties in ``case``.
+    """Chooses how to compute attention in the case ``case``.
 
     If rows are packed but the result is not ``PACKED``, the caller must compute attention
     separately for each document, and call this function again for a single document.
@@ -119,8 +119,8 @@ def kernel_for(case: AttentionCase) -> Kernel:
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # Stored scores give exactly megatron-core's results. So use a fused kernel on a CPU only if
-        # the user requests it.
+        # Only attention that stores the scores gives exactly megatron-core's results. So use a
+        # fused kernel on a CPU only if the user requests it.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES
@@ -139,7 +139,10 @@ def kernel_for(case: AttentionCase) -> Kernel:
 
 
 def shares_keys(case: AttentionCase) -> bool:
-    """Returns whether the kernel supports grouped queries, so that keys need not be repeated."""
+    """Returns whether the kernel for ``case`` supports grouped queries.
+
+    If so, keys and values need not be repeated for every query head.
+    """
     is_causal = case.device == "cuda" and kernel_for(case) is Kernel.CAUSAL
     return is_causal and _takes_flash(case) and case.query_width <= _WIDEST_GROUPED
 

@@ -8,7 +8,7 @@ import urllib.parse
 from megatron.adaptive.errors import ConfigError
 
 OTLP_PATH = "/v1/traces"
-"""Path to which spans are sent if a URL contains no path."""
+"""Path that is added to URLs without a path."""
 
 
 def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
@@ -36,7 +36,7 @@ def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
 
 
 def without_login(url: str) -> tuple[str, str]:
-    """Returns ``url`` without its login, and the login as ``user:password`` or an empty string.
+    """Returns ``url`` without its login, and the login (``user:password`` or an empty string).
 
     Args:
         url: URL from :func:`collector_url`.
@@ -47,5 +47,5 @@ def without_login(url: str) -> tuple[str, str]:
 
 
 def shown_url(url: str) -> str:
-    """Returns ``url`` for display, without user, password and query, which may be secrets."""
+    """Returns ``url`` for display, without the user, password and query, which may be secret."""
     return re.sub(r"[?#].*", "?...", re.sub(r"//[^/]*@", "//...@", url, flags=re.S), flags=re.S)

@@ -83,7 +83,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _short_name(prog: str) -> str:
-    """Returns a program's name for error messages: a subcommand, or the file name of a script."""
+    """Returns the subcommand in ``prog``, or the file name of a script, for error messages."""
     _, _, subcommand = prog.partition(f"{PROGRAM} ")
     return subcommand or prog.split()[-1]
 
@@ -122,7 +122,10 @@ LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Returns each flag's values by flag name. If a flag is repeated, its last values are used."""
+    """Returns a dict from each flag in ``argv`` to its values.
+
+    If a flag is repeated, its last values are used.
+    """
     values_of: dict[str, list[str]] = {}
     name = ""
     for argument in argv:
@@ -147,5 +150,5 @@ def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[s
 
 
 def last_value(argv: Sequence[str], flag: str) -> str | None:
-    """Returns the last value of ``flag`` in an unparsed command line, or ``None``."""
+    """Returns the last value of ``flag`` in an unparsed command line, or ``None`` if absent."""
     return next(iter(flags_in(argv).get(flag, ())), None)

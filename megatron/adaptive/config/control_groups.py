@@ -13,9 +13,9 @@ MOUNTED = Path("/sys/fs/cgroup")
 
 
 def folders(controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's control groups, from each group up to the root group.
+    """Yields the folders of this process's control groups, from each group up to the root.
 
-    Versions 1 and 2 of control groups have different files, so a folder may not contain the file
+    Versions 1 and 2 of control groups have different files. So a folder may not contain the file
     that the caller needs.
 
     Args:

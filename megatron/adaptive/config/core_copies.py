@@ -30,7 +30,7 @@ class CoreCopy:
 
 
 def core_copies() -> list[CoreCopy]:
-    """Returns all copies of megatron-core in the order of Python's path, each folder only once."""
+    """Returns all copies of megatron-core in the order of Python's path, each folder once."""
     copies: dict[Path, CoreCopy] = {}
     for part in megatron.__path__:
         folder = Path(part, "core")
@@ -54,9 +54,9 @@ def core_version() -> str | None:
 
 
 def shadowed_copies() -> str | None:
-    """Returns a line of text about copies whose version differs from the imported copy.
+    """Describes copies of megatron-core whose version differs from the imported copy.
 
-    Returns ``None`` if all copies have the same version.
+    Returns a line of text, or ``None`` if all copies have the same version.
     """
     copies = core_copies()
     others = [copy for copy in copies[1:] if copy.version != copies[0].version]

@@ -67,7 +67,7 @@ class TokenizerConfig:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the absent flags that this kind of tokenizer requires."""
+        """Names of the flags that this kind of tokenizer requires and that are absent."""
         needs = {
             "NullTokenizer": ("vocab_size",),
             "GPT2BPETokenizer": ("vocab_file", "merge_file"),

@@ -81,17 +81,20 @@ _SETTING = re.compile(r"(?<![\w-])(--?)?([A-Za-z_][\w-]*)=([^\s,;]+)")
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether a variable is secret because its name contains a word such as ``TOKEN``."""
+    """Returns whether the variable ``name`` is secret, based on words such as ``TOKEN``."""
     return not _SECRET.isdisjoint(_WORDS.split(name.upper()))
 
 
 def _is_secret_flag(name: str) -> bool:
-    # Only the last word is tested, so that --linear-key-head-dim does not count as a secret.
+    # Test only the last word, so that --linear-key-head-dim does not count as a secret.
     return name.startswith("-") and is_secret(name.rpartition("-")[2])
 
 
 def masked(arguments: Sequence[str]) -> list[str]:
-    """Hides values of secret flags and variables, and user names in URLs, in a command line."""
+    """Returns ``arguments`` without secrets.
+
+    Values of secret flags and variables, and user names in URLs, are replaced by :data:`MASK`.
+    """
     shown = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         hides = _is_secret_flag(before) and "=" not in before and not argument.startswith("--")
@@ -107,7 +110,7 @@ def _mask(match: re.Match[str]) -> str:
 
 
 def masked_text(text: str) -> str:
-    """Hides secrets in ``text``, a command line that is a single string."""
+    """Returns the command line ``text``, which is a single string, without secrets."""
     try:
         arguments = shlex.split(text)
     except ValueError:
@@ -134,8 +137,8 @@ class Environment:
             used.
         run_id: ID of the job from torchrun (``TORCHELASTIC_RUN_ID``), otherwise ``none``.
         restart_count: Number of restarts of the job so far (``TORCHELASTIC_RESTART_COUNT``).
-        omp_num_threads: Number of threads for CPU kernels (``OMP_NUM_THREADS``), or ``None`` if it
-            is not limited.
+        omp_num_threads: Number of threads for CPU kernels (``OMP_NUM_THREADS``), or ``None`` if the
+            number is not limited.
         cuda_device_max_connections: Number of hardware queues of a GPU
             (``CUDA_DEVICE_MAX_CONNECTIONS``), or ``None`` if it is not set.
         is_launched: Whether a launcher set the rank. If not, this is the only process of the job.
@@ -198,7 +201,7 @@ class Environment:
             value = text(name) or ""
             if name == "OMP_NUM_THREADS":
                 # OpenMP allows a list with a number per nesting level. Use the first number, which
-                # is for the outermost level.
+                # applies to the outermost level.
                 value = value.split(",")[0]
             return _number(name, value, minimum, maximum) if value else default
 
@@ -255,7 +258,7 @@ class Installed:
 
     @classmethod
     def detect(cls) -> Installed:
-        """Searches Python's path for the packages, without importing them."""
+        """Detects which packages are on Python's path, without importing them."""
         return cls(
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
             flexible_dispatch=importlib.util.find_spec("deep_ep") is not None,
@@ -267,7 +270,10 @@ _MOST_RANKS = 1_000_000
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
-    """Parses a variable as an integer. Raises ConfigError if it is invalid or out of range."""
+    """Parses ``text``, the value of the variable ``name``, as an integer within limits.
+
+    Raises ConfigError if the value is invalid or out of range.
+    """
     if (
         text.isdecimal()
         and len(text) <= _MOST_DIGITS
@@ -281,7 +287,7 @@ def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
 
 
 def _require_below(name: str, rank: int, size: int) -> None:
-    """Checks that a rank is less than the number of ranks."""
+    """Checks that ``rank`` is less than ``size``, the number of ranks."""
     if rank >= size:
         raise ConfigError(
             f"environment variable {name} must be below {name.replace('RANK', 'WORLD_SIZE')} = "
@@ -290,12 +296,12 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Number of open files and connections of the rank in a single-rank job, including a margin.
+"""Number of files and connections that the rank of a single-rank job may open, with a margin.
 
 The measured number is 105.
 """
 _FILES_OF_PEER = 24
-"""Number of additional files and connections for each further rank in a process group.
+"""Number of additional files and connections that a rank may open for each further rank.
 
 The measured number per rank in a job with two ranks is 150.
 """

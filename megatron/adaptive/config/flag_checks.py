@@ -33,7 +33,7 @@ from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
 Rules: TypeAlias = Iterator[tuple[object, str]]
-"""Pairs of a condition and an error message. The message of the first true condition is raised."""
+"""Pairs of a condition and an error message. If a condition is true, its message is raised."""
 
 _MAX_SPLITS = 3
 _UNLIKE = "heterogeneous_layers_config_path"
@@ -240,8 +240,8 @@ def _given_flags(config: TrainerConfig) -> GivenFlags:
         for dest, value in vars(getattr(config, group)).items()
         if dest in specs
     }
-    # Rules apply to the effective values: None if all stages have the same number of ranks, and 1
-    # for a single chunk.
+    # Rules apply to effective values. The stages' numbers of ranks become None if they are equal,
+    # and the number of chunks becomes 1 for a single chunk.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:
@@ -260,7 +260,7 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
 
     Args:
         world_size: Number of processes of the job.
-        values: Values of the flags that the user set, by setting name.
+        values: Values of the flags that the user set, keyed by setting name.
 
     Raises:
         ConfigError: The number of processes does not match the parallel sizes.
@@ -365,7 +365,7 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
 
 
 def _expert_ranks(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the number of ranks that share the experts."""
+    """Yields checks of the number of ranks over which experts are distributed."""
     parallel = config.parallel
     spread = parallel.expert_model_parallel_size
     tensor = parallel.expert_tensor_parallel_size
@@ -415,7 +415,7 @@ def _batch(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of settings for packed documents."""
+    """Yields checks of the batch size if documents are packed."""
     parallel = config.parallel
     if not config.packs_documents:
         return
@@ -430,7 +430,7 @@ def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the number of microbatches that interleaved schedules group together."""
+    """Yields checks of the groups of microbatches in interleaved schedules."""
     parallel = config.parallel
     if not schedule_spec(config.schedule.pipeline_schedule).takes_group_size:
         return
@@ -456,7 +456,7 @@ def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _learning_rate(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the learning rate schedule."""
+    """Yields checks of the lengths of warmup and decay of the learning rate."""
     optimizer = config.optimizer
     run = config.run
     unit = "iters"
@@ -515,7 +515,7 @@ def _data(config: TrainerConfig, flags: GivenFlags, needs_data: bool) -> Rules:
 
 
 def _is_split(text: str) -> bool:
-    """Returns whether ``text`` contains one to three non-negative weights that are not all 0."""
+    """Returns whether ``text`` contains one to three non-negative numbers with a positive sum."""
     try:
         shares = [float(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -548,7 +548,7 @@ def check_output_folders(config: TrainerConfig) -> None:
 
 
 def _require_writable(flag: str, folder: Path) -> None:
-    """Checks that ``folder`` or its nearest existing parent is writable."""
+    """Checks that files can be created in ``folder`` or in its nearest existing parent."""
     try:
         nearest = folder.absolute()
         while not nearest.exists():

@@ -1,6 +1,6 @@
 """Checks settings against tables of rules about requirements, exclusions and limits.
 
-A rule is a line with terms, a verb, further terms, and an optional reason for the error message::
+A rule is a line with terms, a verb, more terms, and an optional reason for the error message::
 
     loss_scale fp16_lm_cross_entropy needs fp16
     sft excludes mock_data | conversations come from files
@@ -36,7 +36,7 @@ _OF_TRACES = "trace_otlp needs trace_dir\n"
 
 @functools.cache
 def order_rules(schedule: str) -> str:
-    """Returns the table of rules about schedules.
+    """Returns the table of rules about schedules as text.
 
     The table is used by this package's trainer, and by a user's Megatron-LM with the pipeline
     engine.
@@ -122,8 +122,8 @@ class GivenFlags:
     0.1``.
 
     Args:
-        values: Values of the settings, by name.
-        specs: Specifications of the settings' flags, by setting name.
+        values: Values of the settings, keyed by name.
+        specs: Specifications of the settings' flags, keyed by setting name.
     """
 
     def __init__(self, values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
@@ -145,7 +145,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def _violation(self, rule: _Rule) -> str:
-        """Returns text about how the settings violate ``rule``, or an empty string."""
+        """Returns a text that describes how the settings violate ``rule``, or an empty string."""
         joined = rule.left.split("+")
         options = rule.right.split("/")
         if rule.verb in ("within", "divides"):
@@ -160,7 +160,10 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Returns text about numbers that violate a ``within`` or ``divides`` rule, or ''."""
+        """Returns a text about numbers that violate ``rule``, or an empty string.
+
+        The verb of the rule is ``within`` or ``divides``.
+        """
         factors = product.split("*")
         limit = self._values.get(rule.right)
         numbers: list[Any] = [int(n) if n.isdigit() else self._values.get(n) for n in factors]
@@ -174,7 +177,7 @@ class GivenFlags:
         return f"{self._text(rule.right)} is not a multiple of {text}" if limit % unit else ""
 
     def _applies(self, term: str, unknown: bool = False) -> bool:
-        """Returns whether a term is true, or ``unknown`` if the setting does not exist."""
+        """Returns whether ``term`` is true, or ``unknown`` if its setting does not exist."""
         name, sign, listed = _parts(term)
         if name not in self._values:
             return unknown
@@ -190,13 +193,13 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns the value of a term's setting for messages, or an empty string if it is unset."""
+        """Returns a text with the current value of a term's setting, or an empty string."""
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
         return "" if is_absent else f" with {self._text(term)}"
 
     def _needed(self, terms: list[str]) -> str:
-        """Returns terms as flags with values, joined by "or"."""
+        """Returns ``terms`` as flags with values, joined by "or"."""
         texts = []
         for name, sign, listed in map(_parts, terms):
             spec = self._specs[name]

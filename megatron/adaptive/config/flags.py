@@ -168,7 +168,7 @@ def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str,
 
 
 def assign(config: object, name: str, value: object) -> None:
-    """Sets a field of a frozen dataclass. Only the class's ``__post_init__`` may call this."""
+    """Sets a field of a frozen dataclass, for use in the class's ``__post_init__``."""
     object.__setattr__(config, name, value)
 
 
@@ -302,7 +302,7 @@ class FieldSpec:
         return options
 
     def text_of(self, value: Any) -> str:
-        """Returns the flag with ``value``, as on a command line."""
+        """Returns the flag followed by ``value``, as on a command line."""
         if self.is_switch:
             return self.name
         if isinstance(value, float):
@@ -358,7 +358,7 @@ class FieldSpec:
         return value
 
     def words_of(self, value: Any) -> list[str]:
-        """Returns the flag with ``value`` as command-line arguments. Numbers are not rounded."""
+        """Returns the flag and ``value`` as command-line arguments, without rounding numbers."""
         if self.is_switch:
             return [] if bool(value) == (self.default is True) else [self.name]
         if isinstance(value, tuple):
@@ -367,7 +367,7 @@ class FieldSpec:
         return [self.name, str(self._word(value))]
 
     def _word(self, value: Any) -> Any:
-        """Returns the word for a number, or ``value`` unchanged if no word represents it."""
+        """Returns the word that represents the number ``value``, or ``value`` if no word does."""
         return next((word for word, number in self.named_values.items() if number == value), value)
 
     def check(self, value: Any) -> None:
@@ -388,7 +388,7 @@ class FieldSpec:
 
 @functools.cache
 def fields_of(group: type) -> tuple[FieldSpec, ...]:
-    """Returns the specification of each field of a settings dataclass, in order of definition."""
+    """Returns the specifications of the fields of a settings dataclass, in order of definition."""
     hints = typing.get_type_hints(group, include_extras=True)
     return tuple(
         spec_of(item.name, hints[item.name], item.default, item.metadata.get(_METADATA_KEY, {}))
@@ -397,11 +397,11 @@ def fields_of(group: type) -> tuple[FieldSpec, ...]:
 
 
 def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Checks settings that are not from the command line against the limits of their flags.
+    """Checks settings from other sources than the command line against the limits of their flags.
 
     Args:
-        values: Values of the settings, by name. Settings that are ``None`` are not checked.
-        specs: Specifications of the settings, by name.
+        values: Values of the settings, keyed by name. Settings that are ``None`` are not checked.
+        specs: Specifications of the settings, keyed by name.
 
     Raises:
         ConfigError: A value is invalid. The message contains the name of the first invalid setting.
@@ -448,7 +448,7 @@ def spec_of(name: str, hint: Any, default: Any, options: Mapping[str, Any]) -> F
 
 
 def _shown(value: object) -> str:
-    """Returns ``value`` as text for a message. Long text is truncated."""
+    """Returns a text that represents ``value`` in a message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...{text[-1]}"
 

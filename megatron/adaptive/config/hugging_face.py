@@ -35,7 +35,7 @@ class HuggingFaceModel(NamedTuple):
 
     Attributes:
         document: Contents of the file.
-        settings: Settings of the trainer for the model, by field name.
+        settings: Settings of the trainer for the model, keyed by field name.
         family: Family of the model.
     """
 
@@ -107,7 +107,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
                 f"{family.nearest}"
             )
         family.check(document, settings, str(path))
-        # If transformers saved a folder, it does not contain layers for multi-token prediction.
+        # Folders that were saved by transformers do not contain layers for multi-token prediction.
         prefix = family.layer_prefix.format(settings["num_layers"])
         if "mtp_num_layers" in settings and not _has_weights(folder, prefix):
             del settings["mtp_num_layers"]
@@ -115,7 +115,10 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
 
 
 def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the text model's settings if the model also accepts images or sound, or ``None``."""
+    """Returns the settings of the text model if the model also accepts images or sound.
+
+    Returns ``None`` for other models.
+    """
     parts = (document.get(key) for key in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
@@ -150,7 +153,7 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
 
 @contextlib.contextmanager
 def _expected_kinds(where: str) -> Iterator[None]:
-    """Converts Python errors caused by values of the wrong type to an error for the user."""
+    """Converts Python errors caused by values of the wrong type to a ConfigError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -27,11 +27,10 @@ MAX_LEVELS = 64
 """Maximum nesting depth of lists and objects in JSON. This project's files have at most 10 levels.
 """
 _MAX_INTEGER = 1 << 64
-_MOST_DIGITS = 300  # An integer with this number of digits still fits into a float.
-_DIGITS = 18  # An integer with this number of digits fits into 64 bits.
+_MOST_DIGITS = 300  # An integer with 300 digits still fits into a float.
+_DIGITS = 18  # An integer with 18 digits fits into 64 bits.
 BYTE_ORDER_MARK = "\ufeff"
-"""Character that some editors write at the start of a UTF-8 file. It is removed when the file is
-read.
+"""Character that some editors write at the start of a UTF-8 file. Readers remove this character.
 """
 _WIDE = re.compile(r"\d{20}|[eE]\+?\d{3}")
 # The characters to escape are control characters, text direction marks, line separators and lone
@@ -234,7 +233,7 @@ def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) 
 
 
 def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> Any:
-    """Reads a JSON file that people write. Duplicate keys are an error.
+    """Reads a JSON file that was written by a person, in which duplicate keys are an error.
 
     Args:
         path: Path of the file.
@@ -252,18 +251,18 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def natural(text: str) -> int | None:
-    """Converts text to an integer of at most 18 digits, or returns ``None`` for all other text."""
+    """Converts ``text`` to an integer of at most 18 digits, or returns ``None`` if impossible."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
     return int(text) if is_number else None
 
 
 def say(text: str, *, lines: bool = False) -> None:
-    """Prints a message to standard error and flushes it. Control characters are escaped.
+    """Prints a message to standard error, with escaped control characters, and flushes it.
 
     Args:
         text: Text of the message.
-        lines: Whether to print line ends unchanged, for example in the drawing of a schedule. If
-            not, they are escaped.
+        lines: Whether to print line ends unchanged, for example in the drawing of a schedule. By
+            default, line ends are escaped.
     """
     print(shown(text, lines=lines), file=sys.stderr, flush=True)
 
@@ -273,7 +272,7 @@ def shown(text: str, *, lines: bool = False) -> str:
 
     Args:
         text: Text of the message, which may contain user input or parts of files.
-        lines: Whether to keep line ends and tabs. If not, they are escaped.
+        lines: Whether to keep line ends and tabs. By default, they are escaped.
     """
     return _ENDLESS.sub(lambda match: f"{match[0][:_SHOWN]}...", printable(text, lines=lines))
 
@@ -300,7 +299,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
     Args:
         text: Any text, for example from a file or from a user.
-        lines: Whether to keep line ends and tabs. If not, they are escaped.
+        lines: Whether to keep line ends and tabs. By default, they are escaped.
     """
     pattern = _UNPRINTABLE_IN_LINES if lines else _UNPRINTABLE
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -1,7 +1,7 @@
-"""Divides layers among pipeline stages according to Megatron-LM's flags, and checks the result.
+"""Divides layers among stages according to Megatron-LM's flags, and checks the result.
 
 All layers for multi-token prediction (MTP) are on the same stage, after all transformer layers. By
-default, this is the last stage. It needs the word embedding, like the first stage.
+default, this is the last stage. Like the first stage, it needs the word embedding.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
     """Sets the number of chunks and the layers per stage if Megatron-LM's flags determine them.
 
     Args:
-        values: Values of the flags set by the user, by setting name. They are modified in place.
-        specs: Specifications of the settings, by name.
+        values: Values of the flags set by the user, keyed by setting name. The dict is modified in
+            place.
+        specs: Specifications of the settings, keyed by name.
 
     Raises:
         ConfigError: The flags do not match the number of pipeline ranks or the number of layers.
@@ -89,7 +90,7 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
 
 
 def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
-    """Computes the number of chunks per pipeline rank from the number of layers per chunk.
+    """Computes the number of chunks per pipeline rank.
 
     Raises:
         ConfigError: The layers cannot be divided evenly into such chunks.

@@ -27,7 +27,7 @@ from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
 
 # This pattern matches a sentence about a default of None or False in megatron-core's docstrings.
-# Help texts omit the sentence, because such a flag is absent by default.
+# Help texts omit this sentence, because such a flag is absent by default.
 _IDLE_DEFAULT = re.compile(r" ?(?:Defaults to|The default is) (?:None|False)\.")
 OTHERS = (
     ModelConfig,
@@ -78,8 +78,8 @@ _NAMES = {
         "--ddp-param-name-patterns-for-fp32-local-accumulation"
     ),
 }
-# Megatron-LM's command line has different defaults and choices than megatron-core's classes for
-# these settings.
+# For these settings, Megatron-LM's command line has different defaults and choices than
+# megatron-core's classes.
 _DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
@@ -101,7 +101,7 @@ _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
 
 
 def parse_pattern(text: str) -> int | list[int]:
-    """Parses a layer pattern: a number n (every n-th layer), or a list like ``([1]*3+[0])*2``.
+    """Parses a layer pattern, such as a number n (every n-th layer) or ``([1]*3+[0])*2``.
 
     Returns:
         The number n, or a list with a number for each layer.
@@ -231,7 +231,7 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
 
 
 def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
-    """Returns the dataclass field for ``setting``, as name, type and description.
+    """Converts ``setting`` to a dataclass field, and returns its name, type and description.
 
     Returns ``None`` if the command line cannot represent the setting's type.
     """

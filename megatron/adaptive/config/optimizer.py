@@ -218,6 +218,6 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor by which the output of each adapter is multiplied: alpha / rank."""
+        """Factor by which the output of each adapter is multiplied, which is alpha / rank."""
         rank = self.lora_rank or 1
         return (self.lora_alpha or rank) / rank

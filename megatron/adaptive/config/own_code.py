@@ -21,7 +21,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 def import_object(path: str, subject: str) -> Any:
-    """Imports the object at ``path``. The current working directory is also searched.
+    """Imports the object at ``path``, and also searches the current working directory.
 
     Args:
         path: Object as ``package.module:name``, as specified by the user.
@@ -81,7 +81,7 @@ def modules_in(package: ModuleType) -> Iterator[ModuleType]:
 
 
 def source_of(function: Any) -> str:
-    """Returns the file and line where ``function`` (a function or class) is defined."""
+    """Returns the file and line in which ``function`` (a function or class) is defined."""
     try:
         file = inspect.getsourcefile(function) or "?"
         line = inspect.getsourcelines(function)[1]
@@ -91,6 +91,6 @@ def source_of(function: Any) -> str:
 
 
 def line_of_error(error: Exception) -> str:
-    """Returns the file and line where ``error`` was raised."""
+    """Returns the file and line in which ``error`` was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{os.path.relpath(last.filename)}:{last.lineno}"

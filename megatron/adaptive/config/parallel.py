@@ -153,7 +153,7 @@ _LEAST_SLOT_BYTES = 4096
 
 
 def _is_own_transport(name: str) -> bool:
-    """Returns whether the transport ``name`` is a user's transport, not part of this package.
+    """Returns whether ``name`` is a user's transport instead of a transport of this package.
 
     Raises:
         ValueError: The transport does not exist, or it cannot be imported.

@@ -14,8 +14,8 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Asks the kernel to send a signal to this process when its parent exits.
 
     The setting remains in effect after ``exec``, but child processes do not inherit it. If a parent
-    with several threads is killed, the signal may arrive several times. The kernel sends it each
-    time it reparents this process from an exiting thread to a thread that is still running.
+    with several threads is killed, the signal may arrive several times. The kernel sends the signal
+    each time it reparents this process from an exiting thread to a thread that is still running.
 
     Args:
         number: Number of the signal.

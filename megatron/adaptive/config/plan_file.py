@@ -69,8 +69,7 @@ _SWITCH_FLAGS = {
 }
 
 _LENGTHS_FLAG = "--variable-seq-lengths"
-"""Flag of runs whose documents keep their lengths. Slices of a number of tokens are planned for
-such runs only."""
+"""Flag of runs whose documents keep their lengths. Only these runs use slices of fixed length."""
 
 
 def load_plan(path: Path) -> Any:
@@ -114,7 +113,7 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def world_size_of(content: Mapping[str, Any]) -> int | None:
-    """Returns the number of processes that a plan requires, or ``None`` if it is not specified."""
+    """Returns the number of processes that a plan requires, or ``None`` if it is unspecified."""
     degrees = content.get("degrees", {})
     if "stages" in content:
         return sum(len(stage["tensor"]) for stage in content["stages"])
@@ -193,7 +192,7 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
 
     Args:
         argv: Command line of the trainer.
-        specs: Specifications of the flags, by field name.
+        specs: Specifications of the flags, keyed by field name.
         world_size: Number of processes of the job.
 
     Returns:

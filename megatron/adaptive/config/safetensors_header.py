@@ -1,4 +1,4 @@
-"""Reads the header of a ``safetensors`` file, with the same checks as the ``safetensors`` package.
+"""Reads the header of a ``safetensors`` file, with the same checks as that package.
 
 The file and its JSON header have the following layout::
 
@@ -49,13 +49,13 @@ BITS: Mapping[str, int] = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-"""Number of bits per element of a tensor, by the code of its data type."""
+"""Number of bits per element of a tensor, keyed by the code of the data type."""
 
 _LONGEST = 100_000_000  # The format defines this maximum size of a header in bytes.
 _RESTORE = "copy the file again"
 _METADATA = "__metadata__"
 _SIZE_LIMIT = 1 << 64
-_MOST_DIGITS = 300  # A number with this number of digits still fits into a double.
+_MOST_DIGITS = 300  # A number with 300 digits still fits into a double.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class _Once(dict[str, Any]):
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns the type, shape and position of each tensor by name, in the order of the header.
+    """Returns a dict with the type, shape and position of each tensor, in the order of the header.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -182,7 +182,7 @@ def _is_metadata(metadata: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Returns whether ``value`` is text that can be encoded as UTF-8, without lone surrogates."""
+    """Returns whether ``value`` is a string that can be encoded as UTF-8."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -191,7 +191,7 @@ def _entry(name: str, value: Any, first: int) -> TensorEntry:
 
     Args:
         name: Name of the tensor.
-        value: Value of this name in the header. It is an object if the file is intact.
+        value: Value of this name in the header. The value is an object if the file is intact.
         first: Offset of the first byte after the header in the file.
 
     Raises:
@@ -237,7 +237,7 @@ def _check_cover(entries: Mapping[str, TensorEntry], first: int, size: int) -> N
     """Checks that each byte after the header belongs to exactly one tensor.
 
     Args:
-        entries: Type, shape and position of each tensor in the file, by name.
+        entries: Type, shape and position of each tensor in the file, keyed by name.
         first: Offset of the first byte after the header in the file.
         size: Size of the file in bytes.
     """

@@ -43,7 +43,7 @@ def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
 
 
 TRACE_DETAILS = ("actions", "layers", "collectives", "kernels")
-"""Values of ``--trace-detail``. Each value includes all values that precede it."""
+"""Values of ``--trace-detail``. Each value includes all earlier values in this list."""
 
 _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
 
@@ -112,7 +112,7 @@ def uneven_split(
     embedding: bool | None = False,
     loss: bool | None = False,
 ) -> tuple[int, ...]:
-    """Returns the number of layers per stage, with a specified number on the first or last rank.
+    """Returns the number of layers per stage if the first or last rank has a specified number.
 
     The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
 
@@ -162,7 +162,7 @@ def parse_widths(text: str) -> tuple[int, ...]:
 
 
 def format_partition(layers_per_stage: Sequence[int]) -> str:
-    """Returns numbers of layers per stage as text such as ``0-11-8-8``."""
+    """Converts ``layers_per_stage`` to a text such as ``0-11-8-8``."""
     return "-".join(str(layers) for layers in layers_per_stage)
 
 
@@ -178,7 +178,7 @@ def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _is_own_schedule(name: str) -> bool:
-    """Returns whether the schedule ``name`` is a user's schedule, not part of this package.
+    """Returns whether ``name`` is a user's schedule instead of a schedule of this package.
 
     Raises:
         ValueError: The schedule does not exist, or it cannot be imported.
@@ -211,10 +211,10 @@ class ScheduleConfig:
     """Pipeline schedule and traces.
 
     Attributes:
-        chosen_slices: Number of slices chosen for ``sequence_slices`` ``auto``, or ``None`` before
-            the choice. It has no flag and is not saved in checkpoints.
-        chosen_tokens: Number of tokens per slice chosen for ``slice_tokens`` ``auto``, or ``None``
-            before the choice. It has no flag and is not saved in checkpoints.
+        chosen_slices: Number of slices that ``--sequence-slices auto`` has chosen, or ``None``
+            before the choice. This field has no flag and is not saved in checkpoints.
+        chosen_tokens: Number of tokens per slice that ``--slice-tokens auto`` has chosen, or
+            ``None`` before the choice. This field has no flag and is not saved in checkpoints.
     """
 
     pipeline_schedule: str = flag(
@@ -423,12 +423,12 @@ def is_next_traced(iterations_done: int, interval: int, most: int | None) -> boo
     Args:
         iterations_done: Number of iterations that this process has completed since it started.
         interval: Number of iterations from one traced iteration to the next.
-        most: Maximum number of traced iterations; ``None`` for no limit.
+        most: Maximum number of traced iterations, or ``None`` for no limit.
     """
     traced, rest = divmod(iterations_done, interval)
     return rest == 0 and (most is None or traced < most)
 
 
 def trace_details(chosen: str) -> tuple[str, ...]:
-    """Returns the details that the value ``chosen`` of ``--trace-detail`` includes."""
+    """Returns all details that the value ``chosen`` of ``--trace-detail`` includes."""
     return TRACE_DETAILS[: TRACE_DETAILS.index(chosen) + 1]

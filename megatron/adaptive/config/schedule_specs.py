@@ -52,14 +52,14 @@ class ScheduleSpec:
             pass. With ``by default``, this depends on whether the model's layers support it.
         overlaps_experts: Whether a rank may start an action while a different action waits for the
             exchange of tokens with experts.
-        keeps_all: Whether all or nearly all forward passes run before the first backward pass. If
-            so, their activations are held at the same time.
+        keeps_all: Whether all or nearly all forward passes run before the first backward pass, so
+            that all their activations are held at the same time.
         allows_unequal_stages: Whether stages may have different numbers of ranks.
-        groups_microbatches: Whether microbatches run in groups. If so, their number must be a
+        groups_microbatches: Whether microbatches run in groups, so that their number must be a
             multiple of the group size.
         takes_group_size: Whether ``--microbatch-group-size-per-virtual-pipeline-stage`` sets this
             group size.
-        recomputes: Whether the schedule repeats forward passes. If so, it requires full
+        recomputes: Whether the schedule repeats forward passes, so that it requires full
             recomputation.
         microbatches_per_rank: Minimum number of microbatches per step for each pipeline rank, or 0
             for no minimum. For example, with 2, four ranks need 8 microbatches.
@@ -69,10 +69,10 @@ class ScheduleSpec:
             user lists it (``on request``), or never (``no``).
         orders_slices: Whether a fixed schedule also supports sequences that are cut into slices.
             Run-time rules always support slices.
-        torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if it
-            does not exist there.
-        is_selectable: Whether users can select the schedule. False for the schedule used in
-            validation.
+        torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if the
+            schedule does not exist there.
+        is_selectable: Whether users can select the schedule. The value is false for the schedule
+            used in validation.
     """
 
     name: str
@@ -123,7 +123,7 @@ class ScheduleSpec:
 
     @property
     def is_own(self) -> bool:
-        """Whether the schedule is a user's schedule, not part of this package."""
+        """Whether the schedule is a user's schedule instead of a schedule of this package."""
         return self.name not in BUILT_IN
 
     def load(self) -> Callable[..., Any]:
@@ -132,14 +132,14 @@ class ScheduleSpec:
             return self.function
         module, _, name = self.function.partition(":")
         loaded: Any = getattr(importlib.import_module(module), name)
-        # Functions of this package may be decorated in the same way as users' functions, so the
-        # object may be a spec.
+        # Functions of this package may be decorated like users' functions, so the object may be a
+        # ScheduleSpec.
         return loaded.load() if isinstance(loaded, ScheduleSpec) else loaded
 
 
 _BOTH: tuple[PlacementKind, ...] = ("loop", "v")
 
-# The order matters: among equally fast schedules, the schedule that is listed first is chosen.
+# The order of the table matters, because the first of several equally fast schedules is chosen.
 _TABLE = (
     ScheduleSpec(
         name="1f1b",
@@ -309,7 +309,7 @@ _TABLE = (
     ScheduleSpec(name="megatron", kind="megatron", groups_microbatches=True, takes_group_size=True),
 )
 BUILT_IN = {spec.name: spec for spec in _TABLE}
-"""Specifications of this package's schedules, by name."""
+"""Specifications of this package's schedules, keyed by name."""
 
 
 def selectable_names(
@@ -393,8 +393,8 @@ def run_time_rule(
     """Creates a schedule from a function that chooses a rank's next action at run time.
 
     The function takes the :class:`~megatron.adaptive.schedule.RankState` of the rank. It returns an
-    action that is ready, or ``None`` to wait until a further input arrives. It must return quickly,
-    and must not modify the state. The function is tested in a simulation before training.
+    action that is ready, or ``None`` to wait until more input arrives. The function must return
+    quickly, and must not modify the state. It is tested in a simulation before training.
 
     Args:
         chunks: Number of model chunks that each rank must have: ``any``, ``one``, ``two`` or

@@ -8,7 +8,7 @@ The schemas in ``data/forms.yaml`` use these keywords of JSON Schema (2020-12): 
 ``const``, ``properties``, ``required``, ``additionalProperties``, ``items``, ``prefixItems``,
 ``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``pattern`` and
 ``oneOf`` over the keys of an object. An error message is a single line that describes the problem.
-For an unknown key, it suggests the most similar key.
+For an unknown key, the message suggests the most similar key.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
 
 
 def read_file(path: Path, form: str) -> Any:
-    """Reads a YAML, TOML or JSON file into lists, dictionaries, strings and numbers.
+    """Reads a YAML, TOML or JSON file, and returns its contents as Python objects.
 
     Args:
         path: Path of the file. The suffix ``.toml`` means TOML, ``.json`` means JSON, and all other
@@ -156,7 +156,7 @@ FORMS = ("cluster", "model", "profile")
 
 @functools.cache
 def forms() -> Mapping[str, Any]:
-    """Returns the schemas in ``data/forms.yaml``, by name."""
+    """Returns the schemas in ``data/forms.yaml``, keyed by name."""
     file = resources.files("megatron.adaptive.config") / "data" / "forms.yaml"
     schemas: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return schemas
@@ -182,7 +182,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        # A small YAML file can contain a list a million times through aliases, so shorten the
+        # Through aliases, a small YAML file can contain a list a million times. So shorten the
         # value.
         shown = reprlib.repr(value)
         raise ConfigError(f"{where}: {path or 'the file'} must be {rule}{about}, got {shown}")
@@ -197,7 +197,7 @@ def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
 
 
 def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
-    """Returns the requirement that ``value`` itself violates, or an empty string."""
+    """Returns the requirement that ``value`` (without its entries) violates, or an empty string."""
     if "type" in schema:
         types, rule = _TYPES[schema["type"]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

@@ -38,7 +38,7 @@ from typing import Literal, NamedTuple, get_args
 from megatron.adaptive.errors import ConfigError
 
 SliceCut = Literal["equal-cost", "equal-length"]
-"""Way to cut a sequence: into slices of equal cost or of equal length."""
+"""Method of cutting a sequence: into slices of equal cost or of equal length."""
 SLICE_CUTS: tuple[SliceCut, ...] = get_args(SliceCut)
 
 LEAST_TOKENS = 16
@@ -112,7 +112,7 @@ class Cut:
     documents: tuple[int, ...] = ()
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Returns the positions of a slice's first token and directly after its last token."""
+        """Returns the start position and the end position of the slice ``index``."""
         return (self.ends[index - 1] if index else 0), self.ends[index]
 
     def pieces(self, index: int) -> list[DocumentPart]:
@@ -130,7 +130,7 @@ class Cut:
         return pieces
 
     def work(self, index: int) -> tuple[int, int]:
-        """Returns a slice's number of tokens, and its number of pairs for attention.
+        """Returns the number of tokens and the number of attention pairs in the slice ``index``.
 
         The first x tokens of a document count as x^2 pairs.
         """
@@ -149,9 +149,9 @@ class SliceRule:
     """Determines where microbatches of different lengths are cut.
 
     Attributes:
-        slices: Number of slices per microbatch, which is not used if ``tokens`` is set.
+        slices: Number of slices per microbatch, which is ignored if ``tokens`` is set.
         tokens: Number of tokens per slice, or ``None`` to cut into ``slices`` slices.
-        multiple: Divisor of the length of each slice.
+        multiple: Number by which the length of each slice must be divisible.
         pair_cost: Cost of attention per pair of tokens, relative to all other work per token. A
             document of x tokens has x^2 pairs. A value of 0 results in slices of equal length.
         is_packed: Whether a microbatch is a single row of several documents.
@@ -172,8 +172,8 @@ class SliceRule:
 
         Args:
             width: Number of tokens in a row of the microbatch, including padding.
-            documents: Number of tokens in each document of the row, without padding. It is only
-                used if documents are packed.
+            documents: Number of tokens in each document of the row, without padding. These numbers
+                are only used if documents are packed.
         """
         closes = _closes(width, documents, self.tokens) if self.is_packed else ()
         if self.tokens is not None:
@@ -199,7 +199,7 @@ class SliceRule:
 
 
 def _closes(width: int, documents: Sequence[int], tokens: int | None) -> tuple[int, ...]:
-    """Returns the positions after each document of a packed row, and after each part of padding."""
+    """Returns the end positions of the documents and of the parts of padding in a packed row."""
     closes = list(itertools.accumulate(documents))
     while tokens is not None and closes[-1] // tokens < (width - 1) // tokens:
         closes.append((closes[-1] // tokens + 1) * tokens)
@@ -229,9 +229,12 @@ def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: flo
 
 
 def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, ...]:
-    """Rounds positions to multiples, and makes slices at least :data:`LEAST_TOKENS` long."""
+    """Rounds positions to multiples of ``multiple``, and enforces the minimum slice length.
+
+    Each slice gets at least :data:`LEAST_TOKENS` tokens.
+    """
     blocks = length // multiple
-    least = -(-LEAST_TOKENS // multiple)  # This is a number of blocks.
+    least = -(-LEAST_TOKENS // multiple)  # The minimum is counted in blocks of ``multiple`` tokens.
     slices = len(points) + 1
     ends = []
     before = 0
@@ -244,11 +247,11 @@ def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, 
 
 
 def numbers_to_choose(length: int, multiple: int) -> tuple[int, ...]:
-    """Returns the numbers of slices for ``--sequence-slices auto`` to choose from, ascending.
+    """Returns the candidate numbers of slices for ``--sequence-slices auto``, in ascending order.
 
     Args:
         length: Number of tokens in a sequence.
-        multiple: Divisor of the length of each slice.
+        multiple: Number by which the length of each slice must be divisible.
     """
     most = min(_MOST_CHOSEN, length // least_row(1, multiple))
     return tuple(2**exponent for exponent in range(max(1, most).bit_length()))
@@ -264,14 +267,14 @@ def first_number(length: int, multiple: int) -> int:
 
 
 def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
-    """Returns the slice lengths for ``--slice-tokens auto`` to choose from, longest first.
+    """Returns the candidate slice lengths for ``--slice-tokens auto``, starting with the longest.
 
     The longest slices can hold the longest document. Each further length is half of the previous
     length.
 
     Args:
         longest: Largest number of tokens in a document.
-        multiple: Divisor of the length of each slice.
+        multiple: Number by which the length of each slice must be divisible.
     """
     least = least_row(1, multiple)
     parts = range(_MOST_CHOSEN.bit_length())
@@ -282,7 +285,7 @@ def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
 def first_tokens(longest: int, multiple: int) -> int:
     """Returns the slice length in the first steps with ``--slice-tokens auto``.
 
-    The next longer slices are measured next. The arguments are the same as for
+    The next longer slices are measured afterwards. The arguments are the same as for
     :func:`tokens_to_choose`.
     """
     lengths = tokens_to_choose(longest, multiple)
@@ -294,11 +297,11 @@ def _up(number: int, multiple: int) -> int:
 
 
 def least_row(slices: int, multiple: int) -> int:
-    """Returns the minimum number of tokens that can be cut into ``slices`` slices.
+    """Returns the smallest number of tokens that can be cut into ``slices`` slices.
 
     Args:
         slices: Number of slices.
-        multiple: Divisor of the length of each slice.
+        multiple: Number by which the length of each slice must be divisible.
     """
     return slices * -(-LEAST_TOKENS // multiple) * multiple
 
@@ -306,7 +309,7 @@ def least_row(slices: int, multiple: int) -> int:
 def slice_ends(
     length: int, slices: int, multiple: int = 1, attention_share: float = 0.0
 ) -> tuple[int, ...]:
-    """Returns the ends of a sequence's slices, as numbers of tokens.
+    """Returns the end position of each slice of a sequence.
 
     Slices have about the same cost. Their lengths are rounded to ``multiple``, and each slice has
     at least :data:`LEAST_TOKENS` tokens.
@@ -314,8 +317,8 @@ def slice_ends(
     Args:
         length: Number of tokens in the sequence.
         slices: Number of slices. It must be at least 1.
-        multiple: Divisor of the length of each slice, such as the number of tensor-parallel ranks
-            among which each slice is divided.
+        multiple: Number by which the length of each slice must be divisible, such as the number of
+            tensor-parallel ranks that share each slice.
         attention_share: Attention's fraction of the cost of the whole sequence. If it is 0, lengths
             differ by at most ``multiple``.
 
@@ -333,7 +336,7 @@ def slice_ends(
             f"{multiple} (tensor parallel ranks), got {length}; change --seq-length"
         )
     shortest = blocks // slices * multiple
-    least = -(-LEAST_TOKENS // multiple)  # This is a number of blocks.
+    least = -(-LEAST_TOKENS // multiple)  # The minimum is counted in blocks of ``multiple`` tokens.
     if slices > 1 and shortest < LEAST_TOKENS:
         most = max(1, blocks // least)
         raise ConfigError(

@@ -107,7 +107,7 @@ class TrainerConfig:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether separate actions compute weight gradients instead of the backward pass.
+        """Whether separate actions compute weight gradients, instead of the backward pass.
 
         These actions fill the time in which a rank waits for messages. A single pipeline rank never
         waits, so it does not have such actions by default.
@@ -155,7 +155,7 @@ class TrainerConfig:
 
     @property
     def slices_to_choose(self) -> tuple[int, ...]:
-        """Numbers of slices to choose from in the first steps, or empty if the number is set."""
+        """Candidate numbers of slices for the first steps, or empty if the number is set."""
         if not self.schedule.chooses_slices:
             return ()
         return numbers_to_choose(self.model.seq_length, self.token_ranks)
@@ -170,7 +170,7 @@ class TrainerConfig:
 
     @property
     def tokens_to_choose(self) -> tuple[int, ...]:
-        """Slice lengths to choose from in the first steps, or empty if the length is set."""
+        """Candidate slice lengths for the first steps, or empty if the length is set."""
         if not self.schedule.chooses_tokens:
             return ()
         return tokens_to_choose(self.model.seq_length, self.token_ranks)
@@ -185,9 +185,9 @@ class TrainerConfig:
     def varies_slices(self) -> bool:
         """Whether microbatches of a step may have different numbers of slices.
 
-        If the order is fixed before the step, all microbatches must have the same number of slices.
-        The same applies if replicas exchange tokens with experts, because these replicas must run
-        the same actions.
+        If the order of actions is fixed before the step, all microbatches must have the same number
+        of slices. The same applies if replicas exchange tokens with experts, because these replicas
+        must run the same actions.
         """
         spec = schedule_spec(self.schedule.pipeline_schedule)
         follows = spec.kind not in ("rule", "auto") or spec.is_own or spec.name == "hinted"
@@ -196,7 +196,7 @@ class TrainerConfig:
 
     @property
     def cuts_sequences(self) -> bool:
-        """Whether microbatches may be cut into several slices, or packed for slices."""
+        """Whether microbatches may be cut into several slices, or are packed for slices."""
         packs = self.slice_tokens is not None and self.data.variable_seq_lengths
         return self.num_slices > 1 or packs
 
@@ -237,7 +237,7 @@ class TrainerConfig:
     def token_ranks(self) -> int:
         """Number of tensor-parallel ranks that share the tokens of a sequence.
 
-        It is 1 without sequence parallelism.
+        The number is 1 without sequence parallelism.
         """
         parallel = self.parallel
         return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -255,7 +255,7 @@ class TrainerConfig:
         return pairs / (linear + pairs)
 
     def cost_of(self, tokens: float, squares: float) -> float:
-        """Returns the predicted cost of documents in units of the non-attention work per token.
+        """Returns the predicted cost of documents, in units of a token's work outside of attention.
 
         Args:
             tokens: Total number of tokens.
@@ -270,7 +270,7 @@ class TrainerConfig:
 
     @property
     def _layer_costs(self) -> tuple[int, int]:
-        """Multiply-adds per layer: per token without attention, and per token pair of attention.
+        """Numbers of multiply-adds in a layer: per token outside of attention, and per token pair.
 
         Half of the pairs are masked, so the second number is half of the work for a pair.
         """
@@ -325,7 +325,7 @@ class TrainerConfig:
 
     @property
     def microbatch_group(self) -> int:
-        """Group size, which must divide the number of microbatches per step and replica."""
+        """Number by which the number of microbatches per step and replica must be divisible."""
         parallel = self.parallel
         spec = schedule_spec(self.schedule.pipeline_schedule)
         if spec.groups_microbatches and parallel.num_chunks > 1:
@@ -388,12 +388,12 @@ class TrainerConfig:
 
 
 def groups() -> dict[str, type]:
-    """Returns the dataclass of each group of settings by name, in the order of the docs."""
+    """Returns the dataclass of each group of settings, keyed by name, in the order of the docs."""
     return typing.get_type_hints(TrainerConfig)
 
 
 def flag_specs() -> dict[str, FieldSpec]:
-    """Returns the specification of each setting that has a flag, by name."""
+    """Returns the specification of each setting that has a flag, keyed by name."""
     return {
         spec.dest: spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag
     }

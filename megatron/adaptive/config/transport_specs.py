@@ -46,11 +46,11 @@ _TABLE = (
     TransportSpec("nccl", f"{_PACKAGE}.nccl:NcclKind", 1),
 )
 BUILT_IN = {spec.name: spec for spec in _TABLE}
-"""Transports of this package, by name."""
+"""Transports of this package, keyed by name."""
 
 
 def by_preference() -> tuple[str, ...]:
-    """Returns the names of this package's transports, starting with the most preferred."""
+    """Returns the names of this package's transports, in the order in which ``auto`` tries them."""
     return tuple(spec.name for spec in sorted(_TABLE, key=lambda spec: spec.preference))
 
 

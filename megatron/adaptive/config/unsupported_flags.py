@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
-# Each reason is followed by the flags to which it applies, without dashes. A prefix ends with a
-# star.
+# Each reason is followed by the flags to which it applies, without leading dashes. A prefix ends
+# with a star.
 _TABLE = """\
 the engine itself delays weight gradients and frees activations; use --split-backward
     delay-wgrad-compute ep-overlap-early-attn-memory-release
@@ -247,7 +247,7 @@ _NEWER = """
     use-grouped-gemm-for-shared-expert use-transformer-engine-op-fuser
 """
 NEWER = tuple(f"--{name}" for name in _NEWER.split())
-"""Flags that this trainer has with a later release of megatron-core, including leading dashes."""
+"""Flags that this trainer supports only with a later release of megatron-core, with dashes."""
 
 
 def _reasons(table: str) -> dict[str, str]:
@@ -263,9 +263,10 @@ def _reasons(table: str) -> dict[str, str]:
 
 
 REFUSED = _reasons(_TABLE)
-"""Reason for each rejected flag, by name without leading dashes. A prefix ends with a star."""
+"""Reason for each rejected flag, keyed by name without leading dashes. A prefix ends with a star.
+"""
 IDLE = _reasons(_IDLE_TABLE)
-"""Reason for each ignored flag, by name without leading dashes. A prefix ends with a star."""
+"""Reason for each ignored flag, keyed by name without leading dashes. A prefix ends with a star."""
 
 
 def reason_for(name: str) -> str | None:
@@ -299,7 +300,7 @@ def with_no(name: str) -> str:
 
 
 def _listed_name(name: str) -> str:
-    """Returns the name of a flag in the tables, without leading dashes."""
+    """Returns the name by which the tables contain the flag ``name``, without leading dashes."""
     bare = name.removeprefix("--")
     if bare in REFUSED or bare in IDLE or _by_prefix(bare, REFUSED) or _by_prefix(bare, IDLE):
         return bare
@@ -312,5 +313,5 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Returns the rejected flags that are listed by their full names, including leading dashes."""
+    """Returns the rejected flags that are listed by their full names, with leading dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

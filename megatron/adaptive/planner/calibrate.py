@@ -1,8 +1,10 @@
-"""Fits a profile (times of layers, links, reductions and optimizer) to traces of training runs.
+"""Fits a profile to traces of training runs.
+
+A profile contains the times of layers, links, gradient reductions and the optimizer.
 
 A trace contains the times of stages, not of layers. So a least-squares fit finds the non-negative
-layer times that best explain all stages of all runs. An example with two runs of one model on two
-stages::
+layer times that best explain the measured stage times of all runs. An example with two runs of one
+model on two stages::
 
     run 1    embedding + 6 transformer layers    13 s
              6 transformer layers + head         15 s
@@ -57,7 +59,7 @@ class TracedRun:
         trace: Trace of all ranks.
         micro_batch: Number of samples per microbatch.
         hosts: Node type of each host, by host name.
-        skip: Number of warm-up iterations at the beginning of the run that are ignored.
+        skip: Number of iterations at the beginning of the run that are ignored as warm-up.
         iterations: Indices of the iterations to use. If empty, all iterations except the skipped
             warm-up are used.
     """
@@ -176,15 +178,17 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """Measurements of all runs: messages, reductions, optimizer and variation of durations.
+    """Measurements of all runs, except the times of stages.
 
     Attributes:
-        travel: Times in seconds from sending a message to its arrival, by message size in bytes.
-            The key contains both node types, and whether the message stayed within one host.
-        reduce: Times of gradient reductions in seconds, by size in bytes. The key contains the node
-            type and the number of replicas.
-        optimizer: Optimizer time per parameter in seconds, by GPU.
-        rest: Part of the step time in seconds that no other measurement explains, by GPU.
+        travel: Times in seconds from sending a message to its arrival. The first key contains both
+            node types, and whether the message stayed within one host. The second key is the
+            message size in bytes.
+        reduce: Times of gradient reductions in seconds. The first key contains the node type and
+            the number of replicas. The second key is the size in bytes.
+        optimizer: Optimizer time per parameter in seconds, keyed by GPU name.
+        rest: Part of the step time in seconds that no other measurement explains, keyed by GPU
+            name.
         spread: Standard deviations of forward or backward times, each divided by the median time.
     """
 
@@ -226,7 +230,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
 
 
 def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
-    """Fits layer times to the stage times in ``rows``. Returns a row for each kind of layer."""
+    """Fits layer times to the stage times in ``rows``, and returns one row per kind of layer."""
     kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
     held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
     counts = np.array(held, dtype=np.float64)
@@ -265,7 +269,9 @@ def _weight_share(model: Model, name: str) -> float:
 
 
 def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
-    """Fits non-negative times of the layer kinds to the stage times, in seconds.
+    """Returns the times in seconds of the layer kinds that best explain the stage times.
+
+    Negative times are not allowed.
 
     Minimizes ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent. ``A`` is
     ``counts``, ``b`` is ``seconds``, and ``p`` contains times that are proportional to ``flops``.
@@ -329,7 +335,10 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
 
 
 def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
-    """Adds the travel times of all messages in ``run`` with recorded arrival to ``gathered``."""
+    """Adds the travel times of messages in ``run`` to ``gathered``.
+
+    Messages whose arrival was not recorded are skipped.
+    """
     tables = {
         rank: trace.table(figures.iterations.tolist()) for rank, trace in run.trace.ranks.items()
     }
@@ -348,7 +357,8 @@ def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
 def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     """Fits a link's latency and bandwidths to the median time of each message size.
 
-    If ``sizes`` contains only one message size, the latency is set to 0.
+    ``sizes`` maps message sizes in bytes to lists of times in seconds. If it contains only one
+    message size, the latency is set to 0.
     """
     size = np.array(sorted(sizes), dtype=np.float64)
     seconds = np.array([median(sizes[int(message_bytes)]) for message_bytes in size])
@@ -362,7 +372,7 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
-    """Returns measures of how accurate the predicted step times are, by name.
+    """Returns a dict of measures of how accurate the predicted step times are.
 
     Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
     times sort the runs in the same order. ``place_of_best`` is the position of the fastest run in
@@ -391,7 +401,11 @@ def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str,
 
 
 def rank_correlation(values: Sequence[float], other: Sequence[float]) -> float:
-    """Returns Spearman's rank correlation. Equal values get the mean of their ranks."""
+    """Returns Spearman's rank correlation of two sequences.
+
+    Equal values get the mean of their ranks. The correlation is 0 if all values of a sequence are
+    equal.
+    """
     ranks, other_ranks = _ranks(values), _ranks(other)
     if ranks.std() == 0 or other_ranks.std() == 0:
         return 0.0

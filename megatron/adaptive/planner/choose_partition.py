@@ -60,14 +60,14 @@ _ALIKE = 0.005
 """Relative difference up to which two step times are treated as equal. Simulated and measured step
 times differ by more than this."""
 PLACEMENT_GAIN = 0.03
-"""Minimum fraction of the step time that a different stage placement must save. It is larger than
-for other changes, because a different placement requires moving weights."""
+"""Minimum fraction of the step time that a different stage placement must save. This minimum is
+larger than the minimum for other changes, because a different placement requires moving weights."""
 _SIMULATIONS = 24
 """Maximum number of partitions to simulate."""
 _MOST_TRIED = 60
-"""Number of partitions after which a search before the first step ends."""
+"""Number of partitions after which a search stops. Such searches run before the first step."""
 _WHOLE = 3
-"""Usual ratio of the time of a layer's whole forward and backward pass to its forward pass."""
+"""Usual time of a layer's forward and backward pass together, divided by its forward time."""
 _LEAST_GAIN = 1e-3
 """Minimum fraction of the step time that moving a single layer must save."""
 _ORDERS = 6
@@ -77,7 +77,7 @@ _LEAST_S = 1e-9
 _ROUNDING = 1e-6
 """Maximum relative error of a value due to rounding."""
 _UNLIMITED = 1e9
-"""Number of layers that represents infinity if memory is unlimited."""
+"""Number of layers that is used instead of infinity if memory is unlimited."""
 _HALVINGS = 40
 """Number of bisection steps. This many steps determine the time per microbatch to 12 digits."""
 
@@ -123,12 +123,12 @@ class Loads:
         return seconds
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
-        """Returns the times of each stage in seconds if stages have the layers of ``partition``."""
+        """Returns the times of each stage in seconds if stage ``i`` has ``partition[i]`` layers."""
         forward, backward, weight = map(tuple, self._seconds(partition).T.tolist())
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under the stage placement ``kind``, with unchanged rank speeds."""
+        """Converts the loads to the stage placement ``kind``, with unchanged rank speeds."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -164,7 +164,7 @@ class Loads:
         return self._by_rank(np.array(self.beside_s).sum(axis=1))
 
     def fits(self, partition: Sequence[int]) -> bool:
-        """Returns whether the layers of every rank under ``partition`` fit into its memory."""
+        """Returns whether every rank has enough memory for its layers under ``partition``."""
         sizes = np.array(self.sizes) if self.sizes else np.ones(self._each.shape[:2])
         taken = self._by_rank((self._counts(partition) * sizes[self._ranks]).sum(axis=1))
         pairs = zip(taken, self.most_layers, strict=True)
@@ -253,7 +253,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns the number of layers that change ranks if ``old`` is replaced by ``new``."""
+    """Returns how many layers change ranks when the partition ``old`` is replaced by ``new``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -285,7 +285,8 @@ def simulated_step(
 def charged_wholly(costs: Sequence[float], frozen_layers: int) -> list[float]:
     """Returns the costs of layers as if frozen layers had backward passes, too.
 
-    A partition that balances these costs gives frozen layers to more ranks, whose waits they fill.
+    A partition that balances these costs distributes frozen layers over more ranks. These ranks can
+    run frozen layers at times when they would otherwise wait.
 
     Args:
         costs: Cost of each layer, in any unit.
@@ -297,7 +298,7 @@ def charged_wholly(costs: Sequence[float], frozen_layers: int) -> list[float]:
 def improved(
     starts: Iterable[Partition], step_s: Callable[[Partition], float]
 ) -> tuple[Partition, float]:
-    """Moves single layers between stages as long as this makes the step shorter.
+    """Improves partitions by moving single layers between stages while the step gets faster.
 
     Args:
         starts: Partitions from which searches start. The best result is returned.
@@ -325,12 +326,15 @@ def _better(
     tried: dict[Partition, float],
     step_s: Callable[[Partition], float],
 ) -> Partition | None:
-    """Returns a partition with one layer moved and a step time below the limit, if there is one.
+    """Moves one layer of ``partition`` so that the step time is below ``limit_s``.
+
+    Returns ``None`` if no such move was found.
 
     Args:
         partition: Number of layers of each stage.
         limit_s: Step time in seconds that the result must not reach.
-        tried: Step time of each partition so far, in seconds. New partitions are added.
+        tried: Step time in seconds of each partition tried so far. The partitions that this
+            function tries are added.
         step_s: Function that returns the step time in seconds under a partition.
     """
     for giver, taker in permutations(range(len(partition)), 2):
@@ -488,7 +492,7 @@ def _decision(
 
 
 class _Runs:
-    """Simulates steps, and compiles a simulation once enough of its actions were simulated.
+    """Simulates steps, and compiles a simulation loop after it has simulated enough actions.
 
     Args:
         num_microbatches: Number of microbatches per step.
@@ -496,7 +500,8 @@ class _Runs:
 
     def __init__(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        # This counter contains the number of actions simulated so far, by compiled loop.
+        # The keys are names of simulation loops. The values count the actions that were simulated
+        # with the loop.
         self._actions: Counter[str] = Counter()
 
     def evaluate(self, candidate: Candidate, profile: StageProfile) -> CandidateOutcome:
@@ -693,7 +698,7 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
 
 
 def _descended(loads: Loads, partition: Partition) -> Partition:
-    """Moves single layers between stages as long as this makes the slowest rank faster."""
+    """Moves single layers of ``partition`` between stages while the slowest rank gets faster."""
     pace = max(loads.paces(partition))
     better = True
     while better:
@@ -708,9 +713,10 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 
 
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
-    """Yields all partitions that differ from ``partition`` by one layer moved to another stage.
+    """Yields the partitions that move one layer of ``partition`` to a different stage.
 
-    Moves away from the slowest rank come first. Among these, moves to the fastest rank come first.
+    Partitions that do not fit into memory are skipped. Moves away from the slowest rank come first.
+    Among these, moves to the fastest rank come first.
 
     Args:
         loads: Measured times and memory of the stages.

@@ -41,7 +41,8 @@ from megatron.adaptive.schedule import catalog
 ONE_CHUNK = selectable_names(lambda spec: spec.planned != "no" and spec.least_chunks == 1)
 """Schedules that the trainer can run with one chunk per rank."""
 _NO_CAP = 1e6
-"""Limit on activations, in microbatches, that holds all microbatches of a step."""
+"""Limit on activations, in microbatches, that is larger than the number of microbatches in a step.
+"""
 
 
 def hand_over(
@@ -55,7 +56,7 @@ def hand_over(
     Args:
         cuts: Index of the first layer of each stage, followed by the number of layers,
             ``[stages + 1]``.
-        seconds: Step time in seconds with these cuts.
+        seconds: Step time with the initial ``cuts``, in seconds.
         seconds_of: Function that takes cuts and returns the step time in seconds, or infinity if
             the pipeline does not fit into memory.
         most: Maximum number of candidates to time.
@@ -163,7 +164,10 @@ class ChunkedPipeline:
         return np.minimum(cuts, n - stages + numbers)
 
     def _by_rank(self, values: Any) -> Any:
-        """Adds up the values of each rank's chunks: ``[tables, stages]`` to ``[tables, ranks]``."""
+        """Adds up ``values`` (``[tables, stages]``) over each rank's chunks.
+
+        Returns an array of shape ``[tables, ranks]``.
+        """
         return values @ (self._rank_of[:, None] == np.arange(len(self._ranks)))
 
     def _fits(self, cuts: Any) -> bool:
@@ -236,7 +240,7 @@ def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tu
 
 
 def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow | None:
-    """Returns a plan with the fastest schedule that fits into memory, and its prediction.
+    """Combines ``plan`` with the fastest schedule that fits into memory, and predicts it.
 
     Args:
         plan: Plan from the search. If its stages have unequal parallel sizes, it is first converted
@@ -268,7 +272,7 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
 
 
 def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
-    """Returns ``plan`` with its prediction. Chooses the activation limit for sliced sequences.
+    """Predicts the step time of ``plan``, and chooses its activation limit if sequences are sliced.
 
     The default limit is kept if the plan fits into memory with it, or if sequences are not cut.
     Otherwise, lower limits are tried, the largest first. If the plan does not fit with any of them,
@@ -290,7 +294,7 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
 
 
 def with_row_cap(plan: Plan, inputs: PlanInputs) -> Plan:
-    """Chooses the limit on activations of a plan with packed documents, by simulation."""
+    """Simulates a plan with packed documents, and returns it with the best activation limit."""
     ends = [replace(plan, cap=cap) for cap in (1.0, _NO_CAP)]
     lowest, highest = (StageSums.of(end, inputs, OURS) for end in ends)
     pipeline = row_pipeline(plan, lowest)

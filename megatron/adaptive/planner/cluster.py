@@ -70,7 +70,7 @@ class Gpu:
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
-    """Returns the table of GPUs by name, and a table of GPU names by accepted spelling."""
+    """Returns a dict from GPU name to GPU, and a dict from accepted spelling to GPU name."""
     file = resources.files("megatron.adaptive.planner") / "data" / "gpus.json"
     parts, names = {}, {}
     for row in json.loads(file.read_text(encoding="utf-8"))["gpus"]:
@@ -93,7 +93,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Returns the GPU with this name in a cluster file or driver, or ``None`` if unknown."""
+    """Returns the GPU that cluster files or drivers call ``name``, or ``None`` if unknown."""
     parts, names = _table()
     listed_name = names.get(plain_name(name))
     return None if listed_name is None else parts[listed_name]
@@ -173,7 +173,7 @@ class LinkSpeed:
         return self.latency_s + message_bytes / self.bandwidth(message_bytes, pairs)
 
     def _curve(self, message_bytes: float) -> float:
-        """Returns the measured bandwidth in bytes per second for messages of this size."""
+        """Returns the bandwidth in bytes per second for messages of ``message_bytes`` bytes."""
         if not self.sizes:
             return self.bytes_per_s
         index = bisect_left(self.sizes, (message_bytes, 0.0))
@@ -223,11 +223,11 @@ class NodeType:
 
     @property
     def link_name(self) -> str:
-        """Name under which tables of links contain this node type."""
+        """Name of this node type in tables of links."""
         return self.like or self.name
 
     def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
-        """Returns the smallest island that consists of whole groups of ``gpus`` GPUs.
+        """Returns the smallest island whose number of GPUs is a multiple of ``gpus``.
 
         An island is a group of GPUs with a fast link. If ``gpus`` GPUs fit on one node, only parts
         of a node are considered, otherwise only islands of several nodes.
@@ -245,7 +245,7 @@ class NodeType:
 def link_in(
     links: Mapping[tuple[str, str], LinkSpeed], node_type: NodeType, other: NodeType
 ) -> LinkSpeed | None:
-    """Returns the link between two node types in ``links``, or ``None`` if it has none."""
+    """Returns the link between two node types in ``links``, or ``None`` if no link is listed."""
     names = node_type.link_name, other.link_name
     return links.get(names) or links.get(names[::-1])
 
@@ -267,7 +267,9 @@ class NodePool:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes that a job may use. Node indices start at 0 and follow the order of the groups.
+    """Nodes that a job may use.
+
+    Node indices start at 0 and follow the order of the groups.
 
     Attributes:
         groups: Nodes by type. Each type occurs once.
@@ -345,7 +347,7 @@ class Cluster:
 
     @cached_property
     def first(self) -> dict[str, int]:
-        """Index of the first node of each type, by name of the type."""
+        """Index of the first node of each type, keyed by the type's name."""
         counts = itertools.accumulate((group.count for group in self.groups), initial=0)
         return {node.name: first for node, first in zip(self.types, counts, strict=False)}
 
@@ -373,8 +375,8 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
 
     Args:
         path: Path of the file, which is YAML, TOML or JSON.
-        memories: Memory size of each GPU in bytes by GPU name, from a profile. It is used for node
-            types whose memory size is not in the file.
+        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name. They are used for
+            node types whose memory size is not in the file.
 
     Raises:
         ConfigError: The file cannot be read, or a key is invalid.
@@ -388,7 +390,7 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
     Args:
         document: Contents of the file, as lists, dictionaries, strings and numbers.
         where: Path of the file, for error messages.
-        memories: Memory size in bytes by GPU name, from a profile.
+        memories: Memory sizes of GPUs in bytes from a profile, keyed by GPU name.
 
     Raises:
         ConfigError: The contents are invalid.
@@ -490,7 +492,7 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
 
 
 def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
-    """Creates a link from an entry of a cluster file. Returns ``None`` if there is no entry.
+    """Creates a link from a cluster file's ``entry``, or returns ``None`` without an entry.
 
     Args:
         entry: Entry with bandwidth and latency, or ``None``.

@@ -125,7 +125,7 @@ def _stage_predictions(
     Args:
         stages: Costs of the plan's stages.
         times: End times and busy times of the ranks.
-        slices: Mean number of slices of a microbatch, 1 for whole microbatches.
+        slices: Mean number of slices per microbatch, or 1 for whole microbatches.
     """
     forward = stages.of_rank @ stages.durations_s[0] * slices
     backward = stages.of_rank @ stages.durations_s[1:].sum(axis=0) * slices
@@ -163,18 +163,19 @@ class StageSums:
         reduce_s: Time of the gradient reduction in seconds if it is not overlapped, ``[ranks]``.
         optimizer_s: Duration of the optimizer in seconds, ``[ranks]``.
         memory: Memory needed by each pipeline rank.
-        of_rank: 1 if a rank holds a stage, otherwise 0, ``[ranks, stages]``.
+        of_rank: Matrix of shape ``[ranks, stages]`` that contains 1 if the rank holds the stage,
+            otherwise 0.
         message_bytes: Size of the messages that a stage sends forward and backward for one
             microbatch of a replica, in bytes, ``[2, stages]``.
         estimated: Whether a time was estimated instead of measured.
-        num_items: Number of slices of all microbatches per replica and step. A mean over steps if
-            documents are packed.
-        slices: Number of slices of a microbatch, 1 for whole microbatches. A mean over steps if
-            documents are packed.
-        attention_share: Part of a forward pass that grows with the square of the sequence, from 0
-            to 1.
-        rows: Rows of packed documents, and costs of their slices. ``None`` if all samples have the
-            same length.
+        num_items: Number of slices per replica and step, or the mean over steps if documents are
+            packed.
+        slices: Number of slices per microbatch, or 1 for whole microbatches. If documents are
+            packed, this is a mean over steps.
+        attention_share: Fraction of a forward pass whose time grows with the square of the sequence
+            length.
+        rows: Rows of packed documents and costs of their slices, or ``None`` if all samples have
+            the same length.
         frozen_stages: Number of leading stages through which no gradient flows.
     """
 
@@ -288,13 +289,14 @@ def _durations(
 ) -> tuple[Any, Any, Any, Any]:
     """Returns each stage's duration, launch time and communication time, in seconds.
 
-    The arrays are fields of :class:`StageSums`. The last array contains the time for each pair of
-    tokens that attend to each other, ``[3, stages]``, which is 0 unless documents are packed.
+    The first three arrays are fields of :class:`StageSums`. The last array has shape ``[3,
+    stages]`` and contains the time for each pair of tokens that attend to each other. This time is
+    0 unless documents are packed.
 
     Args:
         rank_of: Pipeline rank of each stage.
         bounds: Index of the first layer of each stage, followed by the number of layers.
-        tables: Layer tables of each pipeline rank, by kind of replica.
+        tables: Layer tables of each pipeline rank, one per kind of replica.
         inputs: Model, cluster and profile of layer times.
     """
     durations, work, pair_s = np.zeros((3, 3, len(rank_of)))
@@ -317,7 +319,7 @@ def _durations(
 def _row_costs(
     plan: Plan, inputs: PlanInputs, rank_of: Sequence[int], bounds: Any
 ) -> RowCosts | None:
-    """Returns rows of packed documents and their costs, ``None`` if documents are not packed."""
+    """Returns the rows of packed documents with their costs, or ``None`` without packing."""
     if plan.slice_tokens is None:
         return None
 
@@ -331,7 +333,10 @@ def _row_costs(
 
 
 def _held(plan: Plan, rank: int, inputs: PlanInputs, rows: RowCosts | None) -> tuple[float, float]:
-    """Returns a rank's most microbatches or slices in flight, and those that wait for W."""
+    """Returns how many microbatches or slices a rank holds, and how many wait for W.
+
+    Both are maximum numbers. The action W computes weight gradients.
+    """
     if rows is not None:
         held = held_slices(plan, rows)
         return held, held
@@ -357,8 +362,8 @@ def _memory(
         plan: Plan of the pipeline.
         rank: Pipeline rank.
         layers: Whether the rank holds each layer, ``[layers]``.
-        held: Number of microbatches or slices in flight, and of those that wait for W.
-        tables: Layer tables of the rank, by kind of replica.
+        held: Number of microbatches or slices in flight, and the number that wait for W.
+        tables: Layer tables of the rank, one per kind of replica.
         inputs: Model, cluster and profile of layer times.
         runtime: Properties of the training program.
     """
@@ -439,7 +444,7 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
 
 
 def row_pipeline(plan: Plan, stages: StageSums) -> RowPipeline | None:
-    """Returns the pipeline of a plan with packed documents, ``None`` for other plans.
+    """Returns the pipeline of a plan with packed documents, or ``None`` for other plans.
 
     Args:
         plan: Plan to simulate.
@@ -522,8 +527,8 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     count = plan.num_microbatches
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # Approximate the jitter by that of a pipeline with one rank per stage and about the same
-        # amount of work.
+        # Use the jitter of a pipeline with one rank per stage and about the same amount of work as
+        # an approximation.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
@@ -533,7 +538,8 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 def as_run(plan: Plan) -> Plan:
     """Returns a copy of the plan with equal microbatch sizes, if the trainer can run this copy.
 
-    If it cannot, or if all stages have equal parallel sizes, the plan is returned unchanged.
+    If the trainer cannot run the copy, or if all stages have equal parallel sizes, ``plan`` is
+    returned unchanged.
     """
     is_tp_1 = all(
         replica.tp == 1 for stage_place in plan.places for replica in stage_place.replicas
@@ -584,8 +590,8 @@ def _hop_s(
     """Computes the time of one message between replicas of two successive stages.
 
     Returns:
-        Latency between the slowest pair of replicas, and the time for which its link is busy, both
-        in seconds.
+        Latency between the slowest pair of replicas, and the time for which their link is busy,
+        both in seconds.
     """
     hops = [
         boundary_s(

@@ -217,8 +217,8 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
             "latency": "8 us",
         }
     rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    # The heading of the table also begins with GPU0. The filter skips it, because it contains no X
-    # (which marks a GPU's link to itself).
+    # The heading of the table also begins with GPU0. The filter skips the heading, because it does
+    # not contain X, which marks a GPU's link to itself.
     ways = [row[1:] for row in rows if "X" in row]
     count = len(ways)
     entry["gpus_per_node"] = entry["gpus_per_node"] or count

@@ -1,7 +1,7 @@
-"""Describes the documents of a run whose lengths vary, and the rows into which a step packs them.
+"""Describes documents of varying lengths, and the rows into which the trainer packs them.
 
 With ``--slice-tokens``, the trainer packs the documents of a step into rows and cuts the rows into
-slices of one length. Which rows a step has depends only on the lengths of its documents. So the
+slices of equal length. The rows of a step depend only on the lengths of its documents. So the
 planner draws the documents of some steps from the known lengths, and packs them as the trainer
 would (``schedule/document_rows.py``). All plans are predicted for the same steps.
 """
@@ -33,18 +33,18 @@ _LEAST_STEPS = 4
 _MOST_STEPS = 64
 """Maximum number of steps, because each plan of a search is simulated with all of them."""
 _DRAWN = 512
-"""Maximum number of documents, if that is more than a step has. Means over many documents vary
-little."""
+"""Maximum number of drawn documents, unless a single step has more. Means over this many documents
+vary little."""
 _STABLE = 0.02
 """Maximum relative error of the mean length of drawn documents."""
 _STABLE_SQUARES = 0.05
 """Maximum relative error of the mean square of the lengths of drawn documents."""
 _CHUNK = 1 << 16
-"""Number of lengths that are squared at a time."""
+"""Number of lengths that are squared at once."""
 
 
 class RowSettings(NamedTuple):
-    """Settings of a plan that decide how it packs documents, and which replica has most work.
+    """Settings of a plan that determine its packed rows and the replica with the most work.
 
     Attributes:
         tokens: Number of tokens of each slice.
@@ -53,7 +53,8 @@ class RowSettings(NamedTuple):
         chunks: Number of stages per pipeline rank.
         schedule: Name of the pipeline schedule.
         expert_ranks: Number of replicas that the experts are distributed over.
-        tp: Number of tensor-parallel ranks that divide each slice; 1 without sequence parallelism.
+        tp: Number of tensor-parallel ranks that divide each slice, or 1 without sequence
+            parallelism.
     """
 
     tokens: int
@@ -71,13 +72,13 @@ class RunDocuments:
 
     Attributes:
         config: Settings of a run of the model with ``--slice-tokens``. Parallel sizes, schedule and
-            length of slices are replaced by those of a plan.
+            length of slices are replaced by the values of a plan.
         steps: Number of tokens of each document, for each drawn step.
         batch: Number of documents per step.
         longest: Largest number of tokens that a document may have.
-        packed_slices: Number of slices of each row if rows are packed up to the sequence length,
-            as with ``--pack-to`` and ``--sequence-slices``. ``None`` for slices of a given length.
-            Used to compare plans with such runs.
+        packed_slices: Number of slices per row if rows are packed up to the sequence length, as
+            with ``--pack-to`` and ``--sequence-slices``, or ``None`` if slices have a fixed length.
+            This field is used to compare plans with runs that pack rows up to the sequence length.
     """
 
     config: TrainerConfig
@@ -88,7 +89,7 @@ class RunDocuments:
 
     @cached_property
     def mean_tokens(self) -> float:
-        """Mean number of tokens of a step."""
+        """Mean number of tokens per step."""
         return sum(map(sum, self.steps)) / len(self.steps)
 
     @cached_property
@@ -101,7 +102,10 @@ class RunDocuments:
         return {}
 
     def cuts(self, rows: RowSettings) -> tuple[list[Cut], ...]:
-        """Returns the microbatches of the replica with most work, in running order, by step.
+        """Returns the microbatches of the replica with the most work, for each step.
+
+        The microbatches are in the order in which they run. The argument ``rows`` contains the
+        settings of the plan.
 
         Raises:
             ConfigError: A step has too few documents for the replicas.
@@ -132,7 +136,7 @@ class RunDocuments:
         return replace(config, schedule=schedule, data=data)
 
     def mean_items(self, tokens: int) -> float:
-        """Returns the mean number of slices of a step on all replicas together."""
+        """Returns the mean number of slices per step, summed over all replicas."""
         cuts = self.cuts(RowSettings(tokens))
         return sum(len(cut.ends) for step in cuts for cut in step) / len(cuts)
 
@@ -146,11 +150,11 @@ class RunDocuments:
         return sum(pairs for _, pairs in works) / len(works)
 
     def needed_slices(self, tokens: int) -> int:
-        """Returns the number of slices that the longest document needs."""
+        """Returns the number of slices of ``tokens`` tokens that the longest document needs."""
         return -(-self.longest // tokens)
 
     def most_slices(self, tokens: int) -> int:
-        """Returns the largest number of slices of a row, as the trainer packs documents.
+        """Returns the maximum number of slices in the rows that the trainer packs.
 
         If all rows of a step have the same number of slices, such as with experts, rows may be
         longer than the longest document needs.
@@ -165,11 +169,11 @@ class RunDocuments:
 
 
 def draw_steps(lengths: Lengths, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Draws the documents of some steps, with about the mean and the mean square of all lengths.
+    """Draws documents for some steps that represent all known documents.
 
-    One document is drawn from each of equally many parts of the sorted lengths, so that the drawn
-    documents have few and many tokens as often as the known documents. More steps are drawn until
-    both means are close to those of all documents.
+    The sorted lengths are divided into equal parts, and one document is drawn from each part. So
+    the drawn documents contain short and long documents as often as the known documents. More steps
+    are drawn until mean and mean square of the drawn lengths are close to those of all lengths.
 
     Args:
         lengths: Number of tokens of each known document, ``[documents]``.
@@ -209,14 +213,14 @@ def _means(lengths: Lengths) -> tuple[float, float]:
 def make_documents(
     model: Model, lengths: Sequence[int] | Lengths, batch: int, *, longest: int | None = None
 ) -> RunDocuments:
-    """Returns the documents of a run of a model.
+    """Draws the documents of a run that trains ``model`` with ``--slice-tokens``.
 
     Args:
         model: Model to train.
         lengths: Number of tokens of each document, at least 1.
         batch: Number of documents per step.
-        longest: Largest number of tokens that a document may have before it is cut. By default,
-            the largest of ``lengths``.
+        longest: Largest number of tokens that a document may have before it is cut. Defaults to the
+            largest number in ``lengths``.
 
     Raises:
         ConfigError: The trainer's ``--slice-tokens`` does not support the model.
@@ -231,7 +235,7 @@ def make_documents(
     flags = [] if "--transformer-impl" in names else ["--transformer-impl", implementation]
     flags += ["--variable-seq-lengths", "--slice-tokens", str(LEAST_TOKENS)]
     flags += ["--pipeline-model-parallel-size", "2", "--global-batch-size", str(batch)]
-    # Without a partition, only even numbers of layers are possible.
+    # Without --partition, the number of layers would have to be a multiple of the two stages.
     num_layers = sum(model.layer(index).counted for index in range(model.num_layers))
     flags += ["--partition", f"0-{num_layers}"]
     try:

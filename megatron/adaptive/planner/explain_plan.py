@@ -36,18 +36,18 @@ _PARTS = {
 }
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule", "slice_tokens": "tokens of a slice"}
 _PACKED_SLICES = (1, 4, 8, 16)
-"""Numbers of slices of packed rows to compare with slices of a number of tokens."""
+"""Numbers of slices per packed row that are compared with slices of a fixed length."""
 _WORTH = 0.02
-"""Minimum fraction of a step's time that packed rows must save to be named as a hint."""
+"""Minimum fraction of the step time that packed rows must save to be mentioned in a hint."""
 _GB = 1e9
 _BAR = 30
-"""Length of the bar of a whole step."""
+"""Number of characters of a bar that represents a whole step."""
 _NEIGHBOUR_CPU_S = 0.5
-"""Limit on CPU seconds per node type, for the search for a neighbour of a plan."""
+"""Maximum CPU time in seconds per node type for the search for one neighbour of a plan."""
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a string with the parts of a step, each stage's memory, and the largest part."""
+    """Returns a text about the parts of a step, each stage's memory, and the largest part."""
     plan, prediction = row.plan, row.prediction
     lines = [f"a step of {seconds_text(prediction.seconds)}:"]
     for name, seconds in prediction.parts.items():
@@ -151,10 +151,12 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
 
 def _packed_lines(best: PlanRow, inputs: PlanInputs) -> list[str]:
-    """Compares a plan with slices of a number of tokens with rows packed to the longest document.
+    """Compares a plan whose slices have a fixed length with packed rows.
+
+    The rows are packed up to the length of the longest document.
 
     Returns:
-        A line of text for whole rows, and one for each number of slices.
+        A line of text for each number of slices per row. The first line is about whole rows.
     """
     lines = []
     for slices, prediction in packed_predictions(best.plan, inputs).items():
@@ -165,7 +167,7 @@ def _packed_lines(best: PlanRow, inputs: PlanInputs) -> list[str]:
 
 
 def packed_predictions(plan: Plan, inputs: PlanInputs) -> dict[int, Prediction]:
-    """Predicts a plan for rows that are packed up to the longest document and cut by cost.
+    """Predicts the step time if rows are packed up to the longest document and cut by cost.
 
     The layers of each stage stay the same. The limit on activations is chosen again.
 
@@ -174,7 +176,8 @@ def packed_predictions(plan: Plan, inputs: PlanInputs) -> dict[int, Prediction]:
         inputs: Model, cluster, profile and documents.
 
     Returns:
-        Predictions by number of slices of each row; empty for plans without ``slice_tokens``.
+        Predictions by number of slices per row. The dict is empty for plans without
+        ``slice_tokens``.
     """
     if plan.slice_tokens is None:
         return {}
@@ -188,7 +191,7 @@ def packed_predictions(plan: Plan, inputs: PlanInputs) -> dict[int, Prediction]:
 
 
 def packed_advice(best: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a hint if packed rows in a number of slices are faster than a plan, else ''."""
+    """Returns a hint if the plan would be faster with packed rows, otherwise an empty string."""
     fitting = {
         slices: prediction.seconds
         for slices, prediction in packed_predictions(best.plan, inputs).items()
@@ -211,7 +214,7 @@ def _packed_title(slices: int, inputs: PlanInputs) -> str:
 
 
 def _near_tokens(plan: Plan, inputs: PlanInputs) -> tuple[int, ...]:
-    """Returns lengths of slices to compare with a plan's length, none if it has no such length."""
+    """Returns half and twice the plan's slice length, in tokens, if these lengths are allowed."""
     if plan.slice_tokens is None:
         return ()
     tokens, longest = plan.slice_tokens, known_documents(inputs).longest
@@ -219,5 +222,5 @@ def _near_tokens(plan: Plan, inputs: PlanInputs) -> tuple[int, ...]:
 
 
 def _near_slices(plan: Plan) -> tuple[int, ...]:
-    """Returns numbers of slices to compare with a plan's number, none for whole sequences."""
+    """Returns half and twice the plan's number of slices, or nothing for whole sequences."""
     return (plan.slices // 2, 2 * plan.slices) if plan.slices > 1 else ()

@@ -265,7 +265,7 @@ class _Shape:
         If no partition fits into memory, the best partition without a memory limit is returned.
 
         Args:
-            fixed: User's partition, or ``None`` to choose one.
+            fixed: User's partition, or ``None`` to choose a partition.
         """
         partition = fixed
         if partition is None:
@@ -294,7 +294,7 @@ class _Shape:
         )
 
     def _divide(self, *, bounded: bool) -> tuple[int, ...] | None:
-        """Returns the partition with the fastest slowest stage, or ``None`` if nothing fits.
+        """Returns the partition whose slowest stage is fastest, or ``None`` if nothing fits.
 
         Args:
             bounded: Whether the partition must fit into memory. If a rank has several stages, each
@@ -308,10 +308,10 @@ class _Shape:
         return least_largest(costs)
 
     def refined(self, option: Option) -> Option:
-        """Returns the option with the best simulated partition near that of ``option``.
+        """Improves the partition of ``option`` by simulating similar partitions.
 
-        The partition with the fastest slowest stage is not the best if layers are frozen, because
-        their forward passes can run while a process would wait.
+        If layers are frozen, the partition whose slowest stage is fastest is not the best, because
+        the forward passes of frozen layers can run while a process would wait.
         """
 
         def step_s(partition: tuple[int, ...]) -> float:

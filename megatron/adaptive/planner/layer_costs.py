@@ -114,12 +114,12 @@ def in_flight(
         pp: Number of pipeline ranks.
         chunks: Number of stages per rank.
         num_microbatches: Number of microbatches per step.
-        slices: Number of slices per microbatch. If it is above 1, ``1f1b`` stands for the
+        slices: Number of slices per microbatch. If this is above 1, ``1f1b`` stands for the
             ``seq-1f1b`` order, and all other schedules are run-time rules.
         cap: Limit on the microbatches held under a run-time rule, or ``None`` for the rule's
             default.
-        attention_share: Attention's fraction of the cost of a sequence. If it is above 0, slices of
-            equal cost have different lengths, and the result counts slices of average length.
+        attention_share: Attention's fraction of the cost of a sequence. If this is above 0, slices
+            of equal cost have different lengths, and the result counts slices of average length.
     """
     if slices > 1:
         most = num_microbatches * slices
@@ -140,7 +140,7 @@ def in_flight(
 
 
 def _in_mean_slices(count: float, slices: int, attention_share: float) -> float:
-    """Returns the maximum total length of slices in flight, in slices of average length.
+    """Returns the maximum total length of slices in flight, divided by the average slice length.
 
     The backward passes of a microbatch's slices run in reverse order, so its first slices stay in
     memory. These are the longest slices. This applies to the oldest microbatch, which has begun its
@@ -174,9 +174,9 @@ def waiting(
     cap: float | None = None,
     attention_share: float = 0.0,
 ) -> tuple[float, ...]:
-    """Returns the maximum number of microbatches per rank whose W is still pending after B.
+    """Returns the maximum number of microbatches per rank that wait for weight gradients (W).
 
-    A pending microbatch has computed its input gradients (B) but not yet its weight gradients (W).
+    A waiting microbatch has computed its input gradients (B) but not yet its weight gradients (W).
 
     A microbatch in one of several chunks counts as ``1 / chunks``. A run-time scheduling rule may
     postpone the weight gradients of all microbatches in flight. The arguments are the same as for
@@ -209,7 +209,9 @@ def stage_memory(
     runtime: Runtime = OURS,
     context_bytes: float | None = None,
 ) -> StageMemory:
-    """Adds up the memory that a stage needs on its GPU. Array arguments describe many stages.
+    """Adds up the memory that a stage needs on its GPU.
+
+    If arguments are arrays, the result describes one stage per element.
 
     Args:
         model: Model that defines the bytes per parameter, gradient and optimizer state.
@@ -232,7 +234,7 @@ def stage_memory(
     sizes = model.precision
     trained = parameters - frozen_parameters
     return StageMemory(
-        # Each fp8 weight has two additional one-byte copies, and one of these copies is transposed.
+        # Each fp8 weight has two additional one-byte copies, one of them transposed.
         parameter_bytes=parameters * (sizes.parameter_bytes + 2 * sizes.fp8),
         gradient_bytes=trained * sizes.gradient_bytes,
         optimizer_bytes=settings.state_parameters(trained, expert_parameters, dp)
@@ -262,10 +264,10 @@ class LayerTable:
         tp_s: Part of ``forward_s`` and ``backward_s`` in seconds that is communication: the
             exchange of tokens between experts and, unless the measured times include them, the
             messages between tensor-parallel ranks.
-        pair_s: Time within ``forward_s`` for each pair of tokens that attend to each other, in
-            seconds. 0 unless documents are packed.
+        pair_s: Time within ``forward_s``, in seconds, for each pair of tokens that attend to each
+            other. This time is 0 unless documents are packed.
         pair_back_s: Time within ``backward_s`` for each of these pairs, in seconds.
-        parameters: Number of parameters on the GPU, experts included.
+        parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         frozen_parameters: Number of parameters on the GPU that are not trained.
         kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
@@ -334,8 +336,9 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # A rank with half of each sequence has the same work as with half of the samples, so divide
-        # the samples. The same holds for a slice of half of each sequence.
+        # A rank that has half of each sequence does the same work as a rank that has half of the
+        # samples. So divide the number of samples. The same holds for a slice of half of each
+        # sequence.
         samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,
@@ -352,7 +355,7 @@ def layer_table(
 
 
 def known_documents(inputs: PlanInputs) -> RunDocuments:
-    """Returns the documents for which plans with slices of a number of tokens are predicted."""
+    """Returns the documents of a run whose plans have slices of a fixed number of tokens."""
     assert inputs.documents is not None, "plans with slice_tokens need the lengths of documents"
     return inputs.documents
 
@@ -398,7 +401,10 @@ class _LayerSetup:
     ring: Callable[[float], float]
 
     def measured(self, name: str) -> tuple[LayerKind, LayerTimes]:
-        """Returns the kind of the layer ``name`` and its times, measured or estimated."""
+        """Returns the layer kind for ``name`` and its measured or estimated times.
+
+        The kind depends on the number of ranks that share the experts.
+        """
         base = self.inputs.model.kinds[name]
         kind = self.inputs.model.kinds.get(f"{name}/{self.settings.expert_ranks}", base)
         # If experts are distributed over ranks, the busiest rank has more work than average. So
@@ -411,17 +417,17 @@ class _LayerSetup:
 
     @property
     def slices(self) -> int:
-        """Number of slices of a microbatch; of the longest one if documents are packed."""
+        """Number of slices per microbatch, or of the longest if documents are packed."""
         tokens = self.settings.slice_tokens
         if tokens is None:
             return self.settings.slices
         return known_documents(self.inputs).most_slices(tokens)
 
     def pairs_share(self, kind: LayerKind) -> float:
-        """Returns a slice's number of attending pairs, relative to a slice of a whole sequence.
+        """Returns how many pairs of tokens attend to each other, relative to whole sequences.
 
-        It is below 1 if documents are shorter than whole sequences. Pairs within a window are not
-        counted separately, because their number grows with the number of tokens.
+        The result is below 1 if documents are shorter than whole sequences. For layers with a
+        window, the result is 1, because their number of pairs grows with the number of tokens.
         """
         tokens = self.settings.slice_tokens
         if tokens is None or kind.is_local:
@@ -480,10 +486,10 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
     # the whole backward pass contradicts this.
     back = min(2.0, times.backward_input_s / whole_attention) if whole_attention else 0.0
     saved_back = back * saved
-    # Each rank that shares a sequence sends its part's keys and values to all others. On a ring, it
-    # computes the attention of one part while it receives the next. Its backward pass sends and
-    # computes twice as much. Without a ring, all parts arrive before the attention begins, and the
-    # backward pass sends back gradients of the same size.
+    # Each rank that shares a sequence sends the keys and values of its part to all other ranks. On
+    # a ring, a rank computes the attention of one part while it receives the next part, and the
+    # backward pass sends and computes twice as much. Without a ring, all parts arrive before the
+    # attention begins, and the backward pass sends back gradients of the same size.
     is_ring = setup.passes_keys(kind)
     part_s = setup.ring(kind.context_bytes * samples / tp)
     turns = context_ranks - 1
@@ -544,7 +550,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recomputation holds all activations of the layer that is recomputed. The
-    # longest slice needs the most memory, except for scores: it attends to the fewest tokens.
+    # longest slice needs the most memory, except for scores, because it attends to the fewest
+    # tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
@@ -577,7 +584,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
 
 
 def range_sums(values: Any) -> Any:
-    """Returns the sum of every range of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
+    """Returns the sums of all ranges of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
 
     Entry ``[begin, end]`` is the sum of ``values[begin:end]``.
     """
@@ -586,7 +593,7 @@ def range_sums(values: Any) -> Any:
 
 
 def range_largest(values: Any) -> Any:
-    """Returns the maximum of every range of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
+    """Returns the maxima of all ranges of ``values``, ``[n + 1, n + 1]`` for ``n`` values.
 
     Entry ``[begin, end]`` is the maximum of ``values[begin:end]``, or 0 if the range is empty.
     """
@@ -626,10 +633,10 @@ def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]
     """Returns a function that estimates the times of layers that the profile does not contain.
 
     Returns:
-        Function of layer kind, GPU, number of tensor-parallel ranks and samples per microbatch. The
-        estimated times do not include communication between tensor-parallel ranks. The function
-        raises ``ConfigError`` if the GPU or kind is unknown, or if the GPU does not support the
-        model's precision.
+        Function that takes layer kind, GPU, number of tensor-parallel ranks and samples per
+        microbatch, and returns the estimated times. The times do not include communication between
+        tensor-parallel ranks. The function raises ``ConfigError`` if the GPU or kind is unknown, or
+        if the GPU does not support the model's precision.
     """
 
     @cache

@@ -83,7 +83,7 @@ def exchange_of(
 def context_ring(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
 ) -> Callable[[float], float]:
-    """Returns a function that computes how long each rank on a ring sends to the next rank.
+    """Returns a function that computes how long a rank needs to send data to the next on a ring.
 
     Args:
         inputs: Model, cluster and profile. The cluster and the profile define the links.
@@ -125,7 +125,7 @@ def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
 def links_out(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], nodes: int
 ) -> list[LinkSpeed]:
-    """Returns the links from ``node`` to all nodes of a group.
+    """Returns the links from ``node`` to the nodes of a group.
 
     Args:
         inputs: Model, cluster and profile. The cluster and the profile define the links.
@@ -139,13 +139,13 @@ def links_out(
 
 
 def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSpeed:
-    """Returns the measured link between nodes of two types, or the link in the cluster file."""
+    """Returns the measured link between two node types, or the link from the cluster file."""
     measured = link_in(inputs.profile.links, node, other)
     return inputs.cluster.link_of_types(node, other) if measured is None else measured
 
 
 def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSpeed:
-    """Returns the link of the smallest island that contains ``replica`` and ``other``."""
+    """Returns the fastest link between two replicas: the link of their smallest common island."""
     return _link_at(
         inputs, replica.node, other.node, _common_island(inputs.cluster, replica, other)
     )
@@ -199,7 +199,8 @@ def boundary_s(
             sequence parallelism. Otherwise, each rank sends the whole tensor.
 
     Returns:
-        Latency for the slowest replica, and the time for which its link is busy, both in seconds.
+        Latency for the slowest replica, and the time for which this replica's link is busy, both in
+        seconds.
     """
     flows = _flows(sender, receiver, inputs.cluster, bytes_per_sample, sliced)
     leaving = Counter[tuple[int, bool]]()
@@ -223,7 +224,7 @@ def _flows(
     bytes_per_sample: float,
     sliced: bool,
 ) -> dict[tuple[int, int, int | None], tuple[int, float]]:
-    """Returns the number and the largest size in bytes of the messages between two stages.
+    """Returns the number of messages between two stages, and the size in bytes of the largest.
 
     Messages are grouped by sending node, receiving node, and index of an island that contains both
     replicas. The samples of a round of microbatches are numbered consecutively over the replicas of
@@ -350,7 +351,7 @@ def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
 
 
 def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
-    """Returns the time in seconds to add up the tied-embedding gradients of two stages."""
+    """Returns the time in seconds to add up tied-embedding gradients of two stages."""
     if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
     size = tied_bytes(inputs.model, tp)
@@ -366,8 +367,8 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
     names = {inputs.cluster.nodes[first.node].link_name for first, _ in pairs}
     measured = [inputs.profile.all_reduce.get((name, 2)) for name in names]
     if not leaving and None not in measured:
-        # Use the measured time if possible, because an all-reduce may be slower than messages
-        # between stages, which use a different transport.
+        # Use the measured time if possible. An all-reduce may be slower than messages between
+        # stages, because these use a different transport.
         sharing = max(sharing for _, sharing in segments)
         return max(curve.seconds(size, sharing) for curve in measured if curve is not None)
     return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)

@@ -27,7 +27,7 @@ FORMAT = 1
 MESSAGE_ELEMENT_BYTES = 4
 """Size in bytes that profiles assume for each element of a message between pieces."""
 _FORMER_HOST_KEYS = ("cores",)
-"""Keys that earlier versions wrote to the file. They are ignored."""
+"""Keys that earlier versions wrote to the file and that this version ignores."""
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
@@ -73,11 +73,12 @@ class MeasuredModule:
         chunks: Number of stages per process.
         cap: Maximum activations held by a process under a run-time scheduling rule, or ``None`` for
             the rule's default. The unit is one microbatch in all stages of the process.
-        pipeline_size: Number of processes per pipeline set by the user, or ``None`` if it may
-            change.
-        micro_batch_size: Number of samples per microbatch, or ``None`` if it may change.
+        pipeline_size: Number of processes per pipeline set by the user, or ``None`` if the number
+            may change.
+        micro_batch_size: Number of samples per microbatch set by the user, or ``None`` if the
+            number may change.
         partition: Number of segments (parts between cut points) in each stage, or ``None`` to
-            choose a partition. It is used for pipelines with this number of stages.
+            choose a partition. The partition is only used for pipelines with this number of stages.
         weights: Cost of each segment set by the user, or ``None`` to use the measured costs.
         is_random: Whether the model draws random numbers that depend on the microbatch.
     """
@@ -101,7 +102,7 @@ class MeasuredModule:
 
     @property
     def least(self) -> int:
-        """Smallest measured microbatch size, in samples. The model may not run smaller ones."""
+        """Smallest measured microbatch size, in samples. Smaller microbatches may fail."""
         sizes: set[int] = {row["micro_batch"] for row in self.whole["layers"]}
         return min(sizes)
 
@@ -137,7 +138,7 @@ class MeasuredModule:
         return tuple(seconds[layer["kind"]] for layer in self.whole["model"]["layers"])
 
     def write(self, path: Path) -> None:
-        """Writes the measurements to the file ``path``. An existing file is replaced atomically.
+        """Writes the measurements to the file ``path``, and replaces an existing file atomically.
 
         Raises:
             OSError: The file cannot be written.
@@ -191,16 +192,17 @@ class MeasuredModule:
 
 
 def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster:
-    """Creates a cluster from measured hosts. A node type gets the memory of its smallest host.
+    """Creates a cluster from measured hosts.
+
+    The memory of a node type is the memory of its smallest host.
 
     Args:
         hosts: Nodes of the cluster, as measured.
         profile: Profile with the links between the nodes.
     """
     counts = Counter(host.type for host in hosts)
-    # A dictionary keeps the last value of a key, but at the position where the key occurred first.
-    # So the types keep their order, and each type gets the values of its host with the least
-    # memory.
+    # A dictionary keeps the last value of a key at the position where the key occurred first. So
+    # the types keep their order, and each type gets the values of its host with the least memory.
     least_last = sorted(hosts, key=lambda host: -host.memory_bytes)
     smallest = {host.type: host for host in (*hosts, *least_last)}
     groups = tuple(
@@ -220,7 +222,7 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
 
 
 def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Returns each node's index in a cluster that numbers nodes of the same kind consecutively.
+    """Returns each node's index in a cluster that groups nodes of the same kind.
 
     For example, nodes of the kinds a, b and a get the indices 0, 2 and 1.
 

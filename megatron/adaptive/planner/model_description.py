@@ -1,4 +1,6 @@
-"""Defines the planner's description of a model: a list of layers with costs per kind of layer.
+"""Defines the planner's description of a model, which is a list of layers.
+
+Each kind of layer has costs.
 
 Each layer of a model has a kind. A kind has parameters, FLOPs and memory sizes::
 
@@ -6,7 +8,8 @@ Each layer of a model has a kind. A kind has parameters, FLOPs and memory sizes:
     kinds     embedding, transformer, head
 
 All counts are for one sample in a whole layer, without tensor parallelism. ``transformer_layers``
-computes them from the sizes of a transformer. ``model_file`` reads models by name and from files.
+computes the costs from the sizes of a transformer. ``model_file`` reads models by name and from
+files.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns average sizes per weight for frozen weights with trained adapters.
+        """Returns average sizes per frozen weight, including the adapters that are trained instead.
 
         Args:
             share: Number of trained adapter weights per frozen weight.
@@ -127,9 +130,10 @@ class LayerKind:
         frozen_parameters: Part of ``parameters`` that is not trained, so it has no gradients and no
             optimizer state.
         context_bytes: Size in bytes of the keys and values that ranks exchange in a forward pass if
-            they share a sequence, without tensor parallelism. 0 if ranks cannot share a sequence.
+            they share a sequence, without tensor parallelism, or 0 if ranks cannot share a
+            sequence.
         keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to,
-            without tensor parallelism. 0 if the sequence cannot be cut into slices.
+            without tensor parallelism, or 0 if the sequence cannot be cut into slices.
         routed_bytes: Size in bytes of the copies of tokens that are kept for experts. If experts
             are distributed over ranks, a forward pass sends this amount to the experts and back,
             and a backward pass does so again.
@@ -193,8 +197,8 @@ class Model:
 
     Attributes:
         name: Name that matches profiles with the model.
-        kinds: Every kind of layer, by name.
-        layers: Name of each layer's kind in pipeline order, embedding and head included.
+        kinds: Every kind of layer, keyed by name.
+        layers: Name of each layer's kind in pipeline order, including embedding and head.
         tokens_per_sample: Number of tokens per sample, used to compute the speed in tokens per
             second.
         tied_parameters: Number of weights shared by embedding and head, or 0 if they share no
@@ -212,7 +216,7 @@ class Model:
             cannot divide a sample.
         has_own_kernels: Whether the trainer's own layers compute attention without storing scores.
             These layers can compute weight gradients in a separate pass. If ranks share a sequence,
-            they gather its keys and values.
+            each rank gathers the keys and values of the whole sequence.
     """
 
     name: str
@@ -272,7 +276,7 @@ class Model:
         return grows / whole if whole else 0.0
 
     def most_slices(self) -> int:
-        """Returns the maximum number of slices of a sequence, or 1 if it cannot be cut."""
+        """Returns the maximum number of slices per sequence, or 1 if sequences cannot be cut."""
         attending = [
             kind for kind in map(self.layer, range(self.num_layers)) if kind.attention_flops
         ]
@@ -283,7 +287,7 @@ class Model:
         return max(1, self.sequence // LEAST_TOKENS)
 
     def divides_sequence(self, tp: int, context_ranks: int, sequence_parallel: bool) -> bool:
-        """Returns whether ranks can divide a sequence evenly and all layers support this.
+        """Returns whether the given numbers of ranks can divide a sequence evenly in all layers.
 
         Args:
             tp: Number of tensor-parallel ranks.
@@ -307,12 +311,12 @@ class Model:
 
     @cached_property
     def splits(self) -> frozenset[int]:
-        """Indices of layers that must start a new stage, because a new group of layers begins."""
+        """Indices of layers that must start a new stage because they begin a new layer group."""
         groups = [self.kinds[name].group for name in self.layers]
         return frozenset(i for i in range(1, len(groups)) if groups[i] != groups[i - 1])
 
     def layer(self, index: int) -> LayerKind:
-        """Returns the kind of the layer with this index."""
+        """Returns the kind of the layer with index ``index``."""
         return self.kinds[self.layers[index]]
 
     def stage_layers(self, counted: Sequence[int]) -> tuple[range, ...]:

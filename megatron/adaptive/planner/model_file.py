@@ -67,7 +67,7 @@ def _only_planned(
 
 
 def _padded(vocabulary: int, multiple: int = 128) -> int:
-    """Returns ``vocabulary`` rounded up to a multiple of ``multiple``, like Megatron's padding."""
+    """Returns ``vocabulary`` rounded up to a multiple of ``multiple``, as in Megatron."""
     return -(-vocabulary // multiple) * multiple
 
 
@@ -83,11 +83,11 @@ PRESETS: Mapping[str, TransformerShape] = {
         _only_planned("t5-11b", 24, 1024, 128, 128, 65536),
     )
 }
-"""Models that the planner supports but the trainer does not, by name."""
+"""Models that the planner supports but the trainer does not, keyed by name."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """Returns the names of all presets, including presets that only the planner supports."""
+    """Returns the names of all presets, including those that the trainer does not support."""
     return (*MODELS, *PRESETS)
 
 
@@ -171,7 +171,7 @@ def settings_model(
     """Returns the model that the trainer's settings describe.
 
     Args:
-        settings: Values of the model's settings, by field name.
+        settings: Values of the model's settings, keyed by field name.
         name: Name that matches profiles with the model.
         precision: Data type: ``fp32``, ``fp16`` or ``bf16``.
         attention: Attention implementation, one of ``ATTENTIONS``, used if the settings do not
@@ -193,7 +193,7 @@ class _ModelSource(NamedTuple):
         name: Name of the model.
         arguments: Command-line arguments that build the model in a training run.
         parsed: Command-line arguments to parse in addition to ``settings``.
-        settings: Values of the trainer's settings, by field name.
+        settings: Values of the trainer's settings, keyed by field name.
     """
 
     name: str
@@ -237,9 +237,9 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
 
 
 def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
-    """Returns the arguments about the model and its precision.
+    """Returns the arguments in ``arguments`` that concern the model and its precision.
 
-    If the vocabulary size is missing, it is added.
+    If the vocabulary size is missing, the result contains an additional ``--vocab-size``.
     """
     groups = (ModelConfig, PrecisionConfig, CoreConfig)
     kept = only_groups(arguments, groups, ("vocab_size",))
@@ -254,7 +254,7 @@ def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[st
 
 
 def usual_attention(*, on_gpus: bool) -> str:
-    """Returns the attention implementation of a run with the installed packages.
+    """Returns the attention implementation that a run with the installed packages uses.
 
     Args:
         on_gpus: Whether the training runs use GPUs.
@@ -265,7 +265,10 @@ def usual_attention(*, on_gpus: bool) -> str:
 
 
 def _adapter_parameters(config: TrainerConfig) -> int:
-    """Returns the number of adapter weights: rank x (inputs + outputs) per adapted matrix."""
+    """Returns the number of adapter weights in all layers.
+
+    An adapted matrix has rank x (inputs + outputs) adapter weights.
+    """
     model = config.model
     core = config.core
     rank = config.lora.lora_rank or 0
@@ -298,7 +301,9 @@ def _adapter_parameters(config: TrainerConfig) -> int:
 
 
 def _vocabulary(arguments: Sequence[str]) -> int:
-    """Returns the size of a vocabulary file, or GPT-2's vocabulary size if it cannot be read.
+    """Returns the number of entries in a vocabulary file.
+
+    If the file cannot be read, GPT-2's vocabulary size is returned.
 
     Args:
         arguments: Argument ``--vocab-file`` with its path, or empty if no file is used.
@@ -372,7 +377,7 @@ def trainer_shape(
 
 
 def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
-    """Returns for each layer whether it has the attention window, or empty if all layers are equal.
+    """Returns whether each layer has an attention window, or () if all layers are equal.
 
     Raises:
         ConfigError: The window pattern does not have an entry for each layer.
@@ -391,7 +396,7 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
 
 
 def _precision(config: PrecisionConfig) -> Precision:
-    """Returns the sizes in bytes of the numbers in a run with the settings ``config``."""
+    """Returns the sizes in bytes of the numbers in a run with the precision ``config``."""
     names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     sizes = Precision.named(names[config.dtype_name])
     if config.accumulate_allreduce_grads_in_fp32:
@@ -402,7 +407,7 @@ def _precision(config: PrecisionConfig) -> Precision:
 
 
 def _has_kernel(config: TrainerConfig, device: str) -> bool:
-    """Returns whether a run with these settings computes attention without storing scores."""
+    """Returns whether a run with the settings ``config`` does not store attention scores."""
     model, core = config.model, config.core
     if model.transformer_impl == "transformer_engine":
         # If scores are bounded (soft-capped), the trainer's own layers compute attention and store
@@ -481,7 +486,7 @@ def read_model(
         default: Data type for models that do not specify a data type.
         attention: Attention implementation, one of ``ATTENTIONS``, used if the model does not
             choose an implementation.
-        sequence: Number of tokens per sample. It is only allowed for a ``config.json``.
+        sequence: Number of tokens per sample. This is only allowed for a ``config.json``.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
@@ -587,7 +592,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 def _of_profile(
     document: Mapping[str, Any], where: str, precision: str | None, make: Callable[..., Model]
 ) -> Model:
-    """Returns the model with which the profile ``document`` was measured."""
+    """Returns the model from the profile ``document``, which was measured with this model."""
     check_form(document, "profile", where)
     model = document["model"]
     if model.get("layers"):

@@ -46,7 +46,7 @@ _KINDS = {ActionKind.F: _F, ActionKind.B: _B, ActionKind.W: _W}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Steps:
-    """A schedule's actions in topological order: each comes after all actions it depends on.
+    """A schedule's actions in topological order, so that inputs are computed before their use.
 
     Attributes:
         placement: Assignment of stages to ranks.
@@ -62,7 +62,9 @@ class Steps:
     split: bool
 
     def table(self, seconds: Any) -> Any:
-        """Returns a copy of ``seconds``, the times of F, B and W actions, ``[3, stages]``.
+        """Returns a copy of ``seconds``, which contains times of F, B and W actions.
+
+        ``seconds`` has the shape ``[3, stages]``.
 
         If the schedule has no separate W actions, the copy adds the times of W to the times of B.
         """
@@ -133,7 +135,7 @@ def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Step
 
 
 def _inputs(kind: int, stage: int, microbatch: int, stages: int) -> list[tuple[int, int, int]]:
-    """Returns the actions whose results an action requires, as (kind, stage, microbatch)."""
+    """Returns the actions whose results an action needs, as tuples (kind, stage, microbatch)."""
     same_stage = [(kind - 1, stage, microbatch)] if kind else []
     sender = stage - 1 if kind == _F else stage + 1
     if kind < _W and 0 <= sender < stages:
@@ -200,10 +202,11 @@ def _run_steps(
     end: Any,
     busy: Any,
 ) -> None:
-    """Processes the actions in order, and fills ``arrival``, ``free``, ``end`` and ``busy``.
+    """Computes the times of all actions in order, and writes them to the last four arrays.
 
-    ``arrival`` contains the arrival time of each input, by kind, stage and microbatch. ``free``
-    contains the time at which the link after each stage becomes free, by kind and stage.
+    The function fills ``arrival``, ``free``, ``end`` and ``busy``. ``arrival`` contains the arrival
+    time of each input, by kind, stage and microbatch. ``free`` contains the time at which the link
+    after each stage becomes free, by kind and stage.
     """
     stages = latency.shape[1]
     for i in range(rows.shape[0]):

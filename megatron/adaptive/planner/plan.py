@@ -31,7 +31,9 @@ fp8 contain these flags."""
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """GPUs of one data-parallel replica of a stage. They have consecutive indices on one node.
+    """GPUs of one data-parallel replica of a stage.
+
+    The GPUs have consecutive indices on one node.
 
     Attributes:
         node: Index of the node in the cluster.
@@ -74,10 +76,10 @@ class StageSettings:
             (expert-parallel size).
         context_ranks: Number of consecutive ranks that divide each sequence among themselves
             (context-parallel size).
-        slices: Number of slices into which each sequence is cut, 1 for whole sequences. The work of
-            a stage on one slice of a microbatch is then one action.
-        slice_tokens: Number of tokens of each slice, if documents of different lengths are packed
-            into rows and cut. ``None`` for sequences of one length.
+        slices: Number of slices into which each sequence is cut, or 1 for whole sequences. If
+            sequences are cut, an action is the work of a stage on one slice of a microbatch.
+        slice_tokens: Number of tokens of each slice if documents of different lengths are packed
+            into rows and cut, or ``None`` if all sequences have the same length.
     """
 
     recompute: str = "none"
@@ -91,11 +93,11 @@ class StageSettings:
 
     @property
     def is_cut(self) -> bool:
-        """Whether an action is the work on a slice of a microbatch."""
+        """Whether microbatches are cut, so that an action is the work on one slice."""
         return self.slices > 1 or self.slice_tokens is not None
 
     def share_of(self, sequence: int) -> float:
-        """Returns the mean length of a slice, relative to a whole sequence.
+        """Returns the mean length of a slice, as a fraction of a whole sequence.
 
         Args:
             sequence: Number of tokens of a whole sequence.
@@ -103,11 +105,11 @@ class StageSettings:
         return 1 / self.slices if self.slice_tokens is None else self.slice_tokens / sequence
 
     def state_parameters(self, parameters: Any, expert_parameters: Any, dp: int) -> Any:
-        """Returns the number of parameters whose optimizer state each of ``dp`` replicas updates.
+        """Returns the number of parameters whose optimizer state each replica updates.
 
         A distributed optimizer divides a parameter's state among the replicas that hold the
-        parameter. If experts are distributed over ``expert_ranks`` replicas, only ``dp /
-        expert_ranks`` replicas hold each expert.
+        parameter. There are ``dp`` replicas. If experts are distributed over ``expert_ranks``
+        replicas, only ``dp / expert_ranks`` replicas hold each expert.
         """
         if not self.distributed_optimizer:
             return parameters
@@ -148,12 +150,12 @@ class Plan(StageSettings):
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per replica and step; of documents if they are packed."""
+        """Number of microbatches per replica and step, or of documents if they are packed."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
     def rows(self) -> RowSettings:
-        """Settings that decide how documents are packed, for plans with ``slice_tokens``."""
+        """Settings that determine how documents are packed. The plan must have ``slice_tokens``."""
         assert self.slice_tokens is not None
         return RowSettings(
             tokens=self.slice_tokens,
@@ -183,7 +185,7 @@ class Plan(StageSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Memory in bytes that one pipeline rank needs on its GPU with the least free memory.
+    """Memory that one pipeline rank needs on its GPU with the least free memory.
 
     Attributes:
         parameter_bytes: Size of the weights in bytes.
@@ -241,10 +243,10 @@ class Prediction:
 
     Attributes:
         seconds: Step time in seconds.
-        parts: Parts of the step time in seconds, by name, which add up to ``seconds``: ``compute``,
-            ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and ``optimizer``. If the
-            profile contains them, ``jitter`` and ``beside`` (all remaining work in a step) are also
-            present.
+        parts: Parts of the step time in seconds, keyed by name, which add up to ``seconds``:
+            ``compute``, ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and
+            ``optimizer``. If the profile contains them, ``jitter`` and ``beside`` (all remaining
+            work in a step) are also present.
         stages: Predicted times and memory of each pipeline rank.
         tokens_per_s: Number of tokens per second processed by the whole job.
         price_per_hour: Price per hour of all nodes in use.
@@ -270,7 +272,7 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Memory in bytes needed by the GPU of the job that needs the most memory."""
+        """Memory in bytes needed on the GPU that needs the most memory."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 
@@ -306,7 +308,7 @@ def place_ranks(
 def place_stage(
     cluster: Cluster, order: Sequence[int], tp: int, dp: int, micro_batch: int, *, position: int = 0
 ) -> StagePlace:
-    """Assigns GPUs to a stage that comes after ``position`` stages with the same parallel sizes.
+    """Assigns GPUs to a stage that follows ``position`` stages with the same parallel sizes.
 
     The arguments are the same as for :func:`place_ranks`.
 
@@ -383,7 +385,7 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
 
 
 def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float | None:
-    """Returns the model FLOPs utilization (MFU): the model's FLOP/s divided by the GPUs' peak.
+    """Returns the model FLOPs utilization (MFU), which is the model's FLOP/s over the GPUs' peak.
 
     Recomputation is not counted. Returns ``None`` if the GPU table does not contain the peak of a
     GPU in this precision, or if the FLOPs of the model are unknown.
@@ -399,7 +401,10 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
 
 
 def gpus_used(plan: Plan) -> Counter[int]:
-    """Returns the number of GPUs that a plan uses on each node, by node index in rank order."""
+    """Returns the number of GPUs that a plan uses on each node, keyed by node index.
+
+    Nodes are in rank order.
+    """
     used = Counter[int]()
     for stage_place in plan.places:
         for replica in stage_place.replicas:

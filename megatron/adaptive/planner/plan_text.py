@@ -1,4 +1,4 @@
-"""Describes plans as text: in tables, and in comparisons of plan files."""
+"""Describes plans as text, and compares plan files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns table lines with predicted values, and their change relative to the first plan."""
+    """Returns table rows with predicted values and their change relative to the first plan."""
     lines = []
     figures = [
         {
@@ -68,7 +68,7 @@ def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name: str) -> str:
-    """Returns whether a plan is slower or faster than the first plan, and the largest differences.
+    """Describes how a plan's step time differs from that of the first plan, and why.
 
     Args:
         prediction: Prediction of the plan, as in a plan file.
@@ -88,7 +88,7 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings in the plan file ``document`` as text, by key."""
+    """Returns the settings in the plan file ``document`` as text, keyed by name."""
     settings = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
@@ -103,7 +103,7 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 
 _GB = 1e9
 _LEAST_SHARE = 0.001
-"""Minimum difference of a part of the step to be listed as a reason, as a fraction of the step
+"""Minimum difference in a part of the step that is listed as a reason, as a fraction of the step
 time.
 """
 
@@ -142,7 +142,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
 
 
 def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
-    """Returns the table cells of the plan in ``row``, by column title."""
+    """Returns the table cells of the plan in ``row``, keyed by column title."""
     plan, prediction = row.plan, row.prediction
     steps = tokens / inputs.step_tokens(plan.global_batch)
     is_packed = plan.slice_tokens is not None

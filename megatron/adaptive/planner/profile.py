@@ -38,8 +38,8 @@ class LayerTimes:
         backward_weight_s: Time for computing the weight gradients, in seconds.
         tp_included: Whether the times include communication between tensor-parallel ranks.
         launch_s: Time in seconds that the forward pass spends launching kernels. The backward pass
-            spends the same time. It does not grow with the microbatch size. A rank can launch
-            kernels while it waits for its input.
+            spends the same time on launches. This time does not grow with the microbatch size. A
+            rank can launch kernels while it waits for its input.
         kept_bytes: Measured size in bytes of the activations kept for the backward pass, or
             ``None`` to use the size computed from the model.
         source: Origin of the times, ``measured`` or ``estimated``.
@@ -82,27 +82,28 @@ class Profile:
     """Measured times, and a function that estimates missing times.
 
     Attributes:
-        layers: Times by layer kind, GPU, number of tensor-parallel ranks and microbatch size.
+        layers: Times of layers, keyed by layer kind, GPU, tensor-parallel size and microbatch size.
         model: Name of the measured model, or empty if the profile applies to any model.
         links: Measured links between two nodes, keyed by the names of both node types. They replace
             the links of the cluster.
-        intra_links: Measured links within a node, by node type. They replace the links of the
+        intra_links: Measured links within a node, keyed by node type. They replace the links of the
             cluster.
-        all_reduce: Measured all-reduces within a node, by node type and number of ranks. Each
+        all_reduce: Measured all-reduces within a node, keyed by node type and number of ranks. Each
             all-reduce is stored as a link whose bandwidth is the tensor size in bytes divided by
             the duration of the operation.
-        optimizer_s_per_parameter: Optimizer time in seconds per updated parameter, by GPU.
-        launch_s: Additional time in seconds per action that is spent outside of its layers, by GPU.
+        optimizer_s_per_parameter: Optimizer time in seconds per updated parameter, keyed by GPU.
+        launch_s: Additional time in seconds per action that is spent outside of layers, keyed by
+            GPU.
         step_s: Additional time in seconds per step that is spent outside of pipeline, reduction and
-            optimizer, by GPU.
+            optimizer, keyed by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration.
-        context_bytes: GPU memory in bytes used by a process without tensors, by GPU. For GPUs that
-            are not listed, the value in ``layer_costs.Runtime`` is used.
+        context_bytes: GPU memory in bytes used by a process without tensors, keyed by GPU. For GPUs
+            that are not listed, the value in ``layer_costs.Runtime`` is used.
         allocator_share: Additional memory that the allocator holds, as a fraction of activations
-            and workspace, by GPU. It is only set for models in host memory.
+            and workspace, keyed by GPU. This is only set for models in host memory.
         estimator: Function that estimates missing times from kind of layer, GPU, number of
-            tensor-parallel ranks and microbatch size. If it is ``None``, a missing time is an
-            error.
+            tensor-parallel ranks and microbatch size. If ``estimator`` is ``None``, missing times
+            raise an error.
     """
 
     layers: Mapping[Key, LayerTimes] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class Profile:
     def times(
         self, kind: str, gpu: str, tp: int, micro_batch: float, load: float = 1.0
     ) -> LayerTimes:
-        """Returns the times of a layer: measured, interpolated or estimated.
+        """Returns the measured, interpolated or estimated times of a layer.
 
         For a microbatch size that was not measured, times are linearly interpolated between the
         nearest measured sizes. Above the largest measured size, they are extrapolated from the two
@@ -134,8 +135,8 @@ class Profile:
             gpu: Name of the GPU.
             tp: Number of tensor-parallel ranks.
             micro_batch: Number of samples per microbatch.
-            load: FLOPs on the rank divided by the FLOPs of the measured kind. It is above 1 if the
-                busiest rank has more expert work than average.
+            load: Number of FLOPs on the rank divided by the FLOPs of the measured kind. The value
+                is above 1 if the busiest rank has more expert work than average.
 
         Raises:
             ConfigError: The layer was not measured and cannot be estimated.
@@ -143,7 +144,7 @@ class Profile:
         near = self._nearest(kind, gpu, tp)
         if near is not None:
             sizes = self._sizes[near, gpu, tp]
-            # The declared type of this part of the key is int, but an equal float also finds the
+            # The declared type of this part of the key is int, but an equal float finds the same
             # entry. So no conversion is needed.
             times = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
             times = times or self._between(near, gpu, tp, micro_batch, sizes)
@@ -232,7 +233,7 @@ class PlanInputs:
         model: Model to train.
         cluster: Nodes and links to plan for.
         profile: Times of the model's layers on the nodes.
-        documents: Documents of the run, if their lengths vary. ``None`` if all samples have the
+        documents: Documents of the run if their lengths vary, or ``None`` if all samples have the
             length of the model's sequences.
     """
 
@@ -247,7 +248,7 @@ class PlanInputs:
         return {}
 
     def step_tokens(self, samples: int) -> float:
-        """Returns the mean number of tokens of a step.
+        """Returns the mean number of tokens per step.
 
         Args:
             samples: Number of samples per step.
@@ -257,7 +258,7 @@ class PlanInputs:
         return samples * self.model.tokens_per_sample
 
     def step_flops(self, samples: int) -> float:
-        """Returns the mean number of operations in the forward passes of a step.
+        """Returns the mean number of floating-point operations in all forward passes of a step.
 
         Args:
             samples: Number of samples per step.
@@ -272,7 +273,7 @@ class PlanInputs:
         return (whole - pairs) * self.documents.mean_tokens / length + pairs * squares
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the time in seconds of an action outside of its layers on the slowest node."""
+        """Returns the seconds that an action spends outside of layers on the slowest node."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 

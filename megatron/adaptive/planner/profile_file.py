@@ -43,7 +43,7 @@ _SAME = 0.02
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a profile file, or the profile in a tried plan, from ``path``, and validates it.
+    """Reads and validates a profile file, or the profile that a plan file contains.
 
     Raises:
         ConfigError: The file cannot be read, or an entry is invalid.
@@ -54,7 +54,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def profile_of_plan(content: Any, where: str) -> Any:
-    """Returns the profile that ``plan --try`` has stored in a plan file.
+    """Returns the profile in a plan file that ``plan --try`` wrote.
 
     Args:
         content: Contents of the file. If it is not a plan file, the contents are returned
@@ -76,7 +76,7 @@ def profile_of_plan(content: Any, where: str) -> Any:
 
 
 def load_all(paths: Sequence[Path]) -> dict[str, Any]:
-    """Reads profile files of the same model, and merges their measurements into one profile."""
+    """Reads the profile files ``paths`` of one model, and merges them into one profile."""
     return merge([(str(path), load(path)) for path in paths])
 
 
@@ -107,21 +107,22 @@ def document(
 ) -> dict[str, Any]:
     """Creates the contents of a profile file from measurements.
 
-    Each argument is the value of the key with the same name. If it is ``None``, the key is omitted.
+    Each argument is the value of the key with the same name. If an argument is ``None``, its key is
+    omitted.
 
     Args:
         model: Name of the model, and its arguments or layers.
         layers: Rows with the times of layers, in seconds.
         made: Date and time of the measurement, from :func:`timestamp`.
-        nodes: Properties of the measured nodes, by type of node.
+        nodes: Properties of the measured nodes, keyed by node type.
         links: Rows with the latency and bandwidth of links between GPUs.
         all_reduce: Rows with the bandwidth of all-reduces within a node.
-        optimizer_s_per_parameter: Optimizer time in seconds per parameter, by GPU.
+        optimizer_s_per_parameter: Optimizer time in seconds per parameter, keyed by GPU.
         step_s: Time in seconds per step that is spent outside of pipeline, reduction and optimizer,
-            by GPU.
+            keyed by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration, or 0 if durations
             do not vary.
-        launch_s: Time in seconds per action that is spent outside of its layers, by GPU.
+        launch_s: Time in seconds per action that is spent outside of layers, keyed by GPU.
 
     Raises:
         ConfigError: An entry is invalid.
@@ -148,15 +149,15 @@ def timestamp() -> str:
 
 
 def cut_kind(number: int) -> str:
-    """Returns the name of the layer kind for the piece with the index ``number``."""
+    """Returns the name of the layer kind for the piece with index ``number``."""
     return f"cut-{number}"
 
 
 def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """Merges profiles of the same model, for example from nodes of different types.
 
-    If several profiles contain the same measurement, the last profile's value is used. An estimated
-    value does not replace a measured one.
+    If several profiles contain the same measurement, the last profile's value is used. However,
+    estimated values never replace measured values.
 
     Args:
         parts: Names and validated contents of the profile files.
@@ -191,13 +192,14 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
                 if former is None or _is_measured(row) or not _is_measured(former):
                     rows[key_of(row)] = row
             merged[key] = list(rows.values())
-    # All nodes wait for the node with the most variation, so use its value for the whole job.
+    # All nodes wait for the node with the most variation, so use this node's value for the whole
+    # job.
     merged["action_sigma"] = max(part.get("action_sigma", 0.0) for _, part in parts)
     return merged
 
 
 def _is_measured(row: Mapping[str, Any]) -> bool:
-    """Returns whether the numbers in a row of a profile were measured, not estimated."""
+    """Returns whether the numbers in the profile row ``row`` were measured."""
     return bool(row.get("source", "measured") == "measured")
 
 
@@ -257,24 +259,23 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
 
 
 def _gpu(name: str) -> str:
-    """Returns a GPU's name as in the table of GPUs, or unchanged if it is not listed."""
+    """Returns the name of a GPU in the table of GPUs, or ``name`` if it is not listed."""
     listed = known_gpu(name)
     return name if listed is None else listed.name
 
 
 def _by_gpu(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns ``values`` with each GPU's name replaced by its name in the table of GPUs."""
+    """Returns a copy of ``values`` whose keys are GPU names from the table of GPUs."""
     return {_gpu(name): value for name, value in values.items()}
 
 
 def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpeed:
     """Creates a link from measurements with different numbers of communicating pairs of GPUs.
 
-    The file contains the bandwidth per pair, so the bandwidth of all pairs together is ``pairs``
-    times as high.
+    The file contains the bandwidth per pair. So the total bandwidth is ``pairs`` times as high.
 
     Args:
-        by_pairs: Row of the file by number of pairs that sent at the same time.
+        by_pairs: Rows of the file, keyed by the number of pairs that sent at the same time.
         shared: Whether the pairs share the link's bandwidth.
     """
     links: list[tuple[int, LinkSpeed]] = []
@@ -289,7 +290,7 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
 
 
 def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
-    """Returns a property of the nodes in a profile, by GPU name.
+    """Returns a property of the nodes in a profile, keyed by GPU name.
 
     Args:
         content: Contents of a profile file.
@@ -394,7 +395,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 
 def _rows(path: Path) -> list[Any]:
-    """Returns the rows of a JSON list, or the rows of a CSV file with numbers converted."""
+    """Returns the rows of a JSON list or of a CSV file, with numbers converted."""
     hint = "name a file of measurements per cut point"
     if path.suffix.lower() == ".json":
         return list(read_json(path, hint))
@@ -405,7 +406,7 @@ def _rows(path: Path) -> list[Any]:
 
 
 def _number(text: Any) -> Any:
-    """Converts text to a number. Returns other text unchanged."""
+    """Converts ``text`` to a number if possible, and otherwise returns it unchanged."""
     for kind in (int, float):
         with suppress(ValueError, TypeError):
             return kind(text)
@@ -460,7 +461,10 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
 
 
 def precision_of(model: Mapping[str, Any]) -> str:
-    """Returns the precision of a profile's model, from its ``precision`` key or its arguments."""
+    """Returns the name of the precision of ``model``, which is the model of a profile.
+
+    The precision is taken from the key ``precision`` or from the model's arguments.
+    """
     arguments = model.get("arguments", ())
     named = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
     return str(model.get("precision", named))

@@ -62,7 +62,7 @@ class Request:
         global_batch: Number of samples per step.
         objective: Quantity to minimize, and limits for plans.
         options: Settings that the search may choose from. In this class, ``partition`` excludes
-            embedding and head, as in ``--partition``. In the search, it includes them.
+            embedding and head, as in ``--partition``. In the search, ``partition`` includes them.
     """
 
     global_batch: int
@@ -86,7 +86,7 @@ class Proposal:
 
 
 def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) -> Profile:
-    """Adds estimated layer times to ``profile`` for all GPUs of a cluster that it does not contain.
+    """Adds estimated times to ``profile`` for layers and GPUs that were not measured.
 
     Args:
         profile: Measured profile, or ``None`` if there are no measurements.
@@ -158,7 +158,7 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer accepts, and the reasons for rejecting all other plans."""
+    """Returns the plans that the trainer accepts, and the reasons for rejecting other plans."""
     rules = [_refusal(row, inputs) for row in rows]
     accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
     return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
@@ -167,8 +167,8 @@ def _runnable(
 def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
     """Returns the reason why the trainer rejects the plan in ``row``, or an empty string.
 
-    If the model was not described by the trainer's arguments, its plans cannot be checked, so they
-    are accepted.
+    If the model was not described by the trainer's arguments, its plans are accepted, because they
+    cannot be checked.
     """
     document = plan_document(row.plan, inputs, row.prediction)
     return trainer_refusal(inputs.model, plan_flags(document, "the plan"), world_size_of(document))
@@ -192,7 +192,7 @@ def _rows(entries: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
 
 
 def searcher_for(inputs: PlanInputs, request: Request) -> Searcher:
-    """Validates a user's request, and returns a searcher for it."""
+    """Validates ``request``, and returns a searcher for this request."""
     partition = _whole_partition(request.options.partition, inputs.model)
     options = replace(request.options, partition=partition)
     check_slices(options, inputs.model)
@@ -202,7 +202,10 @@ def searcher_for(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Adds embedding and head to the layers per stage, because ``--partition`` excludes them."""
+    """Adds embedding and head to ``partition``, the number of layers per stage.
+
+    The flag ``--partition`` excludes embedding and head.
+    """
     if not partition:
         return ()
     try:
@@ -218,7 +221,7 @@ def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...
 
 
 def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
-    """Finds the plans on the Pareto front of time and price per step, starting with the fastest.
+    """Finds plans on the Pareto front of time and price per step, starting with the fastest.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -266,8 +269,8 @@ def pareto(
 
     Returns:
         Plans with ascending step time and descending price per step, where ``Found.value`` is the
-        price. The second value is the largest fraction of the step time by which an unsearched plan
-        may be faster than the front, or 0 if all plans were searched.
+        price. The second value is a bound on how much faster unsearched plans may be than the
+        front, as a fraction of the step time. It is 0 if all plans were searched.
     """
     front = _Points(objective or Objective())
     shapes = searcher.shapes()
@@ -313,9 +316,10 @@ class _Points(Best):
         self.points = sorted(kept, key=lambda point: point.seconds)
 
     def slack(self, seconds: float, price: float) -> float:
-        """Returns how far a lower bound of the step time is below the front.
+        """Returns how far the step time ``seconds`` is below the step times on the front.
 
-        The result is a fraction of the front's step time, or 0 if the bound is not below the front.
+        ``seconds`` is a lower bound. The result is a fraction of the front's step time, or 0 if
+        ``seconds`` is not below the front.
         """
         most = self.most_seconds(price)
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
@@ -358,7 +362,7 @@ def _prices(rows: Sequence[PlanRow]) -> list[float]:
 
 
 def _title(rows: Sequence[PlanRow], inputs: PlanInputs) -> str:
-    """Returns the title for a chart of plans: the model and the number of samples per step."""
+    """Returns the chart title, which contains the model and the number of samples per step."""
     return f"{inputs.model.name}, {rows[0].plan.global_batch} samples per step"
 
 
@@ -553,12 +557,12 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
 
 
 def _flags(options: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns options as command-line flags with their values."""
+    """Returns ``options`` as command-line flags with their values."""
     return " and ".join(f"--{name} {_list(values)}" for name, values in options.items() if values)
 
 
 def _list(values: Sequence[int]) -> str:
-    """Returns numbers as a comma-separated list, as in the value of a flag."""
+    """Returns ``values`` as a comma-separated list, as in the value of a flag."""
     return ",".join(map(str, values))
 
 
@@ -632,7 +636,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
 
 
 def _explain_rows(inputs: PlanInputs, request: Request) -> str:
-    """Returns an error message for a request without plans whose documents are cut by tokens."""
+    """Returns an error message for a request with ``slice_tokens`` for which no plan exists."""
     flag = f"--slice-tokens {_list(request.options.slice_tokens)}"
     roomy = replace(inputs, cluster=inputs.cluster.with_memory(more_bytes=NO_LIMIT_BYTES))
     plans = searcher_for(roomy, request).search().plans
@@ -653,7 +657,7 @@ def _explain_rows(inputs: PlanInputs, request: Request) -> str:
 
 
 def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> Plan | None:
-    """Returns a plan that fits into memory, or ``None``, after a short search for small plans."""
+    """Searches briefly for a plan that fits into memory, and returns it or ``None``."""
     lean = replace(
         options,
         recompute=("full",) if "full" in options.recompute else options.recompute[-1:],
@@ -669,7 +673,7 @@ def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions)
 
 
 def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
-    """Returns the index of the stage that lacks the most memory, and the memory of this stage."""
+    """Returns the index of the stage that lacks the most memory, and this stage's memory."""
     memories = [stage.memory for stage in predict(plan, inputs).stages]
     stage = max(range(len(memories)), key=lambda number: memories[number].missing_bytes)
     return stage, memories[stage]
@@ -678,7 +682,9 @@ def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
 def _remedies(
     find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields descriptions of changes that make a plan fit, with the smallest change of each kind.
+    """Yields descriptions of changes after which a plan would fit into memory.
+
+    Only the smallest change of each kind is described.
 
     Args:
         find: Function that returns a plan that fits into memory, or ``None`` if no plan fits.
@@ -708,8 +714,8 @@ def _remedies(
             try:
                 larger = replace(cluster, groups=tuple(groups))
             except ConfigError:
-                # A cluster file may contain only one node of this type. Then the link between two
-                # such nodes may be missing.
+                # If the cluster file contains only one node of this type, the link between two such
+                # nodes may be missing.
                 break
             if find(larger, options):
                 yield f"{group.count * times} nodes of {group.type.name} instead of {group.count}"
@@ -741,7 +747,7 @@ def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
     Args:
         searcher: Searcher for the user's request.
         name: Name of the limit, a field of ``Objective``.
-        others: Values of all other limits, by name.
+        others: Values of all other limits, keyed by name.
     """
     if name == "most_price_per_step":
         cheapest = searcher.search(replace(Objective(**others), least="cost")).plans[0]

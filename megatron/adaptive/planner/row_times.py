@@ -1,17 +1,17 @@
-"""Times and memory of pipelines whose microbatches are rows of packed documents.
+"""Computes times and memory of pipelines whose microbatches are rows of packed documents.
 
 The time of a stage's action on a slice has a fixed part, a part per token, and a part per pair of
-tokens that attend to each other. The trainer measures slices of two lengths to separate the parts
-(``schedule/choose_slice_tokens.py``). The planner computes the times of slices of two lengths, the
-plan's and the longest, and simulates the steps like the trainer does.
+tokens that attend to each other. To separate these parts, the trainer measures slices of two
+lengths (``schedule/choose_slice_tokens.py``). The planner computes the times of slices of the
+plan's length and of the longest slices, and simulates the steps like the trainer does.
 
-The memory of a rank follows from the limit on activations (cap). Its unit is the mean row of a
-step. The limit is raised to the longest row of the step if it is lower (``memory_caps``). So a rank
-holds, in tokens, at most::
+The memory of a rank follows from the limit on activations (cap). The unit of the limit is the mean
+row of a step. If the limit is lower than the longest row of the step, it is raised to the longest
+row (``memory_caps``). So a rank holds, in tokens, at most::
 
     max over the steps of max(cap, longest row / mean row) x mean row
 
-and never less than the longest document of the data needs.
+A rank can always hold the longest document of the data.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Link
 
 _GAIN = 0.005
-"""Minimum relative gain of a limit on activations over limits that were tried before."""
+"""Minimum relative gain of a limit on activations over the limits that were tried earlier."""
 _ALWAYS = 1 << 40
-"""Number of planned actions, so large that simulations are always compiled. A search simulates many
-plans."""
+"""Number of planned actions that is large enough for every simulation to be compiled. A search
+simulates many plans."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowCosts:
-    """Holds the rows of all drawn steps, and the parts of the times of actions on their slices.
+    """Rows of all drawn steps, and the times of actions on their slices.
 
     Attributes:
-        cuts: Microbatches of the replica with most work, in running order, by step.
-        parts: Times of actions by kind and stage.
-        tokens: Number of tokens of a slice of the plan.
+        cuts: Microbatches of the replica with the most work, in running order, for each step.
+        parts: Parts of the times of actions, keyed by kind and stage.
+        tokens: Number of tokens per slice of the plan.
         longest: Number of slices that the longest document of the data needs.
     """
 
@@ -67,28 +67,28 @@ class RowCosts:
 
     @property
     def num_items(self) -> float:
-        """Mean number of slices of a step, in slices of the plan's length."""
+        """Mean number of slices per step, measured in slices of the plan's length."""
         return (
             sum(cut.ends[-1] for step in self.cuts for cut in step) / self.tokens / len(self.cuts)
         )
 
     @property
     def slices_per_row(self) -> float:
-        """Mean number of slices of a row, in slices of the plan's length."""
+        """Mean number of slices per row, measured in slices of the plan's length."""
         return self.num_items * len(self.cuts) / sum(map(len, self.cuts))
 
 
 def row_costs(
     plan: Plan, inputs: PlanInputs, times_of: Callable[[int], tuple[Any, Any]]
 ) -> RowCosts:
-    """Returns rows and costs of a plan with packed documents.
+    """Returns the rows of a plan with packed documents, and their costs.
 
     Args:
         plan: Plan with ``slice_tokens``.
         inputs: Model, cluster, profile and documents.
-        times_of: Function that takes a number of tokens. It returns the times of F, B and W on a
-            slice of this length with the mean number of pairs of tokens, in seconds, and the time
-            for each pair, ``[3, stages]`` each.
+        times_of: Function that takes the number of tokens of a slice. It returns two arrays ``[3,
+            stages]``: the times of F, B and W in seconds for a slice with the mean number of token
+            pairs, and the time for each pair.
 
     Raises:
         ConfigError: A step has too few documents for the replicas.
@@ -145,7 +145,7 @@ class RowPipeline:
         return catalog.placement_for(self.plan.schedule, self.plan.pp, self.plan.chunks)
 
     def setting(self, room_tokens: float = math.inf) -> Setting:
-        """Returns the description of the pipeline for simulations.
+        """Returns the settings of the pipeline for simulations.
 
         Args:
             room_tokens: Number of tokens whose activations all ranks can hold.
@@ -170,14 +170,14 @@ class RowPipeline:
         )
 
     def steps(self) -> list[SlicedStep]:
-        """Returns the steps to simulate."""
+        """Returns the steps to simulate, with the costs of their slices."""
         setting, placement = self.setting(), self.placement
         return [
             SlicedStep.of(cuts, self.costs.parts, placement, setting) for cuts in self.costs.cuts
         ]
 
     def candidate(self, cap: float | None) -> catalog.Candidate:
-        """Returns the plan's rule with a limit on activations, ``None`` for the default."""
+        """Returns the plan's rule with the activation limit ``cap`` (``None`` for the default)."""
         return catalog.Candidate(
             name=self.plan.schedule,
             placement=self.placement,
@@ -191,7 +191,7 @@ class RowPipeline:
         return [step.simulate(candidate, _ALWAYS) for step in self.steps()]
 
     def times(self) -> ScheduleTimes:
-        """Returns the mean times of the ranks over all steps."""
+        """Returns the end times and busy times of the ranks, as means over all steps."""
         results = self.simulated()
         ends = [[float(end[-1]) / PS_PER_S for end in result.ends_ps] for result in results]
         return ScheduleTimes(
@@ -200,14 +200,14 @@ class RowPipeline:
         )
 
     def best_cap(self, room_tokens: float) -> float | None:
-        """Returns the limit on activations with the shortest steps that fits into memory.
+        """Returns the activation limit that fits into memory and has the shortest steps.
 
         Args:
             room_tokens: Number of tokens whose activations all ranks can hold. If it is too small
                 for any limit, the result is the default.
 
         Returns:
-            Limit in microbatches, ``None`` for the default.
+            Limit in microbatches, or ``None`` for the default.
         """
         steps = self.steps()
         offered = fitting_candidates(
@@ -223,12 +223,15 @@ class RowPipeline:
 
 
 def _shown_cap(cap: float | None) -> float | None:
-    """Rounds a limit on activations down to two decimals, as plan files contain it."""
+    """Rounds an activation limit down to two decimals, as in plan files."""
     return None if cap is None else max(1.0, math.floor(cap * 100) / 100)
 
 
 def held_slices(plan: Plan, costs: RowCosts) -> float:
-    """Returns the most slices whose activations a rank holds, in slices of the plan's length."""
+    """Returns the maximum number of slices whose activations a rank holds.
+
+    Slices are counted in units of the plan's slice length.
+    """
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     held = float(costs.longest)
     for step in costs.cuts:
@@ -237,7 +240,7 @@ def held_slices(plan: Plan, costs: RowCosts) -> float:
 
 
 def _held_tokens(step: Sequence[Cut], placement: Placement, cap: float | None) -> float:
-    """Returns the most tokens whose activations a rank holds in a step."""
+    """Returns the maximum number of tokens whose activations a rank holds in ``step``."""
     rows = [cut.ends[-1] for cut in step]
     mean = sum(rows) / len(rows)
     mean_slices = sum(len(cut.ends) for cut in step) / len(rows)

@@ -28,13 +28,14 @@ schedules with several chunks per rank, its layers are partitioned again. The fa
 kept. If other schedules are allowed, the search uses a bound that holds for every schedule
 (:meth:`Searcher._work_s`).
 
-If sequences may be cut into slices, shapes with slices are searched after all others, in the same
-way. For the search, such a shape is a pipeline of 1F1B whose microbatches are the slices. No
-backward pass of a microbatch starts before the forward passes of all its n slices, so rank r of p
-holds p - r - 1 + n of them instead of p - r. The pipelines found are timed under run-time rules,
-which order slices. If documents are packed into rows and cut, microbatches have different numbers
-of slices. The search counts all slices of a step, with a mean cost, and n is that of the longest
-row. Pipelines are timed with the real rows (``row_times``).
+If sequences may be cut into slices, shapes with slices are searched after all other shapes, in the
+same way. For the search, such a shape is a 1F1B pipeline whose microbatches are the slices. No
+backward pass of a microbatch starts before the forward passes of all its n slices. So rank r of p
+holds p - r - 1 + n slices, where 1F1B without slices holds p - r microbatches. The resulting
+pipelines are timed under run-time rules that order slices. If documents are packed into rows and
+cut, microbatches have different numbers of slices. The search counts all slices of a step with a
+mean cost, and n is the number of slices in the longest row. Pipelines are timed with the real rows
+(``row_times``).
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ _CHUNKED = {
     "interleaved": ((2, 3, 4, 6, 8), ("interleaved", "combined-1f1b")),
     "breadth-first": ((2, 3, 4, 6, 8), ("breadth-first",)),
 }
-"""Static schedules with several chunks per rank, by name. Each value contains the numbers of chunks
-per rank to try, and the names of all schedules with the same stage placement."""
+"""Static schedules with several chunks per rank, keyed by name. Each value contains the numbers of
+chunks per rank to try, and the names of all schedules with the same stage placement."""
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
 """Names of all schedules that the search can choose from."""
 _WHOLE_BACKWARD = selectable_names(
@@ -106,7 +107,7 @@ _MOST_SLICES = 1024
 """Maximum number of slices of all microbatches of a step. With this many slices, pipelines already
 have almost no idle time."""
 _ROW_STEPS = 500_000
-"""Maximum number of actions to simulate per shape, set of nodes, and number of stages."""
+"""Maximum number of actions to simulate for each shape, set of nodes and number of stages."""
 _FORWARD_BACK = 2.5
 """Other schedules are timed if the 1F1B step time is at most this factor times the best step time
 so far. A 1F1B step takes at most the time of one microbatch through all stages plus the work of the
@@ -140,7 +141,7 @@ class SearchShape:
     partial: bool = False
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
-        """Returns a key shared by plans that differ only in how they save memory."""
+        """Returns a key that is the same for plans that differ only in how they save memory."""
         widths = tuple(stage_class.widths for stage_class in self.classes)
         return widths, self.choice.context_ranks, used, stages, self.choice.slice_tokens
 
@@ -183,14 +184,14 @@ class _Bounded(NamedTuple):
 
 
 class _Cutting(NamedTuple):
-    """A way to cut the microbatches of a step.
+    """Way of cutting the microbatches of a step.
 
     Attributes:
-        num_items: Number of slices of all microbatches of a replica; of microbatches if they are
+        num_items: Number of slices of all microbatches of a replica, or of microbatches if they are
             not cut.
         slices: Number of slices of each sequence.
-        tokens: Number of tokens of a slice of packed documents, ``None`` for sequences of one
-            length.
+        tokens: Number of tokens per slice of packed documents, or ``None`` if all sequences have
+            the same length.
     """
 
     num_items: int
@@ -295,7 +296,7 @@ class Searcher:
         return left_out
 
     def _handed_over(self, entry: Found) -> Found:
-        """Moves layers between the stages of a plan to speed it up under its chosen schedule.
+        """Moves layers between the stages of the plan ``entry`` to make it faster.
 
         The plan is returned unchanged if 1F1B is the only schedule, because the search has already
         found the best partition.
@@ -325,7 +326,8 @@ class Searcher:
             ways = itertools.product(cuts, options.recompute, sharding, spreads, parallel_choices)
             for cut, recompute, sharded, spread, is_parallel in ways if measured else ():
                 if cut.tokens is not None and is_parallel and cut.tokens % classes[0].tp:
-                    continue  # tensor-parallel ranks divide each slice
+                    # Tensor-parallel ranks divide each slice, so its length must be divisible.
+                    continue
                 if sharded and all(stage_class.dp == 1 for stage_class in classes):
                     continue
                 choice = ShapeChoice(
@@ -352,7 +354,7 @@ class Searcher:
     def _cuts(
         self, classes: Sequence[StageClass], microbatches: int, shared: int
     ) -> tuple[_Cutting, ...]:
-        """Returns the ways to cut sequences or rows of documents that are tried.
+        """Returns the ways to cut sequences, or rows of documents, that the search tries.
 
         Args:
             classes: Stage classes that a pipeline may combine.
@@ -374,7 +376,7 @@ class Searcher:
         return tuple(_Cutting(max(1, int(count * share)), tokens=n) for n, count in items)
 
     def _sequence_parallel(self, classes: Sequence[StageClass], shared: int) -> tuple[bool, ...]:
-        """Returns the settings of sequence parallelism to try: off, on or both."""
+        """Returns the settings of sequence parallelism to try, which are off, on or both."""
         widest = max((stage_class.tp for stage_class in classes), default=1)
         if widest == 1:
             return (False,)
@@ -383,7 +385,7 @@ class Searcher:
         return tuple(is_on for is_on in choices if divided or not is_on)
 
     def _guess_s(self, shape: SearchShape) -> float:
-        """Estimates the step time of ``shape`` on all GPUs in seconds, as if stages were equal."""
+        """Estimates the step time of ``shape`` in seconds for equal stages on all GPUs."""
         stages = min(self._most_stages((stage_class,)) for stage_class in shape.classes)
         return shape.bound_s * (1 + (stages - 1) * self._idle / shape.choice.microbatches)
 
@@ -501,7 +503,7 @@ class Searcher:
         return max(whole_s, min(sums.way_s for sums in totals), stay / max(free, 1.0))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
-        """Returns the maximum number of stages of a pipeline with these classes."""
+        """Returns the maximum number of stages of a pipeline that uses ``classes``."""
         if self.options.pp:
             return max(self.options.pp)
         narrow = min(stage_class.tp * stage_class.dp for stage_class in classes)
@@ -561,7 +563,7 @@ class Searcher:
         return _Bounded(shape, levels, arrays, bounds, sorted(goals))
 
     def _held(self, choice: ShapeChoice, ranks: int) -> tuple[float, ...]:
-        """Returns the number of microbatches or slices that each rank of a 1F1B pipeline holds."""
+        """Returns how many microbatches or slices each of ``ranks`` ranks holds under 1F1B."""
         slices, share = choice.slices, self.model.attention_share
         if choice.slice_tokens is not None:
             slices, share = known_documents(self.inputs).needed_slices(choice.slice_tokens), 0.0
@@ -621,7 +623,7 @@ class Searcher:
             self._search_goal(bounded, goal, best, most_leaves, finish=True)
 
     def _capacity_s(self, shape: SearchShape) -> float:
-        """Returns a lower bound of the step time of ``shape`` in seconds, and stores it there.
+        """Returns a lower bound of the step time in seconds, and stores it in ``shape``.
 
         The result is the larger of the shape's current bound and ``stage_classes.capacity_bound``.
         """
@@ -630,7 +632,7 @@ class Searcher:
         return shape.bound_s
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
-        """Searches a shape completely, and returns a lower bound of the value of skipped plans."""
+        """Searches ``shape`` completely, and returns a lower bound for skipped plans."""
         if shape.least_value >= best.worst_value():
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
@@ -644,8 +646,8 @@ class Searcher:
         """Searches the pipelines of a level (set of nodes and first stage).
 
         Returns:
-            Lower bound in seconds of the pipelines that were not searched, or infinity if all were
-            searched.
+            Lower bound in seconds of the pipelines that were not searched, or infinity if all
+            pipelines were searched.
         """
         shape, arrays = bounded.shape, bounded.arrays
         level, price = goal.level, goal.price
@@ -701,7 +703,7 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields plans for a 1F1B pipeline under other schedules, with their step times in seconds.
+        """Yields plans for a 1F1B pipeline under other schedules, with step times in seconds.
 
         Plans that do not fit into memory are skipped.
 
@@ -733,8 +735,8 @@ class Searcher:
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:
                     continue
-                # All chunks have equal work in the best case, up to rounding. The time in this case
-                # is a lower bound.
+                # All chunks have equal work in the best case, up to rounding. So the time in this
+                # case is a lower bound.
                 waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
                 even_s = work_s * (microbatches + waits)
                 known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf
@@ -762,7 +764,7 @@ class Searcher:
         chunks: int = 1,
         schedule: str = "1f1b",
     ) -> Plan:
-        """Creates a plan. Each rank gets free nodes of its class, with fast links if possible.
+        """Creates a plan whose ranks get free nodes of their class, with fast links if possible.
 
         Args:
             classes: Stage class of each rank.

@@ -67,7 +67,7 @@ _events.register("numba:compile", _compiling)
 
 
 def search_s() -> float:
-    """Returns the CPU seconds of this process, excluding the time that numba spent compiling.
+    """Returns the CPU seconds of this process, excluding numba's compile time.
 
     Time limits of a search are measured in these seconds. Code is compiled only once per machine.
     If compile time were included, the first search on a machine would find worse plans than later
@@ -96,8 +96,8 @@ class ShapeArrays(NamedTuple):
         launch: Time in seconds for launching the kernels of forward and backward pass, ``[2, c, n +
             1, n + 1]``. Kernels may be launched before the input arrives.
         after: Duration of gradient reduction and optimizer in seconds, ``[c, n + 1, n + 1]``.
-        base: Memory independent of microbatches minus the memory limit, in bytes, with an entry per
-            node type of a class, ``[c, tables, n + 1, n + 1]``.
+        base: Memory in bytes that does not depend on microbatches, minus the memory limit, with an
+            entry per node type of a class, ``[c, tables, n + 1, n + 1]``.
         kept: Size of a microbatch's activations in bytes, ``[c, tables, n + 1, n + 1]``.
         latency: Latency of a message in seconds, ``[2, 2, c, c, n + 1]``. The indices are its
             direction (0 after a forward pass, 1 after a backward pass), the kind of the edge, the
@@ -253,7 +253,7 @@ def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, li
 
 @_compiled
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
-    """Returns the times of a forward and a backward message, and the longer link occupancy.
+    """Returns the times of a forward and a backward message, and the larger link occupancy.
 
     All three values are in seconds.
     """
@@ -280,8 +280,7 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
     for low in range(n - j):
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
-            # If a stage is too slow or too large, adding layers does not help. So skip larger
-            # ranges.
+            # If a stage is too slow or too large, more layers do not help. So skip larger ranges.
             if m * (f + b) >= cap or not _fits(shape, c, low, high, held):
                 break
             if bounds.ends[after, high] == _INF:
@@ -402,7 +401,7 @@ def leaf_s(shape: Any, walk: Any, p: int) -> float:
 def _list_children(
     shape: Any, walk: Any, depth: int, best: float, bounds: Any, tied: float
 ) -> None:
-    """Lists a stage's children with a bound below ``best`` seconds in ascending order of bounds."""
+    """Lists a stage's children whose bound is below ``best`` seconds, sorted by bound."""
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
     level, low = walk.levels[depth], walk.cuts[depth]
@@ -440,7 +439,7 @@ def _list_children(
 
 @_compiled
 def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: float) -> None:
-    """Assigns the layers of ``child`` to the current stage, and moves on to the next stage."""
+    """Assigns the layers of ``child`` to the stage at ``depth``, and moves to the next stage."""
     edge, high = walk.edges[depth, child], walk.nexts[depth, child]
     low, level = walk.cuts[depth], walk.levels[depth]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -483,13 +482,13 @@ def search_level(
         cap: Time limit in seconds. Slower pipelines are ignored.
         most_leaves: Maximum number of pipelines to time. The number of partial pipelines to extend
             is limited to this number multiplied by the number of stages.
-        best: Output for the fastest pipeline. It is only written if a pipeline is faster than
+        best: Output for the fastest pipeline, which is only written if a pipeline is faster than
             ``cap``.
 
     Returns:
-        Step time of the fastest pipeline in seconds, or ``cap`` if no pipeline is faster. Lowest
-        bound of the pipelines skipped because of ``most_leaves``, or infinity. Number of timed
-        pipelines.
+        Three values: the step time of the fastest pipeline in seconds (``cap`` if no pipeline is
+        faster), the lowest bound of the pipelines skipped because of ``most_leaves`` (infinite if
+        none were skipped), and the number of timed pipelines.
     """
     p = shape.level_follow[goal] + 1
     first = shape.level_class[goal]

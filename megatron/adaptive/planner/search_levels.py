@@ -35,10 +35,13 @@ _FEW = 2000
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DpStates:
-    """Levels and edges of the search. Each level comes after the levels to which its edges lead.
+    """Levels and edges of the search.
+
+    Each level comes after the levels to which its edges lead.
 
     Attributes:
-        arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, by name.
+        arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, keyed by
+            name.
         used: Number of nodes of each type that each level uses.
         complete: Indices of the levels whose blocks of stages are complete.
         placements: Number of orders of nodes that the complete levels represent.
@@ -78,8 +81,8 @@ def make_dp_states(
         states = _states_of_runs(classes, counts, most_stages, most, run)
         if states is not None:
             return states
-        # If some orders are skipped, the search cannot prove optimality. In this case, it is not
-        # worth the time to search more levels.
+        # If some orders are skipped, the search cannot prove that its result is optimal. So more
+        # levels are not worth the time.
         run *= 2
         most = min(most, _FEW)
 
@@ -115,7 +118,7 @@ def _states_of_runs(
     most_levels: int,
     run: int,
 ) -> DpStates | None:
-    """Finds the levels in which equal blocks form runs. Returns ``None`` for too many levels.
+    """Finds the levels in which equal blocks form runs, or ``None`` for too many levels.
 
     A run consists of ``run`` adjacent blocks of the same class, or fewer if no more nodes are free.
     """
@@ -154,7 +157,7 @@ def _opened(
     follow: int,
     run: int,
 ) -> list[_Level]:
-    """Returns the levels that add a stage on unused nodes, at most one per class."""
+    """Returns the levels that add a stage on unused nodes. Each class has at most one level."""
     levels = []
     for c, stage_class in enumerate(classes):
         room = min(
@@ -167,7 +170,7 @@ def _opened(
 
 
 def _count_orders(used: tuple[int, ...]) -> int:
-    """Returns the number of distinct orders of nodes if ``used`` contains the nodes per type."""
+    """Returns how many distinct orders of nodes exist if ``used`` counts the nodes of each type."""
     orders = math.factorial(sum(used))
     for count in used:
         orders //= math.factorial(count)
@@ -175,7 +178,7 @@ def _count_orders(used: tuple[int, ...]) -> int:
 
 
 def _pack(edges: _Edges, whole: bool) -> DpStates:
-    """Numbers the levels, and returns levels and edges as arrays."""
+    """Numbers the levels, and converts levels and edges to arrays."""
     numbers = {level: number for number, level in enumerate(edges)}
     first, sources, kinds = [0], [], []
     for level in edges:

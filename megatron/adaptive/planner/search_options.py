@@ -11,8 +11,8 @@ from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan
 
 LEAST_TOKENS = 4096
-"""Minimum number of tokens per rank if ranks share a sequence (context parallelism). It only
-applies if the user does not choose the number of ranks."""
+"""Minimum number of tokens per rank if ranks share a sequence (context parallelism). This minimum
+only applies if the user does not choose the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +28,19 @@ class SearchOptions:
         recompute: Kinds of activation recomputation to choose from, a subset of ``RECOMPUTE``.
         distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
         overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
-        sequence_parallel: Settings of sequence parallelism to choose from if ``tp`` is above 1. It
-            is always enabled for models with experts.
-        context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from.
-            If empty, all that leave at least ``LEAST_TOKENS`` tokens on each rank.
+        sequence_parallel: Settings of sequence parallelism to choose from if ``tp`` is above 1.
+            Models with experts always use sequence parallelism.
+        context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from,
+            or empty for all numbers that leave at least ``LEAST_TOKENS`` tokens on each rank.
         slices: Numbers of slices into which sequences may be cut. Only pipelines with several ranks
-            and a run-time rule cut them.
-        slice_tokens: Numbers of tokens of a slice to choose from, if documents of different lengths
-            are packed. If set, only such plans are searched. Empty for sequences of one length.
-        expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all
+            and a run-time rule cut sequences.
+        slice_tokens: Numbers of tokens per slice to choose from if documents of different lengths
+            are packed, or empty if all sequences have the same length. If set, only plans with
+            packed documents are searched.
+        expert_ranks: Numbers of replicas over which experts may be distributed, or empty for all
             possible numbers.
-        partition: Number of layers of each stage, embedding and head included. Empty to choose it.
+        partition: Number of layers of each stage, including embedding and head, or empty to choose
+            a partition.
         schedules: Names of the pipeline schedules to choose from, out of ``search.SEARCHED``.
         all_nodes: Whether a plan must use every node.
         unequal: Whether stages may have different parallel sizes. The trainer supports such plans
@@ -140,7 +142,8 @@ class SearchResult:
         plans: Plans in the order of their value, starting with the best, or empty if no plan fits
             into memory.
         bound: Lower bound of the objective's value for all plans in the search space. If stages can
-            mix node types in too many ways, it applies only to the mixtures that were searched.
+            mix node types in too many ways, the bound only applies to the mixtures that were
+            searched.
         timed: Number of pipelines that were simulated exactly.
         configurations: Number of levels (shape, number of stages and set of nodes) with a computed
             bound.
@@ -153,7 +156,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Maximum possible reduction of the best value, as a fraction, or 0 if it is optimal."""
+        """Fraction by which an unsearched plan may be better, or 0 if the best is optimal."""
         if not self.plans or self.plans[0].value <= 0:
             return 0.0
         return max(0.0, 1 - self.bound / self.plans[0].value)
@@ -173,7 +176,7 @@ class Best:
         self._found: dict[Any, Found] = {}
 
     def worst_value(self) -> float:
-        """Returns the value (step time or price) that a further plan must beat to be kept."""
+        """Returns the value (step time or price) that a new plan must beat to be kept."""
         if len(self._found) < self._top:
             return math.inf
         return max(entry.value for entry in self._found.values())
@@ -183,11 +186,11 @@ class Best:
         return self.objective.value(seconds, price)
 
     def most_seconds(self, price: float) -> float:
-        """Returns the step time below which a plan with this price per hour is kept."""
+        """Returns the step time below which a plan whose nodes cost ``price`` per hour is kept."""
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Keeps ``plan`` if it is among the best plans, and the best plan with this ``key``."""
+        """Keeps ``plan`` if it is among the best plans and is the best plan with key ``key``."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:
@@ -204,7 +207,8 @@ class Best:
 def best_of_each(entries: Iterable[Found], top: int) -> tuple[Found, ...]:
     """Returns the best plans, at most one for each combination of ranks and nodes.
 
-    Plans with other lengths of slices are compared only after their layers were moved.
+    Several plans may differ only in the length of their slices. Such plans are compared after their
+    layers were moved.
 
     Args:
         entries: Plans that a search found.
@@ -215,6 +219,6 @@ def best_of_each(entries: Iterable[Found], top: int) -> tuple[Found, ...]:
         plan = entry.plan
         key: Any = (plan.places, plan.context_ranks)
         if plan.slice_tokens is None:
-            key = len(plans)  # the search keeps only one
+            key = len(plans)  # The search keeps only one such plan.
         plans.setdefault(key, entry)
     return tuple(plans.values())[:top]

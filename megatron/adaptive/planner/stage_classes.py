@@ -52,7 +52,7 @@ _MOST_MIXED = 8
 
 @dataclass(frozen=True)
 class StageClass:
-    """A set of interchangeable stages with equal parallel sizes, on nodes of the same types.
+    """A set of interchangeable stages with equal parallel sizes, on the same types of nodes.
 
     Attributes:
         nodes: Number of nodes of each type that a block of stages fills, in the order of the
@@ -132,7 +132,7 @@ def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields all ways to get exactly ``size`` GPUs, as the number of nodes of each type."""
+    """Yields all ways to get exactly ``size`` GPUs, as tuples of the number of nodes per type."""
     if not gpus:
         if size == 0:
             yield ()
@@ -202,8 +202,8 @@ class LayerRanges(NamedTuple):
             contains the same amount.
         trained: Number of trained parameters per GPU, including experts.
         experts: Number of parameters per GPU that belong to experts.
-        base: Memory independent of microbatches minus the memory limit, in bytes. Infinite if the
-            layers must not share a stage.
+        base: Memory in bytes that does not depend on microbatches, minus the memory limit. The
+            value is infinite if the layers must not share a stage.
         kept: Size in bytes of the activations that a microbatch keeps.
     """
 
@@ -218,7 +218,7 @@ class LayerRanges(NamedTuple):
 
 
 class Tables:
-    """Computes the costs of all possible stages as arrays, and caches arrays that shapes share.
+    """Computes the costs of all possible stages as arrays, and caches shared arrays.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -269,7 +269,7 @@ class Tables:
         return stage_place
 
     def types(self, stage_class: StageClass) -> list[NodeType]:
-        """Returns the node types on which stages of a class run."""
+        """Returns the node types on which stages of the class ``stage_class`` run."""
         return [
             group.type
             for group, count in zip(self.cluster.groups, stage_class.nodes, strict=True)
@@ -391,13 +391,13 @@ class Tables:
         return True
 
     def pipeline_s(self, stage_class: StageClass, choice: ShapeChoice) -> float:
-        """Returns the seconds of a microbatch in all layers on a class's slowest node type."""
+        """Returns the seconds that a microbatch takes in all layers on the slowest node type."""
         return max(
             self.totals(node, stage_class, choice).work_s for node in self.types(stage_class)
         )
 
     def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
-        """Returns the fields of ``search_kernel.ShapeArrays`` that contain costs, by name."""
+        """Returns the cost arrays of ``search_kernel.ShapeArrays``, keyed by field name."""
         rows = [self._class(stage_class, choice) for stage_class in classes]
         tables = max(len(row["base"]) for row in rows)
         for row in rows:
@@ -412,16 +412,16 @@ class Tables:
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
     def _class(self, stage_class: StageClass, choice: ShapeChoice) -> dict[str, Any]:
-        """Returns the costs of one class as fields of ``search_kernel.ShapeArrays``, by name."""
+        """Returns the costs of one class as a dict, keyed by field name of ``ShapeArrays``."""
         nodes = self.types(stage_class)
         rows = [self.ranges(node, stage_class, choice) for node in nodes]
         action = self.inputs.action_s(nodes)
         forward = np.maximum.reduce([row.forward for row in rows])
         inputs = np.maximum.reduce([row.backward for row in rows])
         weight = np.maximum.reduce([row.weight for row in rows])
-        # Compute the launch time in the same way as predictions, so that both agree. It is the
-        # slowest node type's time including kernel launches, minus the slowest node type's time
-        # without kernel launches.
+        # Compute the launch time in the same way as predictions, so that both agree. The launch
+        # time is the difference between the slowest node type's time with kernel launches and the
+        # slowest node type's time without kernel launches.
         forward_work = np.maximum.reduce([row.forward - row.launch for row in rows])
         inputs_work = np.maximum.reduce([row.backward - row.launch for row in rows])
         action_s = np.triu(np.ones_like(forward), 1) * action
@@ -478,7 +478,7 @@ class Tables:
         experts: Any,
         backward: Any,
     ) -> Any:
-        """Returns the time for gradient reduction and optimizer for all ranges of layers.
+        """Returns the times for gradient reduction and optimizer for all ranges of layers.
 
         The array has shape ``[n + 1, n + 1]`` and contains times in seconds.
         """
@@ -509,7 +509,7 @@ class Tables:
         return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(stage_class))
 
     def _between(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any, Any]:
-        """Returns message latency, link occupancy and tied-embedding time between classes."""
+        """Returns message latency, link occupancy and tied-embedding time for pairs of classes."""
         number = len(classes)
         sliced = choice.sequence_parallel
         latency, occupancy = np.zeros((2, 2, 2, number, number, len(self._sizes)))
@@ -520,8 +520,8 @@ class Tables:
             first = self.place(sender)
             second = first if kind else self.place(receiver, skip=sender.nodes)
             if first is None or second is None or (kind and a != b):
-                # Skip this combination, because stages of these two classes are never neighbours in
-                # this way.
+                # Stages of these two classes are never neighbours in this way, so skip the
+                # combination.
                 continue
             if not kind or sender.block > 1:
                 # Each rank that shares a sequence sends only its part of the sequence. If sequences
@@ -535,8 +535,7 @@ class Tables:
                     )
                     for size in parts
                 ]
-                # A message takes the same time in both directions, so both directions get the same
-                # values.
+                # A message takes the same time in both directions, so use the same values for both.
                 latency[:, kind, a, b], occupancy[:, kind, a, b] = np.array(rows)[where].T
             if self.model.tied_parameters:
                 # The cache key omits the microbatch size, because the embedding's size does not
@@ -684,7 +683,7 @@ def _least_s(
     choice: ShapeChoice,
     sums: Sequence[Totals],
 ) -> Any:
-    """Returns the minimum step time in seconds for a stage with 1, 2, ... layers.
+    """Returns the minimum step time of a stage for each number of layers, in seconds.
 
     The first and the last layer of the model are ignored.
 
@@ -693,12 +692,13 @@ def _least_s(
         node: Type of the stage's nodes.
         stage_class: Parallel sizes of the stage.
         choice: Settings of the stage.
-        sums: Totals of the stage classes that use this node type. They contain the time for
-            reduction and optimizer.
+        sums: Totals of the stage classes that use this node type, including the time for gradient
+            reduction and the optimizer step.
 
     Returns:
-        Times in seconds by number of layers, in ascending order, ``[n - 2]``. Infinite if no stage
-        with this number of layers fits into memory.
+        Array ``[n - 2]``, where n is the number of layers of the model. Its entries are the times
+        in seconds of stages with 1, 2, ... layers. An entry is infinite if no stage with this
+        number of layers fits into memory.
     """
     ranges = tables.ranges(node, stage_class, choice)
     after_s = min(totals.after_s for totals in sums)

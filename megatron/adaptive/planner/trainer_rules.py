@@ -27,10 +27,10 @@ _MOST_ITEMS = 8192
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
-    """Returns the reason why the trainer rejects a model with these flags, or an empty string.
+    """Returns the reason why the trainer rejects a model with ``flags``, or an empty string.
 
-    If the model was not described by the trainer's arguments, it cannot be checked, so it is
-    accepted.
+    A model that was not described by the trainer's arguments is accepted, because it cannot be
+    checked.
 
     Args:
         model: Model to train.
@@ -105,13 +105,14 @@ def check_slices(options: SearchOptions, model: Model) -> None:
 
 
 def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
-    """Returns the lengths of slices that ``--slice-tokens auto`` of the planner chooses from.
+    """Returns the slice lengths, in tokens, from which ``plan --slice-tokens auto`` chooses.
 
-    They are those of the trainer, but slices of long documents have at least 1,024 tokens.
+    The lengths are the same as in the trainer, but slices of long documents have at least 1,024
+    tokens.
 
     Args:
         documents: Documents of the run.
-        multiple: Number that divides the length of each slice.
+        multiple: Number by which the length of each slice must be divisible.
     """
     least = documents.mean_tokens / _MOST_ITEMS
     lengths = tokens_to_choose(documents.longest, multiple)
@@ -122,7 +123,7 @@ def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
 
 
 def needs_lengths(tokens: str) -> str:
-    """Returns the error message for slices of a number of tokens without lengths of documents."""
+    """Returns the error message if ``--slice-tokens`` is used without lengths of documents."""
     return (
         f"--slice-tokens {tokens} needs the lengths of the documents; add --document-lengths with"
         " the prefix of a .bin and .idx file, a file of numbers, or lognormal:MEDIAN:SIGMA"
@@ -130,11 +131,11 @@ def needs_lengths(tokens: str) -> str:
 
 
 def check_slice_tokens(options: SearchOptions, inputs: PlanInputs) -> None:
-    """Checks the lengths of slices that the search may choose.
+    """Checks the slice lengths in ``options``, from which the search may choose.
 
     Raises:
-        ConfigError: There are no lengths of documents, a length is too short or too long, or
-            another option excludes slices of a number of tokens.
+        ConfigError: The lengths of the documents are missing, a slice length is too short or too
+            long, or another option excludes slices of a fixed length.
     """
     tokens = options.slice_tokens
     if not tokens:
@@ -197,14 +198,14 @@ def widest_tp(tp: Sequence[int], cluster: Cluster) -> int:
     """Returns the largest tensor-parallel size that the search may choose.
 
     Args:
-        tp: Sizes to choose from; empty for all that fit into a node.
+        tp: Sizes to choose from, or empty for all sizes that fit into a node.
         cluster: Nodes to plan for.
     """
     return max(tp or [node.gpus for node in cluster.types])
 
 
 def _check_divided(flag: str, options: SearchOptions) -> None:
-    """Checks that tensor-parallel ranks can divide a slice if sequence parallelism is demanded."""
+    """Checks that tensor-parallel ranks can divide slices if sequence parallelism is required."""
     if options.sequence_parallel != (True,) or not options.tp or 1 in options.tp:
         return
     if not any(length % tp == 0 for length in options.slice_tokens for tp in options.tp):

@@ -152,7 +152,7 @@ class TransformerShape:
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Numbers of attention weights that tensor parallelism divides and replicates."""
+        """Number of attention weights that tensor parallelism divides, and that it replicates."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)
@@ -211,8 +211,8 @@ def build_model(shape: TransformerShape) -> Model:
         tokens_per_sample=tokens,
         tied_parameters=float(shape.vocabulary * shape.hidden) if tied else 0.0,
         tied_layers=tuple(shared) if tied else (),
-        # Tensor parallelism divides heads and feed-forward widths, so its size must be a divisor of
-        # all of these.
+        # Tensor parallelism divides heads and feed-forward widths. So its size must be a divisor of
+        # each of these numbers.
         max_tp=math.gcd(shape.heads, *widths),
         precision=shape.precision,
         arguments=shape.arguments,
@@ -223,7 +223,7 @@ def build_model(shape: TransformerShape) -> Model:
 
 
 def _t5_kinds(shape: TransformerShape) -> list[tuple[LayerKind, int]]:
-    """Returns T5's kinds of layers in order, with the number of layers of each kind.
+    """Returns the kinds of layers of a T5 model in order, with the number of layers per kind.
 
     The decoder's layers also pass the encoder's output to the next layer.
     """
@@ -250,8 +250,8 @@ def _add_kinds(
         kinds: Kinds of layers by name, to which the new kinds are added.
         shape: Sizes of the model.
         names: Name of each layer's kind, without the number of ranks.
-        spread: Number of ranks over which the experts are distributed. If it is 1, kinds without
-            experts are also added.
+        spread: Number of ranks over which the experts are distributed. If ``spread`` is 1, kinds
+            without experts are also added.
     """
     tokens = shape.sequence
     causal = shape.family == "gpt"
@@ -341,9 +341,9 @@ def _layer(
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
     # For the backward pass, dropout keeps its mask, and the probabilities before and after dropout.
     attention_bytes = float(score_area * ((2 if mask else 1) * element + mask))
-    # The backward pass needs the gradients of scores before and after the softmax in memory. In 16
-    # bits, the softmax kernel applies the causal mask. In 32 bits, a separate mask requires a third
-    # copy of the scores.
+    # For the backward pass, the gradients of the scores before and after the softmax are in memory.
+    # In 16 bits, the softmax kernel applies the causal mask. In 32 bits, a separate mask requires a
+    # third copy of the scores.
     is_masked = causal and not shape.fused_attention and element > 2
     attention_work = tokens * (queries + pairs) + (3 if is_masked else 2) * score_area
     weights = _layer_weights(shape, crossed, spread)
@@ -407,7 +407,7 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _LayerWeights:
-    """Returns a layer's numbers of parameters. The arguments are the same as for :func:`_layer`."""
+    """Returns the numbers of parameters of a layer. The arguments are those of :func:`_layer`."""
     hidden, queries, pairs = shape.hidden, shape.queries, shape.keys_values
     attention, latent = shape.attention_weights
     ffn = shape.shared_ffn if shape.experts else shape.ffn
@@ -438,7 +438,9 @@ def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _Layer
 
 
 def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the bytes of activations that tensor parallelism divides, excluding scores.
+    """Returns the size in bytes of the activations that tensor parallelism divides.
+
+    Attention scores are excluded.
 
     Args:
         shape: Sizes of the model.
@@ -517,7 +519,7 @@ def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) 
     whole = float(_MULTIPLY_ADD * tokens * others * (shape.queries + shape.outputs))
     if not (causal and shape.fused_attention):
         return whole
-    # A row has as many scores as the window is wide. Only the first rows have fewer scores.
+    # Each row has as many scores as the window is wide, except for the first rows.
     window_share = min(shape.window or others, others) / others
     return whole * window_share * (1 - window_share / 2)
 

@@ -52,7 +52,7 @@ class TriedRank:
         backward_s: Median duration of a backward pass in seconds, for each chunk of the rank. It
             includes weight gradients if they are not separate actions.
         weight_s: Median time for computing a microbatch's weight gradients in seconds, for each
-            chunk, or 0 if they are not separate actions.
+            chunk, or 0 if weight gradients are not separate actions.
         sigma: Relative standard deviation of the durations of equal actions in a step.
     """
 
@@ -70,7 +70,7 @@ class TriedRank:
 
 
 def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
-    """Returns the tried ranks in a plan file by global rank. Empty if no rank was tried.
+    """Returns the tried ranks in a plan file, keyed by global rank, or an empty dict.
 
     Raises:
         ConfigError: The entry ``tried`` is invalid.
@@ -108,7 +108,7 @@ _AXES = ("tensor", "pipeline", "data", "context")
 
 
 def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: str) -> Plan:
-    """Returns the plan in the plan file ``content``. All its stages have equal parallel sizes.
+    """Returns the plan in the plan file ``content``, whose stages have equal parallel sizes.
 
     Args:
         content: Contents of the plan file, which include the parallel sizes.
@@ -157,7 +157,7 @@ def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: s
 
 
 def needed_bytes(plan: Plan, model: Model, cluster: Cluster) -> list[float]:
-    """Returns the memory in bytes that the planner predicts for each pipeline rank."""
+    """Returns the predicted memory of each pipeline rank, in bytes."""
     no_time = LayerTimes(forward_s=0.0, backward_input_s=0.0)
     profile = Profile(estimator=lambda *key: no_time, context_bytes={cluster.types[0].gpu: 0.0})
     stages = StageSums.of(plan, PlanInputs(model, cluster, profile), OURS)
@@ -181,8 +181,7 @@ def fit_profile(
         document: Contents of a profile file, with a layer of each kind measured in isolation.
         tried: Measured ranks, all on the same device.
         links: Entries ``links`` and ``all_reduce`` of the profile, or empty if communication takes
-            no time. They do not affect the remaining entries, because the tried ranks did not
-            communicate.
+            no time. The entries are only copied, because the tried ranks did not communicate.
 
     Returns:
         Contents of a profile file.
@@ -227,7 +226,7 @@ def predicted_step_s(
 
 @dataclass(frozen=True)
 class _Fit:
-    """Compares predictions of the tried ranks with their measurements.
+    """Predictions for the tried ranks, which are adjusted to their measurements.
 
     Attributes:
         plan: Plan whose ranks were tried.
@@ -242,7 +241,7 @@ class _Fit:
     tried: tuple[TriedRank, ...]
 
     def layers(self) -> list[dict[str, Any]]:
-        """Returns the layer times multiplied by the ratio of measured to predicted time."""
+        """Returns the layer times, multiplied by the ratio of measured to predicted time."""
         forward, _, _ = self._predicted_s(self.document)
         measured = [sum(sum(getattr(r, n)) for r in self.tried) for n in _MEASURED]
         rate = _ratio(measured[0], forward)
@@ -272,7 +271,10 @@ class _Fit:
         return _ratio(sum(rank.optimizer_s for rank in self.tried), updated, otherwise=0.0)
 
     def missing_bytes(self, document: Mapping[str, Any]) -> float:
-        """Returns the maximum of measured minus predicted memory over the tried ranks, in bytes."""
+        """Returns by how many bytes the measured memory exceeds the predicted memory at most.
+
+        The result is a maximum over the tried ranks.
+        """
         memory = self._stages(document).memory
         return max(rank.memory_bytes - memory[rank.pp_rank].total_bytes for rank in self.tried)
 
@@ -281,7 +283,7 @@ class _Fit:
         return StageSums.of(self.plan, replace(self.inputs, profile=profile), OURS)
 
     def _predicted_s(self, document: Mapping[str, Any]) -> tuple[float, float, float]:
-        """Returns the predicted seconds of F, B and W per microbatch, summed over tried ranks."""
+        """Returns the predicted times of F, B and W per microbatch, summed over the tried ranks."""
         plan = self.plan
         placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
         held = [

@@ -1,8 +1,8 @@
-"""Orders the actions of a pipeline, by static schedules or by rules that choose at run time.
+"""Defines the order of a pipeline's actions, by static schedules or by run-time rules.
 
-This package does not import torch. This file exports the names that users need in their schedules
-(``examples/own_schedule``). Other names must be imported from their modules. Exported names are
-imported on first use, so that a process loads only the modules it needs.
+This package does not import torch. This file exports the names that users need in their own
+schedules (``examples/own_schedule``). Other names must be imported from their modules. Exported
+names are imported on first use, so that a process loads only the modules it needs.
 """
 
 from __future__ import annotations

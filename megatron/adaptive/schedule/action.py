@@ -25,8 +25,8 @@ class ActionKind(str, Enum):
     B = "B"
     W = "W"
 
-    # Actions are hashed often. Enum.__hash__ runs Python code; the hash of the string is several
-    # times cheaper.
+    # Actions are hashed often. Enum.__hash__ runs Python code, and the hash of the string is
+    # several times cheaper.
     __hash__ = str.__hash__
 
     def __str__(self) -> str:
@@ -40,17 +40,17 @@ NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """Identifies the F, B or W of one microbatch in one model chunk of a rank.
+    """One F, B or W of a microbatch in one model chunk of a rank.
 
     Attributes:
         kind: Kind of action: F, B or W.
         chunk: Index of the chunk among the rank's chunks, from 0.
-        microbatch: Index of the microbatch in the batch, from 0. With sequence slices, index of the
-            slice, counted through all microbatches (see ``rank_kernel``).
-        piece: Index of this W among the W actions that a weight gradient is split into, from 0;
-            always 0 for F and B.
+        microbatch: Index of the microbatch in the batch, from 0. With sequence slices, this is the
+            index of the slice, counted through all microbatches (see ``rank_kernel``).
+        piece: Index of this W among the W actions into which a weight gradient is split, from 0. F
+            and B have index 0.
         paired: Whether a static schedule starts this action and the next action together, so that
-            one computes while the other communicates. Equality and hash ignore this field.
+            one action computes while the other communicates. Equality and hash ignore this field.
     """
 
     kind: ActionKind
@@ -91,9 +91,9 @@ class Action:
 
 
 SliceCounts: TypeAlias = int | tuple[int, ...]
-"""Number of slices of each microbatch: an integer if it is the same for all, otherwise a tuple.
+"""Number of slices of each microbatch, as an integer if all numbers are equal, or a tuple.
 
-The number is 1 if a microbatch is not cut into slices.
+Microbatches that are not cut have one slice.
 """
 
 
@@ -118,7 +118,7 @@ def _ends_of(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
-    """Returns the microbatch of ``item`` and the position of the item within it."""
+    """Returns the microbatch of ``item``, and the position of ``item`` in this microbatch."""
     if isinstance(num_slices, int):
         return SlicePlace(*divmod(item, num_slices), num_slices)
     ends = _ends_of(num_slices)
@@ -135,7 +135,10 @@ def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
 
 
 def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
-    """Returns the number of slices of each microbatch; a single ``num_slices`` is repeated."""
+    """Returns the number of slices of each microbatch, as a tuple.
+
+    If ``num_slices`` is an integer, all microbatches have this number of slices.
+    """
     if isinstance(num_slices, int):
         return (num_slices,) * num_microbatches
     return num_slices
@@ -149,7 +152,7 @@ def mean_slices(num_slices: SliceCounts) -> float:
 
 
 def most_slices_of(num_slices: SliceCounts) -> int:
-    """Returns the maximum of ``num_slices``, the numbers of slices of the microbatches."""
+    """Returns the largest number of slices of any microbatch."""
     return num_slices if isinstance(num_slices, int) else max(num_slices)
 
 
@@ -174,8 +177,8 @@ def action_table(
         kind: Kind of all actions in the table.
         num_chunks: Number of chunks per rank.
         num_microbatches: Number of microbatches per step.
-        pieces: Number of W actions per weight gradient; 1 for F and B.
-        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
+        pieces: Number of W actions per weight gradient, or 1 for F and B.
+        num_slices: Number of slices of each microbatch, or 1 for whole microbatches.
 
     Returns:
         Immutable table with each chunk's actions, in the order in which the chunk runs them. Calls
@@ -193,10 +196,10 @@ def action_table(
 
 
 def mirrored(item: int, num_slices: SliceCounts) -> int:
-    """Returns the item at the mirrored position in the microbatch of ``item``.
+    """Returns the item at the mirrored position in the same microbatch as ``item``.
 
     For example, with 3 slices per microbatch, item 0 is mapped to 2, and item 2 to 0. A chunk runs
-    its B and W actions in this reversed order (see ``rank_kernel``): its B with index j works on
+    its B and W actions in this reversed order (see ``rank_kernel``), so its B with index j works on
     item ``mirrored(j, num_slices)``. The function is its own inverse.
     """
     _, part, count = place_of(item, num_slices)

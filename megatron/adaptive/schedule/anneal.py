@@ -10,11 +10,11 @@ are a block. Here the path is on ranks 1, 0 and 1 again:
     rank 1 | [F0 F1 B1]               [...]        with B1 before F1, B1 starts earlier
 
 Only a move of an action within its block can shorten the step. Each attempt chooses a random action
-of the path, and either moves it to one end of its block or swaps it with a neighbour. The change is
-kept if the step does not become longer. Otherwise it is kept with a probability that decreases with
-the increase in step time and with the number of attempts so far. The result is the best order
-encountered. This takes tens of thousands of attempts. Schedules of large pipelines are not
-annealed, because it would take too long and gain less.
+of the path, and either moves the action to one end of its block or swaps it with a neighbour. The
+change is kept if the step does not become longer. Otherwise, the change is kept with a probability
+that decreases with the increase in step time and with the number of attempts so far. The result is
+the best order encountered. This takes tens of thousands of attempts. Schedules of large pipelines
+are not annealed, because this would take too long and gain less.
 
 As everywhere in this package, each stage runs its microbatches in ascending order, and memory stays
 within the limit (cap). All numbers are integers and the random sequence is fixed, so equal
@@ -67,7 +67,7 @@ action.
 
 
 class OrderGraph(NamedTuple):
-    """Holds the order of actions on all ranks, and the inputs of the actions, as ``int64`` arrays.
+    """Order of the actions on all ranks, and the inputs of the actions, as ``int64`` arrays.
 
     An action is identified by its index in the arrays that have one entry per action. The contents
     of scratch arrays are only valid within the function that uses them.
@@ -76,16 +76,19 @@ class OrderGraph(NamedTuple):
         rows: Actions of each rank in execution order, ``[ranks, longest order]``.
         lengths: Number of actions on each rank.
         best: Copy of ``rows`` from the attempt with the shortest step so far.
-        needs: Action whose result each action needs as input, or -1 if it needs no input.
+        needs: Index of the action whose result each action needs as input, or -1 if no input is
+            needed.
         gaps: Time in picoseconds from the end of the needed action until its result arrives, for
             each action.
         durations: Duration of each action in picoseconds.
         lanes: Code ``kind * chunks + chunk`` of each action.
-        takes: Memory that each action allocates, negative if it frees memory. The unit is one
-            microbatch or slice in one chunk, or a millionth of it if slices differ in size.
+        takes: Memory that each action allocates, or a negative amount if the action frees memory.
+            The unit is one microbatch or slice in one chunk, or a millionth of this unit if slices
+            differ in size.
         ranks: Rank that runs each action.
         cap: Limit on the memory of a rank in the unit of ``takes``, ``[1]``.
-        ends: Scratch array with the end time of each action in picoseconds, -1 before it is known.
+        ends: Scratch array with the end time of each action in picoseconds, or -1 before the end
+            time is known.
         positions: Scratch array with the index of each action in its rank's row of ``rows``.
         path: Scratch array with the actions of the critical path, last action first.
         position: Scratch array of ``finish`` with the index in ``rows`` of each rank's next action.
@@ -162,7 +165,9 @@ def finish(o: OrderGraph) -> int:
 
 
 def trace(o: OrderGraph, step: int) -> int:
-    """Finds the critical path of a step that ends at ``step``, and returns its number of actions.
+    """Finds the critical path of a step that ends at the time ``step``.
+
+    Returns the number of actions on the path.
 
     The actions are written to ``path``, last action first.
     """
@@ -196,7 +201,7 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index closest to ``to`` to which the action at ``index`` can move.
+    """Returns the index closest to ``to`` to which an action of ``rank`` can move from ``index``.
 
     The action must not pass another action of the same kind and chunk, because microbatches must
     stay in ascending order.
@@ -209,7 +214,7 @@ def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
 
 
 def holds(o: OrderGraph, rank: int) -> bool:
-    """Returns whether the memory of ``rank`` stays within the cap in its current order."""
+    """Returns whether the memory of ``rank`` stays within the cap in the current order."""
     held = 0
     for index in range(o.lengths[rank]):
         held += o.takes[o.rows[rank, index]]
@@ -235,8 +240,8 @@ def anneal(o: OrderGraph, orders: int) -> int:
         chosen = (drawn >> 8) % count
         rank = o.ranks[o.path[chosen]]
         index = o.positions[o.path[chosen]]
-        # The path lists the last action first, so the start of a block has a higher index in the
-        # path than its end.
+        # The path lists the last action first. So the start of a block has a higher index in the
+        # path than the end of the block.
         edge = chosen
         while edge + 1 < count and o.ranks[o.path[edge + 1]] == rank:
             edge += 1
@@ -274,7 +279,7 @@ def _compiled() -> Any:
 
 
 def compile_s() -> float:
-    """Estimates the seconds that the next call of :func:`improve` spends on compilation."""
+    """Estimates how many seconds the next call of :func:`improve` spends on compilation."""
     compiled = _compiled()
     return 0.0 if has_code(compiled) or is_cached(compiled) else COMPILE_S
 
@@ -289,8 +294,8 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
             the rank.
 
     Returns:
-        Schedule with the best order of actions, never slower than ``schedule``, or ``None`` if the
-        step has too many actions to attempt enough changes.
+        Schedule with the best order of actions, which is at least as fast as ``schedule``, or
+        ``None`` if the step has too many actions to attempt enough changes.
     """
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:
@@ -321,8 +326,8 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
     The index of an F or B is ``kind * cells + cell``, and the index of a W is ``2 * cells + cell *
     pieces + piece``. Here ``cell`` is ``stage * num_microbatches + microbatch``, and ``cells`` is
     the number of cells. With slices, items replace microbatches (see ``rank_kernel``). A B of the
-    last stage needs only its own F, because the first B of a microbatch belongs to its last slice,
-    whose F runs after all other slices.
+    last stage needs only the F with the same index, because the first B of a microbatch belongs to
+    its last slice, whose F runs after all other slices.
     """
     placement = schedule.placement
     pieces = schedule.weight_pieces
@@ -378,7 +383,7 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
 
 
 def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
-    """Returns the time from the end of the sending action until each input arrives, in picoseconds.
+    """Returns the delay of each input, from the end of the sending action until arrival, in ps.
 
     The result has one entry per stage and microbatch, flattened.
 
@@ -395,9 +400,9 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 
 
 def _rows(schedule: Schedule, num_cells: int) -> Any:
-    """Returns each rank's actions in execution order, as indices of actions padded with -1.
+    """Returns the indices of each rank's actions in execution order.
 
-    The shape is ``[ranks, longest order]``.
+    The array has the shape ``[ranks, longest order]`` and is padded with -1.
     """
     longest = max(map(len, schedule.orders))
     rows = np.full((schedule.placement.num_ranks, longest), -1, dtype=np.int64)

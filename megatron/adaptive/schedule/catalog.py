@@ -1,8 +1,8 @@
-"""Looks up schedules and run-time scheduling rules by name, and chooses their settings.
+"""Looks up schedules and run-time rules by name, and chooses their settings.
 
-Checks what all schedules require. Chooses the settings with which a schedule runs on a pipeline:
-the placement of stages, the number of W actions per weight gradient, and the limit on activations
-(cap). Also chooses the schedule that the rule ``hinted`` follows (its hint).
+This module checks what all schedules require. It chooses the settings with which a schedule runs on
+a pipeline: the placement of stages, the number of W actions per weight gradient, and the limit on
+activations (cap). It also chooses the schedule that the rule ``hinted`` follows (its hint).
 ``config.schedule_specs`` maps each name to its function:
 
 - The function of a static schedule takes the placement of the stages and the number of
@@ -45,12 +45,12 @@ from megatron.adaptive.schedule.validate import peak_units
 from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 
 ANNEALED = "annealed"
-"""Name of schedules that ``auto`` makes for one pipeline by simulated annealing (see ``anneal``).
+"""Name of schedules that ``auto`` creates for one pipeline by simulated annealing (see ``anneal``).
 
 Users cannot select this name. Steps with a different number of microbatches run ``hinted`` instead.
 """
 Pace = tuple[float, float, float]
-"""Durations of a message, a B and a W, relative to a stage's forward pass."""
+"""Durations of a message, a B and a W, divided by the duration of a stage's forward pass."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
 """Pace if messages take no time, and F, B and W have the same duration."""
 DEFAULT_PIECES = 4
@@ -67,7 +67,7 @@ class Candidate:
     Attributes:
         name: Name of the static schedule or run-time rule.
         placement: Assignment of pipeline stages to ranks.
-        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+        weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
         cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
             microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
@@ -78,10 +78,11 @@ class Candidate:
             the schedule that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
             microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
-        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes there. Static schedules run them, although
-            they compute nothing, because they limit the outputs that wait for the next stage.
+            rules of this project run no backward passes on these stages. Static schedules run such
+            backward passes, although they compute nothing, because they limit the outputs that wait
+            for the next stage.
     """
 
     name: str
@@ -182,7 +183,7 @@ class Candidate:
             work: Durations of all actions and messages in the step.
             compiled: Whether to compile the simulation with numba (see
                 :func:`~megatron.adaptive.schedule.simulate.simulate`).
-            policies: Policies of the ranks if :meth:`policies` was already called, else ``None``.
+            policies: Result of :meth:`policies` if it was already called, otherwise ``None``.
         """
         count = work.num_microbatches
         return simulate(
@@ -222,9 +223,9 @@ def make_candidate(
             ``placement_for``.
         cap: Limit on activations under a run-time rule, or ``None`` for
             ``memory_caps.default_cap``. The unit is one microbatch in all chunks of the rank.
-        weight_pieces: Number of W actions per weight gradient under a run-time rule; 0 if the
-            backward pass computes weight gradients; ``None`` for ``DEFAULT_PIECES``.
-        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        weight_pieces: Number of W actions per weight gradient under a run-time rule, 0 if the
+            backward pass computes weight gradients, or ``None`` for ``DEFAULT_PIECES``.
+        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not support the pipeline.
@@ -247,12 +248,12 @@ def make_candidate(
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Returns the names of the built-in static schedules, sorted."""
+    """Returns the sorted names of the built-in static schedules."""
     return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind == "fixed"))
 
 
 def policy_names() -> tuple[str, ...]:
-    """Returns the names of the built-in static schedules and run-time rules, sorted."""
+    """Returns the sorted names of the built-in static schedules and run-time rules."""
     return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind in ("fixed", "rule")))
 
 
@@ -266,7 +267,7 @@ def is_rule(name: str) -> bool:
 
 
 def _spec_of(name: str) -> ScheduleSpec:
-    """Returns the ScheduleSpec of the static schedule or run-time rule called ``name``."""
+    """Returns the specification of the static schedule or run-time rule called ``name``."""
     spec = _find_spec(name)
     if spec is None or spec.kind not in ("fixed", "rule"):
         raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
@@ -274,7 +275,7 @@ def _spec_of(name: str) -> ScheduleSpec:
 
 
 def _find_spec(name: str) -> ScheduleSpec | None:
-    """Returns the ScheduleSpec called ``name``, or ``None`` if it does not exist.
+    """Returns the specification called ``name``, or ``None`` if it does not exist.
 
     Raises:
         ScheduleError: A user's schedule with this name cannot be imported.
@@ -331,7 +332,7 @@ def make_schedule(
         num_microbatches: Number of microbatches per step, at least 1.
         group_size: Number of consecutive microbatches that a chunk runs under ``interleaved``, or
             ``None`` for the number of ranks.
-        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not support the placement or the
@@ -393,7 +394,7 @@ def make_policies(
         name: Name of the static schedule or run-time rule.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+        weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
         cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
             microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
@@ -404,10 +405,11 @@ def make_policies(
             the schedule that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
             microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
-        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes there. Static schedules run them, although
-            they compute nothing, because they limit the outputs that wait for the next stage.
+            rules of this project run no backward passes on these stages. Static schedules run such
+            backward passes, although they compute nothing, because they limit the outputs that wait
+            for the next stage.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not support the placement or the
@@ -462,14 +464,14 @@ def hint_for(
 ) -> Schedule:
     """Returns the schedule for ``hinted`` to follow on a pipeline, within a memory limit (cap).
 
-    Returns the usual static schedule if it stays within the cap and is known to be the best. The
-    best schedule is not known for few microbatches, for a loop without spare memory, or with
+    If the usual static schedule stays within the cap and is known to be the best, it is returned.
+    The best schedule is not known for few microbatches, for a loop without spare memory, or with
     slices.
 
-    Otherwise, simulates steps with equal stages and this pace, under ``hinted`` with different
-    hints, and returns the hint with the shortest step. The hints are all static schedules within
-    the cap, and the orders that ``adaptive`` produces with and without chunk shares. All slices are
-    assumed to have the same duration.
+    Otherwise, this function simulates steps under ``hinted`` with different hints, and returns the
+    hint with the shortest step. The simulated stages are equal and have the durations in ``pace``.
+    The hints are all static schedules within the cap, and the orders that ``adaptive`` produces
+    with and without chunk shares. All slices are assumed to have the same duration.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -477,9 +479,9 @@ def hint_for(
         cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is one
             microbatch in all chunks of the rank.
         pace: Relative durations of messages, B and W.
-        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+        weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: There are no microbatches, or the cap is too small for any order of actions.
@@ -518,8 +520,8 @@ def hint_for(
         name="adaptive", placement=placement, weight_pieces=1, cap=cap, num_slices=num_slices
     )
     for shares in (True, False):
-        # Also try an order made for equal durations of F, B and W, which may be the best for this
-        # pace.
+        # Also try an order that is made for equal durations of F, B and W, because this order may
+        # be the best for this pace.
         for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
             orders.append(run(replace(rule, shares=shares), times).to_schedule("adaptive"))
     hinted = replace(rule, name="hinted", weight_pieces=weight_pieces)

@@ -85,7 +85,7 @@ class CandidateOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleChoice:
-    """The schedule that ``auto`` chose, and the reason for the choice.
+    """Schedule that ``auto`` chose, with the reason for the choice.
 
     Attributes:
         best: Chosen schedule with its settings.
@@ -125,7 +125,7 @@ def candidates(
         pieces: Maximum number of W actions per weight gradient.
         pace: Relative durations of messages, B and W, used by ``hinted``.
         also: Names of additional schedules and run-time rules to include.
-        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
     """
     static = STATIC
     if num_slices > 1:
@@ -188,7 +188,7 @@ def choose(
         also: Names of additional schedules and run-time rules to simulate.
         quick: Whether to simulate only one step per candidate and skip simulated annealing.
         until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
-        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: No candidate fits into memory, or the time limit passed before the first
@@ -260,12 +260,12 @@ def _fastest(
 
 
 def loop_of(candidate: Candidate) -> str:
-    """Returns a key that is equal for candidates whose simulations use the same compiled loop."""
+    """Returns a key that is equal for candidates that are simulated with the same compiled loop."""
     return candidate.name if is_rule(candidate.name) and candidate.name != ANNEALED else "fixed"
 
 
 def num_actions(candidate: Candidate, num_microbatches: int) -> int:
-    """Returns the number of actions of all ranks in a step of ``num_microbatches``."""
+    """Returns the number of actions on all ranks in a step of ``num_microbatches`` microbatches."""
     items = candidate.placement.num_stages * num_microbatches * candidate.num_slices
     return items * (2 + candidate.weight_pieces)
 
@@ -290,8 +290,8 @@ def evaluate(
             number of stages.
         seeds: Random seeds, one per simulated step. One seed is enough if the durations of the
             profile do not vary.
-        planned: Number of actions in all planned simulations with this candidate's rule, used to
-            decide whether to compile the simulation; ``None`` to always compile it.
+        planned: Number of actions in all planned simulations with this candidate's rule, which
+            determines whether the simulation is compiled, or ``None`` to always compile.
 
     Raises:
         ScheduleError: The candidate does not support this pipeline.
@@ -334,7 +334,9 @@ def _is_fixed(name: str) -> bool:
 
 
 def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
-    """Returns the durations of a message, a B and a W relative to F, averaged over the stages.
+    """Returns the durations of a message, a B and a W, relative to the duration of F.
+
+    Durations of actions are means over the stages. Of the messages, the slowest is used.
 
     Args:
         profile: Durations for whole microbatches.

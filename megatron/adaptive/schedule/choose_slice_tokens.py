@@ -5,12 +5,12 @@ step, and therefore its slices, are known. On each stage the duration of an acti
 
     fixed + per_token * tokens + per_pair * pairs          pairs: tokens that attend to each other
 
-The number of pairs differs between slices of the same length, but the number of tokens does not. So
-a second length is needed to separate the fixed time from the time per token. With the fitted times,
-the documents of the measured steps are packed and simulated with each length, under the run-time
-rule with several limits on activations and, if stages may move, both placements. The length with
-the shortest steps is chosen. If several lengths have nearly the same step time, the longest of
-these lengths is chosen.
+Slices of the same length have the same number of tokens, but different numbers of pairs. So slices
+of a second length are needed to separate the fixed time from the time per token. With the fitted
+times, the documents of the measured steps are packed and simulated with each length, under the
+run-time rule with several limits on activations and, if stages may move, both placements. The
+length with the shortest steps is chosen. If several lengths have nearly the same step time, the
+longest of these lengths is chosen.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FAR = 3.0
 
 
 class Timed(NamedTuple):
-    """The measured duration of an action on one slice.
+    """Measured duration of an action on one slice.
 
     Attributes:
         tokens: Number of tokens of the slice.
@@ -59,7 +59,7 @@ class Timed(NamedTuple):
 
 
 class CostParts(NamedTuple):
-    """The parts of an action's duration.
+    """Parts of an action's duration.
 
     Attributes:
         fixed_s: Fixed time per action in seconds, which does not depend on the length of the slice.
@@ -73,20 +73,20 @@ class CostParts(NamedTuple):
 
 
 Lanes = Mapping[tuple[ActionKind, int], Sequence[Timed]]
-"""Measured actions by kind and pipeline stage."""
+"""Measured actions, keyed by kind and pipeline stage."""
 Parts = Mapping[tuple[ActionKind, int], CostParts]
-"""Fitted times by kind and pipeline stage."""
+"""Fitted times, keyed by kind and pipeline stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Describes the pipeline for which a length is chosen.
+    """Pipeline for which a slice length is chosen.
 
     Attributes:
         placements: Placements of the stages to compare, starting with the current placement.
-        weight_pieces: Number of W actions per weight gradient; 0 if B computes weight gradients.
+        weight_pieces: Number of W actions per weight gradient, or 0 if B computes weight gradients.
         link: Delays of all links that are not in ``links``, for messages of ``link_tokens`` tokens.
-        links: Delays of individual links, by ``(sending rank, receiving rank)``.
+        links: Delays of individual links, keyed by ``(sending rank, receiving rank)``.
         link_tokens: Number of tokens in the messages with which the links were measured.
         room: Function that takes a slice length and a placement, and returns the number of tokens
             whose activations fit into the memory of every rank.
@@ -104,7 +104,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensChoice:
-    """The slice length that was chosen, and the rule to run with it.
+    """Slice length that was chosen, with the rule to run.
 
     Attributes:
         tokens: Number of tokens of each slice.
@@ -140,7 +140,7 @@ def _terms(table: Any) -> Any:
 
 
 def _least_squares(table: Any, *, has_fixed: bool) -> Any:
-    """Returns the non-negative parts that minimize the sum of squared residuals of ``table``."""
+    """Returns the non-negative parts that minimize the squared residuals of ``table``."""
     terms, seconds = _terms(table), table[:, 2]
     sizes = np.maximum(np.abs(terms).max(axis=0), 1e-30)
     best, least = np.zeros(3), float(seconds @ seconds)
@@ -170,8 +170,9 @@ def choose_tokens(
     """Chooses the slice length whose fastest setting has the shortest simulated steps.
 
     Args:
-        lengths: Numbers of tokens to simulate. The first is simulated even after ``until_s``.
-        lanes: Measured actions.
+        lengths: Numbers of tokens to simulate. The first length is simulated even after
+            ``until_s``.
+        lanes: Measured actions, keyed by kind and pipeline stage.
         cuts_of: Function that takes a number of tokens and returns the microbatches of each
             simulated step, in execution order.
         setting: Description of the pipeline.
@@ -215,7 +216,7 @@ def choose_tokens(
 
 
 class SlicedStep(NamedTuple):
-    """Holds one step to simulate.
+    """One step to simulate, with the durations of its actions.
 
     Attributes:
         work: Durations of all actions and messages.
@@ -233,7 +234,7 @@ class SlicedStep(NamedTuple):
     def of(
         cls, cuts: Sequence[Cut], parts: Parts, placement: Placement, setting: Setting
     ) -> SlicedStep:
-        """Returns the step of given microbatches.
+        """Computes the durations of a step's actions from its microbatches.
 
         Args:
             cuts: Microbatches of the step, in the order in which they run.
@@ -263,22 +264,23 @@ class SlicedStep(NamedTuple):
         return cls(work, counts, least, mean * mean_slices(counts))
 
     def num_actions(self, setting: Setting) -> int:
-        """Returns the number of actions of all ranks, with the W actions of ``setting``."""
+        """Returns the number of actions on all ranks in this step."""
         stages_and_items: int = self.work.durations_ps[0].size
         return stages_and_items * (2 + setting.weight_pieces)
 
     def cap_of(self, placement: Placement, cap: float | None) -> float:
-        """Returns the limit on activations in this step: the default, or raised as in a real step.
+        """Returns the limit on activations in this step, in microbatches of mean size.
 
         Args:
             placement: Assignment of pipeline stages to ranks.
-            cap: Limit in microbatches of mean size, ``None`` for the default.
+            cap: Limit in microbatches of mean size, or ``None`` for the default limit. As in a real
+                step, a limit below :attr:`least` is raised.
         """
         usual = default_cap(placement, self.num_microbatches, mean_slices(self.counts))
         return max(usual if cap is None else cap, self.least)
 
     def simulate(self, candidate: Candidate, planned: int) -> SimResult:
-        """Simulates the step.
+        """Simulates this step under a run-time rule.
 
         Args:
             candidate: Run-time rule with its settings.
@@ -291,7 +293,7 @@ class SlicedStep(NamedTuple):
         return raised.simulate(self.work, compiled=compiled, policies=policies)
 
     def seconds(self, candidate: Candidate, planned: int) -> float:
-        """Returns the simulated duration of the step. The arguments are those of `simulate`."""
+        """Returns the simulated step time in seconds, with the arguments of :meth:`simulate`."""
         return self.simulate(candidate, planned).makespan_s
 
     @property
@@ -303,7 +305,7 @@ class SlicedStep(NamedTuple):
 def fitting_candidates(
     steps: Sequence[SlicedStep], placement: Placement, setting: Setting, tokens: int
 ) -> Iterator[Candidate]:
-    """Yields the settings of the run-time rule that fit into memory in each of the steps.
+    """Yields the settings of the run-time rule that fit into memory in all steps.
 
     Args:
         steps: Steps to simulate.
@@ -317,7 +319,7 @@ def fitting_candidates(
         held = [step.cap_of(placement, cap) * step.row_tokens for step in steps]
         return max(held) <= with_rounding(room)
 
-    # Each step raises a lower cap to its longest row.
+    # Each step raises a lower cap to the size of its longest row.
     if not fits(1.0):
         return
     most = min(room / step.row_tokens for step in steps)

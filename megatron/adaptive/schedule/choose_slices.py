@@ -33,7 +33,7 @@ this limit, noise could make the estimated cost of slicing exceed the measured t
 
 @dataclass(frozen=True, kw_only=True)
 class SliceTrial:
-    """The times that were measured with one number of slices.
+    """Times that were measured with a certain number of slices.
 
     Attributes:
         num_slices: Number of slices of each microbatch.
@@ -46,7 +46,7 @@ class SliceTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class NextTrial:
-    """A decision to measure some steps with a different number of slices on all ranks.
+    """Decision to measure some steps with a different number of slices on all ranks.
 
     Attributes:
         text: Description of the decision, as one line for the log.
@@ -61,7 +61,7 @@ class NextTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceChoice:
-    """The number of slices that was chosen, and the schedule to run with it.
+    """Number of slices that was chosen, with the schedule to run.
 
     Attributes:
         num_slices: Number of slices of each microbatch.
@@ -75,9 +75,9 @@ class SliceChoice:
 
 
 def added_s(first: SliceTrial, second: SliceTrial) -> float:
-    """Returns the time that each slice after the first adds to a forward or backward pass.
+    """Returns the seconds that each slice after the first adds to a forward or backward pass.
 
-    The result is in seconds, averaged over all stages and both passes, and not negative.
+    The result is averaged over all stages and both passes, and is at least 0.
 
     Args:
         first: Times measured with one number of slices.
@@ -97,9 +97,10 @@ def _rows(times: StageTimes) -> list[tuple[float, ...]]:
 
 
 def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> StageProfile:
-    """Returns a copy of a profile in which the cost of slicing is separate from the stage times.
+    """Separates the cost of slicing from the stage times of a profile.
 
-    The copy contains the times of whole microbatches, and the time that each slice adds.
+    Returns a copy of ``profile`` with the times of whole microbatches, and the time that each slice
+    adds.
 
     Args:
         profile: Profile measured with slices.
@@ -117,7 +118,7 @@ def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> St
 
 
 def memory_factor(num_slices: int, measured: int) -> float:
-    """Returns an upper bound of a microbatch's activation memory, relative to the measured memory.
+    """Returns an upper bound of a microbatch's activation memory, divided by the measured memory.
 
     The bound applies to ``num_slices`` slices, while the memory was measured with ``measured``
     slices. Without a fused attention kernel, a slice keeps its attention scores with all earlier
@@ -141,7 +142,8 @@ def choose_number(
     """Chooses the number of slices whose fastest schedule has the shortest simulated step.
 
     Args:
-        numbers: Numbers of slices to simulate. The first is simulated even after ``until_s``.
+        numbers: Numbers of slices to simulate. The first number is simulated even after
+            ``until_s``.
         choose_for: Function that chooses the fastest schedule for a number of slices, and raises
             ``ScheduleError`` if no schedule fits into memory.
         until_s: Value of ``time.monotonic`` after which no more numbers are simulated.
@@ -169,7 +171,7 @@ def choose_number(
 
 
 def ratio(whole: StageTimes, measured: StageTimes) -> float:
-    """Returns the times without the cost of slicing, divided by the measured times.
+    """Returns how much of the measured time remains without the cost of slicing, as a fraction.
 
     Both times are sums over all stages and kinds of action.
 

@@ -31,7 +31,7 @@ Numbers = tuple[float, ...]
 
 
 def squares_of(rows: Sequence[Numbers]) -> list[float]:
-    """Returns the product of each pair of numbers, summed over all microbatches.
+    """Returns the product of each pair of numbers in a row, summed over all rows.
 
     Args:
         rows: Numbers of each microbatch. There must be at least one microbatch.
@@ -48,7 +48,7 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
 
 
 def products_of(rows: Sequence[Numbers], costs: Sequence[float]) -> list[float]:
-    """Returns, for each column of ``rows``, its sum over microbatches weighted by ``costs``."""
+    """Returns the sum of each column of ``rows``, with the rows weighted by ``costs``."""
     return [
         sum(row[index] * cost for row, cost in zip(rows, costs, strict=True))
         for index in range(len(rows[0]))
@@ -71,11 +71,14 @@ class StageFit:
         self._products = [0.0] * count
 
     def cost(self, numbers: Numbers) -> float:
-        """Returns the predicted cost of a microbatch that is described by ``numbers``."""
+        """Returns the predicted cost of a microbatch whose content ``numbers`` describe."""
         return sum(factor * number for factor, number in zip(self.factors, numbers, strict=True))
 
     def add(self, squares: Sequence[float], products: Sequence[float]) -> None:
-        """Adds the sums ``squares`` (:func:`squares_of`) and ``products`` (:func:`products_of`)."""
+        """Adds the sums of a step's microbatches.
+
+        The sums are results of :func:`squares_of` and :func:`products_of`.
+        """
         self._squares = [
             _REMEMBERED * old + new for old, new in zip(self._squares, squares, strict=True)
         ]
@@ -102,8 +105,8 @@ class StageFit:
         for first in range(count):
             for second in range(first, count):
                 matrix[first][second] = matrix[second][first] = next(sums)
-        # The numbers differ by many orders of magnitude, so each is scaled to a root mean square of
-        # 1.
+        # The numbers differ by many orders of magnitude. So each number is scaled to a root mean
+        # square of 1.
         scales = [math.sqrt(matrix[index][index]) for index in range(count)]
         used = [index for index in range(count) if scales[index] > 0]
         rows = [[matrix[a][b] / (scales[a] * scales[b]) for b in used] for a in used]
@@ -123,7 +126,7 @@ class StageFit:
             self.factors[index] = value / scales[index]
 
     def is_used(self, index: int) -> bool:
-        """Returns whether a number was positive in any of the added microbatches.
+        """Returns whether the number at ``index`` was positive in any added microbatch.
 
         Args:
             index: Index of the number in the tuple that describes the content of a microbatch.
@@ -146,8 +149,8 @@ class StageFit:
         The last number of each microbatch must be 1.
         """
         count = len(self.factors)
-        # Each row of the upper triangle ends with the product with the last number, which is 1. So
-        # these products are the sums of the numbers.
+        # Each row of the upper triangle ends with the product of a number and the last number,
+        # which is 1. So these products are the sums of the numbers.
         ends = itertools.accumulate(range(count, 0, -1))
         return tuple(self._squares[end - 1] / (self._squares[-1] or 1.0) for end in ends)
 
@@ -178,7 +181,7 @@ class ContentCosts:
         self.stages = [StageFit(count) for _ in range(placement.num_stages)]
 
     def cost(self, numbers: Numbers) -> float:
-        """Returns the predicted cost of a microbatch described by ``numbers``, over all stages."""
+        """Returns the predicted cost of the microbatch ``numbers``, summed over all stages."""
         return sum(stage.cost(numbers) for stage in self.stages)
 
     def segment_costs(self) -> tuple[float, ...]:
@@ -230,9 +233,9 @@ class ContentCosts:
     def fit(self) -> None:
         """Fits the factors of all stages to the sums.
 
-        The factor of a number that was 0 in all steps so far cannot be fitted. It is computed from
-        the counted operations of the stage's segments, converted to seconds. Otherwise its factor
-        would be 0, and microbatches of a new kind would seem to cost nothing.
+        The factor of a number that was 0 in all steps so far cannot be fitted. Instead, this factor
+        is computed from the counted operations of the stage's segments, converted to seconds.
+        Otherwise, the factor would be 0, and microbatches of a new kind would seem to cost nothing.
         """
         for stage in self.stages:
             stage.fit()

@@ -1,7 +1,8 @@
-"""Packs a step's documents into rows, and assigns the rows to replicas, as a run's settings say.
+"""Packs the documents of a step into rows, and assigns the rows to data-parallel replicas.
 
-The trainer reads its microbatches by these rules. Simulations and the planner use the same rules to
-know a step without reading any tokens.
+The settings of a run determine how this is done. The trainer reads its microbatches in this way.
+Simulations and the planner use this module to know the microbatches of a step without reading any
+tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.schedule.microbatch_assignment import Dealer, Size
 from megatron.adaptive.schedule.pack_documents import first_fit
 
-_LONGER = 4  # rows of slices are up to 1/4 longer than the longest sample needs
-_TRIES = 4  # number of longer rows that are tried
+_LONGER = 4  # Rows of slices are at most 1/4 longer than the longest sample needs.
+_TRIES = 4  # This is the number of longer rows that are tried.
 _TOKEN_PER_PAIR = 12
 """Factor in the estimated cost of a token.
 
@@ -25,20 +26,20 @@ A token costs as much as attention between ``12 * hidden_size`` pairs of tokens.
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Decides which samples share a microbatch.
+    """Settings that determine which samples share a microbatch.
 
     Attributes:
-        micro_batch_size: Number of samples per microbatch, if samples are not packed.
+        micro_batch_size: Number of samples per microbatch if samples are not packed.
         replicas: Number of data-parallel replicas.
         varies: Whether samples differ in length.
-        pack_to: Largest number of tokens per packed microbatch; ``None`` if samples are not packed,
-            or if ``slice_tokens`` is given.
-        slice_tokens: Number of tokens per slice of a packed microbatch; ``None`` to pack as
-            ``pack_to`` says.
+        pack_to: Largest number of tokens per packed microbatch, or ``None`` if samples are not
+            packed or ``slice_tokens`` is set.
+        slice_tokens: Number of tokens per slice of a packed microbatch, or ``None`` to use
+            ``pack_to``.
         varies_slices: Whether microbatches of a step may have different numbers of slices.
-        multiple: Number of tokens to a multiple of which each row is padded.
+        multiple: Number by which the padded length of each row is divisible.
         shortest: Smallest number of tokens in a row. Shorter rows are padded.
-        group: Number that must divide the number of microbatches per replica and step.
+        group: Number by which the number of microbatches per replica and step is divisible.
         least: Smallest number of microbatches per replica and step.
     """
 
@@ -54,7 +55,7 @@ class Batching:
     least: int = 1
 
     def for_step(self, lengths: Sequence[int]) -> Batching:
-        """Returns the settings for one step, in which the length of the longest sample is known.
+        """Returns the settings for a step whose samples have the given lengths.
 
         Args:
             lengths: Number of tokens of each of the step's samples.
@@ -71,7 +72,7 @@ class Batching:
         return min(choices, key=lambda choice: len(choice.plan(lengths)) * choice.multiple)
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Returns the microbatches of all replicas, each a list of indices of samples.
+        """Returns the microbatches of all replicas, as lists of sample indices.
 
         Args:
             lengths: Number of tokens of each of the step's samples.
@@ -84,7 +85,7 @@ class Batching:
         return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
 
     def size_of(self, lengths: Sequence[int]) -> Size:
-        """Returns a microbatch's number of tokens and sum of squared lengths.
+        """Returns the number of tokens in a microbatch, and the sum of its squared lengths.
 
         Args:
             lengths: Number of tokens of each sample in the microbatch.
@@ -94,7 +95,7 @@ class Batching:
         return float(sum(lengths)), float(sum(length * length for length in lengths))
 
     def positions(self, lengths: Sequence[int]) -> int:
-        """Returns a microbatch's number of tokens, including padding.
+        """Returns the number of tokens in a microbatch, including padding.
 
         Args:
             lengths: Number of tokens of each sample in the microbatch.
@@ -104,17 +105,17 @@ class Batching:
         return self.row_tokens(sum(lengths))
 
     def row_tokens(self, tokens: int) -> int:
-        """Returns the padded length of a row that has this number of tokens."""
+        """Returns the padded length of a row of ``tokens`` tokens."""
         return -(-max(tokens, self.shortest) // self.multiple) * self.multiple
 
 
 def most_slices(needed: int) -> int:
-    """Returns the largest number of slices of a row if the longest sample needs ``needed``."""
+    """Returns the maximum number of slices per row if the longest sample needs ``needed``."""
     return needed + needed // _LONGER
 
 
 def batching_of(config: TrainerConfig) -> Batching:
-    """Returns the settings that decide how samples are combined into microbatches."""
+    """Returns the settings in ``config`` that decide how samples are combined into microbatches."""
     parallel = config.parallel
     context = parallel.context_parallel_size
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -133,7 +134,7 @@ def batching_of(config: TrainerConfig) -> Batching:
 
 
 def make_dealer(config: TrainerConfig) -> Dealer:
-    """Returns an object that assigns microbatches to replicas according to the settings."""
+    """Returns an object that assigns microbatches to replicas, with the settings in ``config``."""
     parallel = config.parallel
     # Simulated steps with several chunks per rank are shorter if long rows are in the middle.
     has_one_chunk = config.varies_slices and parallel.num_chunks == 1
@@ -149,7 +150,7 @@ def make_dealer(config: TrainerConfig) -> Dealer:
 
 
 def costliest_replica(config: TrainerConfig, lengths: Sequence[int]) -> list[Cut]:
-    """Returns the microbatches of the replica with the most work in a step, in running order.
+    """Returns the microbatches of the replica with the most work, in the order in which they run.
 
     Args:
         config: Settings of the run.

@@ -288,7 +288,7 @@ def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, .
 
 
 def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
-    """Returns a rank's F actions and B actions, each in groups of ``size`` microbatches."""
+    """Returns the F actions and the B actions of a rank, in groups of ``size`` microbatches."""
     forwards, backwards = (
         [
             action
@@ -305,7 +305,7 @@ def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Acti
 
 
 def _stages_after(placement: Placement) -> range:
-    """Returns the number of ranks that follow each rank in the pipeline."""
+    """Returns, for each rank, the number of ranks that follow it in the pipeline."""
     return range(placement.num_ranks - 1, -1, -1)
 
 

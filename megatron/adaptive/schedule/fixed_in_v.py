@@ -21,8 +21,8 @@ long, and W at least half as long but not longer, the idle time is ``(p - 1) * F
 it is larger.
 
 **dualpipe-v**: Forward and backward passes run in pairs. The example has two ranks and four
-microbatches; ``F0-3+`` runs together with the B after it, so that one computes while the experts of
-the other communicate::
+microbatches. ``F0-3+`` runs together with the B after it, so that one action computes while the
+experts of the other action communicate::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 F0-3+ B1-1 W1-1 F1-2+ B0-0 W0-0 B1-2 W1-2 F1-3+ \
 B0-1 W0-1 B1-3 W1-3 B0-2 W0-2 B0-3 W0-3
@@ -170,7 +170,7 @@ _PERIOD = 6
 """Number of slots between an action and the same action of the next microbatch."""
 
 _Row = dict[int, Action]
-"""Actions of one rank by time slot."""
+"""Actions of one rank, keyed by time slot."""
 
 
 def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
@@ -185,7 +185,7 @@ def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
-    """Returns each rank's actions by time slot, including weight gradients."""
+    """Returns each rank's actions including weight gradients, keyed by time slot."""
     ranks = placement.num_ranks
     begin = _steady_begin(ranks)
     end = _PERIOD * (num_microbatches - 1) + 1
@@ -243,7 +243,10 @@ def _repeated_block(num_ranks: int, num_microbatches: int) -> list[_Row]:
 
 
 def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
-    """Moves the action in ``slot`` to the first free slot that ``cap`` allows, and returns it."""
+    """Moves the action in ``slot`` to an earlier slot if possible, and returns its new slot.
+
+    The new slot is the first free slot in which the rank holds at most ``cap`` microbatches.
+    """
     action = row.pop(slot)
     for target in range(earliest, slot):
         if target not in row:
@@ -256,7 +259,7 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
 
 def _peak(row: _Row) -> int:
-    """Returns the maximum number of microbatches in ``row`` that are held, counted per chunk.
+    """Returns the maximum number of microbatches that a rank holds, counted per chunk.
 
     The count assumes that each weight gradient takes the first free slot.
     """
@@ -276,7 +279,7 @@ def _peak(row: _Row) -> int:
 
 
 def _with_weights(row: _Row) -> _Row:
-    """Puts weight gradients into the free slots after their backward passes, in FIFO order."""
+    """Assigns weight gradients to the free slots after their backward passes, in FIFO order."""
     full: _Row = {}
     waiting: deque[Action] = deque()
     slot = 0

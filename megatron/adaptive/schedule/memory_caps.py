@@ -86,12 +86,12 @@ _ROUNDING_PER_SUM = 500
 # ``runtime_rules``), message latency made a step up to 7% longer than with static schedules if the
 # ratio was 1.25. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5
-# If a frozen stage was fewer outputs ahead, the next stage would wait for each of its messages.
+# If a frozen stage were fewer outputs ahead, the next stage would wait for each message.
 _LEAST_LEAD = 2
 
 
 def with_rounding(cap: float) -> float:
-    """Returns ``cap`` plus a tolerance, for comparing it with a sum of rounded sizes."""
+    """Returns ``cap`` plus a tolerance, for comparisons with sums of rounded sizes."""
     return cap * (1 + _ROUNDING) + _ROUNDING_PER_SUM / MEMORY_SCALE
 
 
@@ -149,7 +149,8 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
     """Returns the number of items that a frozen stage may be ahead of the next stage.
 
     Args:
-        cap: Limit on activations, in microbatches in all chunks of a rank; ``None`` for no limit.
+        cap: Limit on activations, in microbatches in all chunks of a rank, or ``None`` for no
+            limit.
         num_items: Number of slices of all microbatches.
         num_slices: Number of slices of each microbatch.
     """
@@ -182,7 +183,7 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:
         return 1.0
-    # Interleaved 1F1B holds this number of forward passes on rank 0: the warm-up passes, plus the
+    # Rank 0 of interleaved 1F1B holds this number of forward passes: the warm-up passes, plus the
     # first pass of the steady phase.
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
     static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved

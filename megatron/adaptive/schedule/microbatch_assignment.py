@@ -1,6 +1,6 @@
 """Assigns microbatches to data-parallel replicas so that all replicas take equally long.
 
-The microbatches of a step do not change, only the replica that processes each microbatch::
+Only the replicas that process the microbatches change, not the microbatches themselves::
 
     cost of each             9  5  8  4  4  2     replica 0 is 1.5 times as slow
     in turns    replica 0    9     8     4        21 x 1.5 = 31.5
@@ -10,8 +10,8 @@ The microbatches of a step do not change, only the replica that processes each m
 
 The cost of a microbatch on a rank has a fixed part, a part per token, and a part per pair of tokens
 that attend to each other. These parts are fitted to the measured times of recent steps. The pace of
-a rank is its compute time, without waits, divided by the cost of its microbatches. A replica is as
-fast as its slowest rank.
+a rank is its computing time (excluding waits) divided by the cost of its microbatches. A replica is
+as fast as its slowest rank.
 
 Every rank computes the assignment from the same numbers, with Python floats in a fixed order of
 operations. So ranks on different machines reach the same decision without communication.
@@ -45,7 +45,7 @@ _LEAST_SIZES = 4
 _REMEMBERED = 0.9
 """Factor by which each new step reduces the weight of earlier steps in the fit."""
 _REFIT_STEPS = 8
-"""Number of steps at the start of training after each of which the costs are fitted.
+"""Number of steps at the start of training for which the costs are fitted after every step.
 
 Afterwards, the costs are fitted again once per this number of steps.
 """
@@ -67,7 +67,7 @@ it is better by more than this tolerance.
 
 @dataclass(frozen=True)
 class Dealt:
-    """The microbatches that one replica processes in a step.
+    """Microbatches that one replica processes in a step.
 
     Attributes:
         numbers: Index of each microbatch in the whole step. With round-robin assignment, microbatch
@@ -89,8 +89,8 @@ def deal(
 
     Args:
         costs: Cost of each microbatch on each replica, ``[replica][microbatch]``.
-        group: Divisor of each replica's number of microbatches. The step's number of microbatches
-            is a multiple of ``group``, too.
+        group: Number by which each replica's number of microbatches must be divisible. The number
+            of microbatches in the step is also divisible by ``group``.
         least: Minimum number of microbatches per replica.
 
     Returns:
@@ -103,8 +103,8 @@ def deal(
     groups = [order[start : start + group] for start in range(0, count, group)]
     dealt: list[list[int]] = [[] for _ in replicas]
     busy = [0.0 for _ in replicas]
-    # ``wanting`` is the number of groups that replicas with fewer than ``least`` microbatches still
-    # need.
+    # ``wanting`` is the number of groups that are still needed by replicas with fewer than
+    # ``least`` microbatches.
     wanting = -(-least // group) * len(replicas)
     for left, of_group in zip(range(len(groups), 0, -1), groups, strict=True):
         takers = [r for r in replicas if len(dealt[r]) < least] if left <= wanting else replicas
@@ -223,16 +223,16 @@ class Dealer:
             differences in the speed of replicas, ``both`` to balance both.
         replicas: Number of data-parallel replicas.
         ranks: Number of pipeline ranks of each replica.
-        group: Divisor of each replica's number of microbatches.
+        group: Number by which each replica's number of microbatches must be divisible.
         least: Minimum number of microbatches per replica.
         pair: Number of multiplications per pair of tokens that attend to each other, divided by the
-            number of multiplications per token. It determines the order of a replica's
-            microbatches. Measured times are not used for this, so that two runs have the same
+            number of multiplications per token. This ratio determines the order of a replica's
+            microbatches. Measured times are not used for the order, so that two runs have the same
             order.
         slice_tokens: Number of tokens of a slice if microbatches are cut into different numbers of
-            slices, else ``None``. A replica then runs its microbatches in descending order of cost
-            in steps in which the longest microbatch has more slices than the pipeline has ranks. In
-            other steps, and if this is ``None``, it uses the order of :func:`order_by_cost`.
+            slices, otherwise ``None``. If set, a replica runs its microbatches in descending order
+            of cost in steps in which the longest microbatch has more slices than the pipeline has
+            ranks. In all other cases, the order of :func:`order_by_cost` is used.
     """
 
     def __init__(
@@ -254,8 +254,8 @@ class Dealer:
         self._limits = {"group": group, "least": least}
         self._fits = [CostFit() for _ in range(ranks)]
         self._places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
-        # ``_past`` contains measurements of recent steps by (replica, rank): the time of the rank's
-        # actions in seconds, and the sums of microbatches, tokens and squared lengths.
+        # ``_past`` contains measurements of recent steps, keyed by (replica, rank): the time of the
+        # rank's actions in seconds, and the sums of microbatches, tokens and squared lengths.
         self._past: deque[dict[tuple[int, int], tuple[float, tuple[float, ...]]]] = deque(
             maxlen=_STEPS
         )
@@ -265,7 +265,9 @@ class Dealer:
         self._steps = 0
 
     def deal(self, sizes: Sequence[Size]) -> tuple[tuple[int, ...], ...]:
-        """Returns the microbatches of each replica, in execution order.
+        """Assigns the microbatches of a step to replicas.
+
+        Returns the microbatch indices of each replica, in execution order.
 
         Args:
             sizes: Sizes of all microbatches of the step.
@@ -278,8 +280,9 @@ class Dealer:
             self._different.update(sizes)
         work = [tokens + self._pair * squares for tokens, squares in sizes]
         tokens = self._slice_tokens
-        # All slices of a microbatch run forward before its first backward. More slices than ranks
-        # keep all ranks busy at the start of a step, but would leave some ranks idle later.
+        # All slices of a microbatch run forward before its first backward pass. Having more slices
+        # than ranks keeps all ranks busy at the start of a step, but would leave some ranks idle
+        # later.
         longest_first = tokens is not None and max(sizes)[0] > tokens * self._ranks
         return tuple(self._in_order(numbers, work, longest_first) for numbers in dealt)
 
@@ -346,7 +349,7 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time of a replica's slowest rank for the given work, and that rank.
+        """Returns the time that the slowest rank of a replica needs for some work, and its index.
 
         Args:
             replica: Index of the replica, or ``None`` for a replica of mean pace.
@@ -360,7 +363,7 @@ class Dealer:
         return max(times)
 
     def _follow(self) -> str | None:
-        """Switches to the paces of recent steps if they differ enough from the paces in use.
+        """Replaces the paces in use by the paces of recent steps if they differ enough.
 
         Returns:
             Line for the log if the change is large, otherwise ``None``.
@@ -399,7 +402,7 @@ class Dealer:
 
 
 def _sums(sizes: Sequence[Size]) -> list[float]:
-    """Returns the number of sizes, and the sums of their tokens and squared lengths."""
+    """Returns the number of microbatches, and the sums of their tokens and squared lengths."""
     return [
         float(len(sizes)),
         sum(tokens for tokens, _ in sizes),
@@ -410,7 +413,7 @@ def _sums(sizes: Sequence[Size]) -> list[float]:
 def _differ(
     paces: dict[tuple[int, int], float], before: dict[tuple[int, int], float], limit: float
 ) -> bool:
-    """Returns whether any rank's pace changed by more than ``limit`` relative to its siblings.
+    """Returns whether any rank's pace changed by more than ``limit`` compared to its siblings.
 
     The siblings of a rank are the ranks with the same pipeline rank in all replicas.
     """

@@ -19,7 +19,8 @@ from typing import Any
 from megatron.adaptive.schedule import rank_kernel, runtime_rules, simulator
 
 Rule = Callable[[rank_kernel.State, Sequence[int]], int]
-"""Run-time scheduling rule: function of ``(s, hint)`` that returns an action's code, or -1 to wait.
+"""Run-time scheduling rule, which is a function of ``(s, hint)`` that returns the code of the
+action to run, or -1 to wait.
 """
 
 LOADED_FROM = 20_000
@@ -34,15 +35,15 @@ _MODULES = (rank_kernel, runtime_rules, simulator)
 
 
 def plain_loop(rule: Rule) -> Callable[[simulator.World], int]:
-    """Returns ``simulator.run`` with ``rule`` in plain Python, which supports any function.
+    """Returns ``simulator.run`` with the rule ``rule`` in plain Python.
 
-    The loop takes about 10 us per action.
+    Any function can be used as a rule. The loop takes about 10 us per action.
     """
     return _bind(_MODULES, simulator.run, lambda function: function, rule=rule)
 
 
 def is_known(rule: Rule) -> bool:
-    """Returns whether ``rule`` can be compiled, because it is a function of ``runtime_rules``."""
+    """Returns whether ``rule`` is a function of ``runtime_rules``, which can be compiled."""
     return getattr(runtime_rules, getattr(rule, "__name__", ""), None) is rule
 
 
@@ -85,7 +86,7 @@ def saves_time(rule: Rule, num_actions: int) -> bool:
 
 
 def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
-    """Returns ``simulator.run`` compiled with ``rule``, a function of ``runtime_rules``.
+    """Returns ``simulator.run`` compiled with ``rule``, which is a function of ``runtime_rules``.
 
     The loop takes less than 1 us per action.
 
@@ -137,7 +138,7 @@ def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[...
 def _bind(
     modules: Modules, main: Callable[..., Any], make: Callable[..., Any], **instead: Any
 ) -> Callable[..., Any]:
-    """Copies the functions of several modules into one namespace, and returns the copied ``main``.
+    """Copies functions of several modules into one namespace, and returns the copy of ``main``.
 
     Args:
         modules: Modules that contain the functions.

@@ -1,8 +1,8 @@
-"""Creates policies from schedules of users, and checks them before the first step.
+"""Creates policies from users' schedules, and checks them before the first step.
 
-A static schedule returned by the user's function is validated. A run-time rule is tested in a
-simulated step. Every error message contains the schedule, the file and line of its function, the
-rank and the action.
+If the user's function returns a static schedule, the schedule is validated. A run-time rule is
+tested in a simulated step. Every error message contains the name of the schedule, the file and line
+of its function, the rank and the action.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OwnRule:
     """Chooses actions by calling a user's function, and checks each chosen action.
 
     Args:
-        spec: ScheduleSpec of the user's schedule, which contains the function.
+        spec: Specification of the user's schedule, which contains the function.
     """
 
     def __init__(self, spec: ScheduleSpec) -> None:
@@ -42,7 +42,7 @@ class OwnRule:
         self._function: Callable[[RankState], Action | None] = spec.load()
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the action chosen by the user's function, or ``None`` to wait.
+        """Returns the action that the user's function chooses, or ``None`` to wait.
 
         Raises:
             ScheduleError: The function raised an exception, or returned an action that cannot
@@ -77,10 +77,10 @@ class OwnRule:
 
 @lru_cache(maxsize=64)
 def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int) -> Schedule:
-    """Returns a user's static schedule, after validating it.
+    """Calls a user's function that returns a static schedule, and validates the schedule.
 
     Args:
-        spec: ScheduleSpec of the user's schedule, which contains the function.
+        spec: Specification of the user's schedule, which contains the function.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
 
@@ -137,15 +137,15 @@ def own_rule(
     """Tests a user's run-time rule in a simulated step, and returns its policy.
 
     Args:
-        spec: ScheduleSpec of the user's rule, which contains the function.
+        spec: Specification of the user's rule, which contains the function.
         placement: Assignment of pipeline stages to ranks.
-        num_microbatches: Number of microbatches per step. The test uses fewer if the step is very
-            long.
+        num_microbatches: Number of microbatches per step. The test uses fewer microbatches if the
+            step is very long.
         cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is one
             microbatch in all chunks of the rank.
-        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+        weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
+        num_slices: Number of slices of each microbatch, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: The rule raised an exception, chose an action that cannot start, or caused a

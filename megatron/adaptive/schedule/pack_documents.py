@@ -8,9 +8,10 @@ from megatron.adaptive.errors import ConfigError
 
 
 def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
-    """Packs each sample, longest first, into the first row with enough room, and returns the rows.
+    """Packs samples of the given lengths into rows, and returns the rows.
 
-    A sample that is longer than ``room`` starts a row whose length is a multiple of ``room``.
+    Each sample, starting with the longest, is added to the first row with enough room. A sample
+    that is longer than ``room`` starts a row whose length is a multiple of ``room``.
 
     If the number of rows is less than ``least``, or not a multiple of ``unit``, the rows with the
     most samples are split.
@@ -22,12 +23,12 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
         lengths: Number of tokens of each sample.
         room: Maximum number of tokens per row. A row with a longer sample has room for a multiple
             of this number.
-        unit: Number of which the number of rows must be a multiple.
+        unit: Number by which the number of rows must be divisible.
         least: Minimum number of rows.
 
     Returns:
-        List of rows. Each is a list of sample indices in ascending order. The rows are sorted by
-        their first index.
+        List of rows. Each row is a list of sample indices in ascending order. The rows are sorted
+        by their first index.
 
     Raises:
         ConfigError: There are fewer samples than required rows.

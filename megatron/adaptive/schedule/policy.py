@@ -1,6 +1,6 @@
 """Defines policies, which choose the next action of a rank.
 
-A policy reads a ``RankState`` and does not keep state itself, so the same object can be used for
+A policy reads a ``RankState`` and does not keep state itself. So the same object can be used for
 all steps, in the simulator and in the executor. This module contains the interface, the policy that
 applies a function of ``runtime_rules``, and the policy that follows a list of actions.
 """
@@ -82,7 +82,7 @@ class Follow(RulePolicy):
     Args:
         order: Actions of one rank, in execution order.
         name: Name of the schedule that the list comes from.
-        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
+        num_slices: Number of slices of each microbatch, or 1 for whole microbatches.
 
     Raises:
         ScheduleError: The actions of a chunk and kind are not in ascending order of microbatches.
@@ -96,7 +96,7 @@ class Follow(RulePolicy):
         super().__init__(name, runtime_rules.follow, codes_of(order, num_chunks, num_slices))
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the next action of the list if it is ready, or ``None``."""
+        """Returns the next action in the list if it is ready, or ``None`` to wait."""
         is_ready = self.rule(state.numbers, self.hint) >= 0
         return self.order[state.num_started] if is_ready else None
 
@@ -104,7 +104,7 @@ class Follow(RulePolicy):
 def codes_of(
     order: Sequence[Action], num_chunks: int, num_slices: SliceCounts = 1
 ) -> tuple[int, ...]:
-    """Converts a rank's order of actions into the codes that functions of ``runtime_rules`` read.
+    """Converts a list of actions to the integer codes that functions of ``runtime_rules`` read.
 
     Args:
         order: Actions of one rank, in execution order.
@@ -116,8 +116,8 @@ def codes_of(
         num_chunks`` if the action starts together with the next action.
 
     Raises:
-        ScheduleError: A chunk does not run its actions of one kind in ascending order, which codes
-            cannot represent.
+        ScheduleError: A chunk does not run its actions of one kind in ascending order. Codes cannot
+            represent such an order.
     """
     codes = []
     latest: dict[int, tuple[int, int]] = {}
@@ -142,7 +142,7 @@ def codes_of(
 def actions_of(
     codes: Iterable[int], num_chunks: int, weight_pieces: int, num_slices: SliceCounts = 1
 ) -> tuple[Action, ...]:
-    """Converts codes back into actions. This is the inverse of ``codes_of``.
+    """Converts ``codes`` back to actions, as the inverse of :func:`codes_of`.
 
     Args:
         codes: Codes of one rank's actions, in execution order.
@@ -164,7 +164,7 @@ def actions_of(
 
 
 def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
-    """Returns the rule that ``policies`` share, and the hint of each policy.
+    """Returns the rule that all ``policies`` share, and the hint of each policy.
 
     If all policies share a rule, the simulation can be compiled.
 
@@ -190,7 +190,7 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns the reason for each action of a rank in a step, as one word for the trace.
+    """Returns, for each action of a rank, why it was chosen, as one word for the trace.
 
     The word is empty if the policy does not provide reasons.
 
@@ -210,7 +210,7 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
 
 
 def _hinted(hint: Sequence[int], codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns the reasons under the rule ``hinted``, by comparing the actions with the hint.
+    """Returns the reasons under the rule ``hinted``, by comparing actions with the hint.
 
     An entry of the hint is ``code + 3 * num_chunks * index``.
     """

@@ -69,12 +69,13 @@ the input of F0-2 has arrived::
 The number of actions of a kind that a chunk has started is also the index of its next action.
 Memory is counted in integers, because sums of fractions would not be exact.
 
-The first stages of a pipeline may be *frozen*: no gradient flows through them, as in an encoder
-whose parameters are not trained. A frozen chunk has F actions only, and its F keeps no activations.
-Its B and W count as started from the beginning, so they never become ready. Its output waits in the
-memory of the next stage until the F of that stage takes it. The next stage acknowledges each output
-that it takes, and the number of finished B counts these acknowledgments. An F is not ready while
-``LEAD`` earlier outputs have not been acknowledged.
+The first stages of a pipeline may be *frozen*, which means that no gradient flows through them, as
+in an encoder whose parameters are not trained. A frozen chunk has only F actions, which keep no
+activations. Its B and W actions count as started from the beginning, so they never become ready.
+The output of a frozen chunk waits in the memory of the next stage until the F of that stage takes
+it. The next stage acknowledges each output that it takes, and the number of finished B actions
+counts these acknowledgments. An F is not ready while ``LEAD`` earlier outputs have not been
+acknowledged.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ MEMORY_SCALE = 1_000_000
 NO_CAP = 1 << 62
 """Value of ``CAP`` if there is no limit."""
 
-# The following slots contain a single number (see the table above).
+# Each of the following slots contains a single number (see the table above).
 LAST = 0
 IN_FLIGHT = 1
 PEAK = 2
@@ -124,8 +125,8 @@ State = list[int]
 def lanes(s: State) -> int:
     """Returns the number of distinct codes ``kind * chunks + chunk`` on the rank of ``s``.
 
-    A code in a list that is increased by this number starts a pair: its action starts together with
-    the next action.
+    A larger code in a list starts a pair: the code is increased by this number, and its action
+    starts together with the next action.
     """
     return 3 * s[CHUNKS]
 
@@ -157,7 +158,7 @@ def end_of(s: State, item: int) -> int:
 
 
 def item_of(s: State, kind: int, index: int) -> int:
-    """Returns the item that a chunk's action processes.
+    """Returns the item that an action with the kind ``kind`` and the index ``index`` processes.
 
     ``index`` is the index of the action among the chunk's actions of this kind. For W, it counts
     whole weight gradients instead of their parts.
@@ -168,7 +169,7 @@ def item_of(s: State, kind: int, index: int) -> int:
 
 
 def is_ready(s: State, kind: int, chunk: int) -> bool:
-    """Returns whether the next action of ``kind`` in ``chunk`` may start, ignoring memory."""
+    """Returns whether the next action of ``kind`` in ``chunk`` can start, ignoring memory."""
     chunks = s[CHUNKS]
     items = s[ITEMS]
     index = s[HEAD + kind * chunks + chunk]
@@ -182,7 +183,7 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
         if index - s[HEAD + (B + DONE) * chunks + chunk] >= s[LEAD]:
             return False
     elif kind == B:
-        # A B needs the F of all slices of its microbatch.
+        # A B needs the F actions of all slices of its microbatch.
         if end_of(s, index) > s[HEAD + (F + DONE) * chunks + chunk]:
             return False
         if s[SLICES] != 1:
@@ -191,20 +192,20 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
 
 
 def stage_of(s: State, chunk: int) -> int:
-    """Returns the pipeline stage of ``chunk``, as :meth:`Placement.stage_of` does."""
+    """Returns the pipeline stage of ``chunk`` on the rank of ``s``."""
     rank = s[RANKS] - 1 - s[RANK] if s[TURNED] == 1 and chunk % 2 == 1 else s[RANK]
     return chunk * s[RANKS] + rank
 
 
 def size_of(s: State, item: int) -> int:
-    """Returns the activation memory of ``item`` in one chunk."""
+    """Returns the activation memory of ``item`` in one chunk, in the unit of the state ``s``."""
     if s[SIZED] == 0:
         return s[UNIT]
     return s[HEAD + (FLAGS + 2 * s[ITEMS]) * s[CHUNKS] + item]
 
 
 def size_from(s: State, item: int) -> int:
-    """Returns the memory that ``item`` and later slices of its microbatch take in one chunk."""
+    """Returns the memory of ``item`` and the later slices of its microbatch, in one chunk."""
     end = end_of(s, item)
     if s[SIZED] == 0:
         return (end - item) * s[UNIT]
@@ -217,10 +218,10 @@ def size_from(s: State, item: int) -> int:
 def fits(s: State, chunk: int) -> bool:
     """Returns whether memory allows the next forward pass of ``chunk`` to start.
 
-    The cap must have room for the microbatch, plus one microbatch in every later chunk, which is
-    the largest that has not started there. This prevents deadlocks (see ``memory_caps``). With
-    slices, only the first slice of a microbatch is checked, because its start reserves memory for
-    the later slices.
+    The cap must have room for the microbatch, plus one microbatch in every later chunk: the largest
+    microbatch that has not started in that chunk. This prevents deadlocks (see ``memory_caps``).
+    With slices, only the first slice of a microbatch is checked, because its start reserves memory
+    for the later slices.
     """
     if chunk < s[FROZEN]:
         return True
@@ -247,7 +248,7 @@ def fits(s: State, chunk: int) -> bool:
 def arrive(s: State, kind: int, chunk: int, item: int) -> None:
     """Records that the input of the F or B of ``chunk`` for ``item`` has arrived.
 
-    For the B of a frozen chunk, it records that the next stage has taken the output.
+    For the B of a frozen chunk, this function records that the next stage has taken the output.
     """
     chunks = s[CHUNKS]
     if kind == B and chunk < s[FROZEN]:
@@ -281,7 +282,7 @@ def start(s: State, kind: int, chunk: int) -> None:
 
 
 def finish(s: State, kind: int, chunk: int) -> None:
-    """Records that the oldest running action of ``kind`` in ``chunk`` ended, and frees memory.
+    """Records the end of the oldest running action of ``kind`` in ``chunk``, and frees memory.
 
     If there are no W actions, the B frees the activations of its item. Otherwise, the last W of the
     item frees them.

@@ -1,4 +1,4 @@
-"""Tracks one rank during a step: arrived inputs, started and finished actions, and memory.
+"""Tracks a rank's progress in a step: inputs, started and finished actions, and memory.
 
 ``RankState.numbers`` is the list of integers that the functions of ``rank_kernel`` use. Those
 functions determine which actions may start; this module adds names, checks and messages.
@@ -48,10 +48,12 @@ from megatron.adaptive.schedule.stage_placement import Placement, check_frozen_s
 
 
 class RankState:
-    """Tracks the state of one rank during one step. Each step needs a new object.
+    """Tracks the state of one rank during one step.
 
-    Not thread-safe: All calls must come from the same thread, which runs the executor's loop or the
-    simulator. No call blocks, and each takes O(chunks) time.
+    Each step needs a new object.
+
+    The class is not thread-safe: All calls must come from the thread that runs the executor's loop
+    or the simulator. No call blocks, and each call takes O(chunks) time.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -59,21 +61,23 @@ class RankState:
         num_microbatches: Number of microbatches per step, at least 1.
         cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. The unit is
             the activations of one microbatch in all chunks of the rank.
-        sizes: Activation memory of each microbatch relative to the mean, or ``None`` if all are
-            equal. With slices, the memory of each slice relative to the mean slice.
+        sizes: Activation memory of each microbatch relative to the mean, or ``None`` if all
+            microbatches are equal. With slices, these are the sizes of slices relative to the mean
+            slice.
         forward_only: Whether the step is an evaluation, which has no backward passes and keeps no
             activations.
-        weight_pieces: Number of W actions into which a microbatch's weight gradients are split; 0
-            if the backward pass computes weight gradients.
+        weight_pieces: Number of W actions into which a microbatch's weight gradients are split, or
+            0 if the backward pass computes weight gradients.
         beside: Whether an action may start while an action of another kind communicates.
-        num_slices: Number of slices into which each microbatch is cut along the sequence; 1 for
+        num_slices: Number of slices into which each microbatch is cut along the sequence, or 1 for
             whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. They have
             no backward passes, and run at most ``cap`` microbatches ahead of the next stage.
 
     Attributes:
         num_items: Total number of slices of all microbatches.
-        frozen_chunks: Number of chunks of this rank that are frozen stages. They come first.
+        frozen_chunks: Number of chunks of this rank that are frozen stages. These chunks come
+            first.
 
     Raises:
         ScheduleError: An argument is out of range, or the cap is too small for any order of
@@ -141,11 +145,11 @@ class RankState:
         )
 
     def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
-        """Returns the list of state numbers at the start of a step, without BESIDE, CAP and LEAD.
+        """Returns the state numbers at the start of a step, except for BESIDE, CAP and LEAD.
 
         Args:
             stages: Stage of each chunk.
-            sizes: Relative size of each microbatch or slice, or empty if all are equal.
+            sizes: Relative size of each microbatch or slice, or empty if all sizes are equal.
         """
         chunks = len(stages)
         num_items = self.num_items
@@ -159,7 +163,7 @@ class RankState:
         s[rank_kernel.RANKS] = self.placement.num_ranks
         s[rank_kernel.TURNED] = int(self.placement.kind == "v")
         s[rank_kernel.RANK] = self.rank
-        # Chunks with backward passes. Only these keep activations.
+        # Only chunks with backward passes keep activations.
         trained = chunks - self.frozen_chunks
         backward = 0 if forward_only else trained * (1 + self.weight_pieces)
         s[rank_kernel.TOTAL] = num_items * (chunks + backward)
@@ -220,7 +224,7 @@ class RankState:
         return self.numbers[rank_kernel.PEAK] / MEMORY_SCALE
 
     def is_ready(self, action: Action) -> bool:
-        """Returns whether the input of ``action`` has arrived, and it is next on its stage.
+        """Returns whether ``action`` is next on its stage and its input has arrived.
 
         Memory is not checked (see ``fits``). An action that does not exist is never ready.
         """
@@ -234,7 +238,7 @@ class RankState:
         )
 
     def is_possible(self, action: Action) -> bool:
-        """Returns whether ``action`` will become ready even if no other action is started.
+        """Returns whether ``action`` will become ready without starting any other action.
 
         The action must be next on its stage. Returns False if the action has already started, must
         follow an action that has not started, or does not exist.
@@ -251,7 +255,7 @@ class RankState:
         return self._needed(action) <= started
 
     def ready(self) -> tuple[Action, ...]:
-        """Returns all actions that may start now, at most one per kind and chunk.
+        """Returns all actions that can start now, at most one per kind and chunk.
 
         The actions are sorted by chunk, and within a chunk in the order F, B, W. Memory is not
         checked.
@@ -265,12 +269,12 @@ class RankState:
         )
 
     def next_action(self, kind: int, chunk: int) -> Action:
-        """Returns the next action of ``chunk`` of the kind with number ``kind``."""
+        """Returns the next action of ``chunk`` whose kind has the number ``kind``."""
         chunks = self.placement.num_chunks
         return self._actions[kind * chunks + chunk][lane_count(self.numbers, kind, chunk)]
 
     def fits(self, action: Action) -> bool:
-        """Returns whether memory allows ``action`` to start, by the rule of ``memory_caps``.
+        """Returns whether the memory limit allows ``action`` to start (see ``memory_caps``).
 
         A forward pass fits if one microbatch in every later chunk of this rank still fits
         afterwards, so that the cap cannot cause a deadlock. Other actions free memory and always
@@ -279,10 +283,10 @@ class RankState:
         return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
 
     def acknowledged(self, action: Action) -> tuple[int, int] | None:
-        """Returns the rank and chunk of the frozen stage whose output ``action`` must acknowledge.
+        """Returns the rank and chunk of the frozen stage whose output ``action`` acknowledges.
 
-        Returns ``None`` if ``action`` is not an F behind a frozen stage. The frozen stage does not
-        wait for its last outputs either, because it runs no F after them.
+        Returns ``None`` if ``action`` is not an F after a frozen stage. The last outputs of a
+        frozen stage are not acknowledged either, because it runs no F after them.
         """
         if action.kind is not ActionKind.F or not self._frozen_stages:
             return None
@@ -316,10 +320,12 @@ class RankState:
         return self.placement.stage_of(self.rank, chunk) > self._frozen_stages
 
     def arrive(self, kind: ActionKind, chunk: int, microbatch: int) -> None:
-        """Records that the input of a chunk's F or B (``kind``) for ``microbatch`` has arrived.
+        """Records that the input of an action has arrived.
 
-        Inputs may arrive in any order, and before they are needed. A frozen chunk has no B; an
-        arrival for it is the acknowledgment that the next stage has taken the chunk's output.
+        The action is the F or B (``kind``) of ``chunk`` for ``microbatch``.
+
+        Inputs may arrive in any order, and earlier than they are needed. A frozen chunk has no B.
+        An arrival for its B is the acknowledgment that the next stage has taken the chunk's output.
 
         Do not call this for forward passes of the first stage, whose input is the data, or for
         backward passes of the last stage, which start from the loss. If the neighbouring stage is
@@ -454,11 +460,11 @@ class RankState:
         return ", ".join(parts) or "weight gradients, which are ready"
 
     def lacking(self) -> list[Action]:
-        """Returns each chunk's next F and next B whose input has not arrived."""
+        """Returns the next F and the next B of each chunk if their input has not arrived."""
         return [action for action, has_input in self._next_actions() if not has_input]
 
     def _next_actions(self) -> Iterator[tuple[Action, bool]]:
-        """Yields each chunk's next F and next B, and whether its input has arrived."""
+        """Yields the next F and the next B of each chunk, and whether the input has arrived."""
         for chunk in range(self.placement.num_chunks):
             forwards = lane_count(self.numbers, rank_kernel.F + rank_kernel.DONE, chunk)
             whole = forwards
@@ -472,7 +478,7 @@ class RankState:
                     yield self.next_action(number, chunk), bool(is_ready)
 
     def describe(self) -> str:
-        """Returns a line about the state: ready actions, number of finished actions, and memory."""
+        """Returns a line of text about ready actions, finished actions and memory."""
         ready = " ".join(map(self._name, self.ready())) or "nothing"
         cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
         return (
@@ -507,9 +513,11 @@ class RankState:
         return action.microbatch - part + count - 1
 
     def _needed(self, action: Action) -> int:
-        """Returns the number of actions that ``action`` needs first (F for a B, B for a W).
+        """Returns how many actions must finish before ``action``.
 
-        Returns 0 for an F.
+        A B needs F actions, and a W needs B actions.
+
+        The result is 0 for an F.
         """
         if action.kind is ActionKind.F:
             return 0
@@ -538,7 +546,7 @@ def _check_pieces(weight_pieces: int) -> None:
 
 
 def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns a text with the number of microbatches, and of their slices if they are cut."""
+    """Returns a text with the number of microbatches, and of slices if they are cut."""
     text = f"{num_microbatches} microbatches"
     if num_slices == 1:
         return text
@@ -558,7 +566,7 @@ def _scaled(size: float, num_chunks: int, num_slices: float) -> int:
 
 
 def whole_sizes(sizes: Sequence[float], num_slices: SliceCounts) -> list[float]:
-    """Returns the size of each microbatch relative to the mean microbatch.
+    """Returns the size of each microbatch, relative to the mean microbatch.
 
     Args:
         sizes: Size of each slice relative to the mean slice.

@@ -16,14 +16,14 @@ are cut into slices, orders and shares count slices.
 RRFP, arXiv 2605.18750, with the groups of microbatches of interleaved 1F1B, arXiv 2104.04473,
 section 2.2.
 
-No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so it can fill waits like a
-W. ``adaptive`` starts it if no other F and no B can start, because other ranks wait for these. It
-goes before W, because the next stages need its output, except if an F needs the memory that a W
-frees.
+No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so such an F can fill waits
+like a W. ``adaptive`` starts it only if no other F and no B can start, because other ranks wait for
+these actions. It has priority over W, because the next stages need its output, except if an F needs
+the memory that a W frees.
 
 ``hinted`` follows a static order (the hint), which is the best order within the limit on
-activations (``catalog.hint_for``). It runs an action earlier than in the hint only if this needs no
-additional memory; this condition is not from a paper. ``hinted`` cannot deadlock, because the
+activations (``catalog.hint_for``). An action runs earlier than in the hint only if this needs no
+additional memory. This condition is not from a paper. ``hinted`` cannot deadlock, because the
 remaining actions can always run in the hint's order, whichever actions have already run. If
 microbatches differ in size, the hint does not bound the memory in bytes. Every forward pass must
 then also fit by the graded rule of ``memory_caps``. If no action of the hint can start, the rule of
@@ -79,7 +79,7 @@ whole hint.
 
 
 def follow(s: State, hint: Sequence[int]) -> int:
-    """Returns the code of the next action in ``hint`` if it is ready, or -1.
+    """Returns the code of the next action in the order ``hint`` if it is ready, otherwise -1.
 
     The limit on activations is ignored.
     """
@@ -100,7 +100,7 @@ def follow(s: State, hint: Sequence[int]) -> int:
 
 
 def deepest_ready(s: State, kind: int) -> int:
-    """Returns the code of the ready action of ``kind`` on the deepest chunk, or -1."""
+    """Returns the code of the ready action of ``kind`` on the deepest chunk, or -1 if none is."""
     chunks = s[CHUNKS]
     for chunk in range(chunks - 1, -1, -1):
         if is_ready(s, kind, chunk):
@@ -109,7 +109,7 @@ def deepest_ready(s: State, kind: int) -> int:
 
 
 def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
-    """Returns whether the share of ``chunk`` allows it to hold one more microbatch.
+    """Returns whether ``chunk`` may hold one more microbatch within its share.
 
     A chunk holds the microbatches whose F has started and whose B has not finished. In an
     evaluation, which has no B, there is no limit. With slices, the share counts slices, and a
@@ -185,7 +185,7 @@ def filler(s: State, weight: int) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``adaptive``, which alternates ready F and B, and otherwise fills waits."""
+    """Implements the rule ``adaptive``, which alternates F and B, and otherwise fills waits."""
     forward = next_forward(s, hint)
     backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
@@ -194,7 +194,7 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``dfc``, which prefers B, then F on the deepest possible chunk, then W.
+    """Implements the rule ``dfc``, which prefers B, then F on the deepest possible chunk, then W.
 
     A microbatch passes through as many chunks as possible before the next microbatch starts.
     """
@@ -215,7 +215,7 @@ def depth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def breadth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``bfc``, which prefers F on the shallowest possible chunk, then B, then W.
+    """Implements ``bfc``, which prefers F on the shallowest possible chunk, then B, then W.
 
     A chunk runs all its forward passes before the next chunk begins.
     """
@@ -229,7 +229,7 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``hinted``, which follows the hint, but may run some later actions early.
+    """Implements the rule ``hinted``, which follows the hint but may run later actions early.
 
     ``hint`` contains ``code + 3 * chunks * index`` for each action. The index is the number of
     earlier occurrences of the same code.
@@ -251,7 +251,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
         index = hint[position] // count
         code = hint[position] - index * count
-        started = s[HEAD + code]  # This is the number of started actions with this code.
+        # The number of started actions with this code is the index of the next such action.
+        started = s[HEAD + code]
         if index < started:
             continue
         kind = code // chunks
@@ -263,7 +264,7 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             and is_ready(s, kind, chunk)
             and (kind != F or not sized or fits(s, chunk))
         ):
-            # A running action has not freed its memory yet, so check the cap if an action is
+            # A running action has not freed its memory yet. So check the cap while an action is
             # running.
             fitting = s[STARTED] == s[FINISHED] or kind == B or held + unit <= s[CAP]
             if kind == W or (position == first_open and fitting):

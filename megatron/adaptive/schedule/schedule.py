@@ -1,6 +1,6 @@
-"""Defines a static schedule as data: the actions of every rank, in execution order.
+"""Defines static schedules, which list the actions of every rank in execution order.
 
-This module only defines the container. ``fixed_in_loop`` and ``fixed_in_v`` create schedules,
+This module only defines the data structure. ``fixed_in_loop`` and ``fixed_in_v`` create schedules,
 ``validate`` checks and draws them, and ``simulate`` computes their times.
 """
 
@@ -24,10 +24,10 @@ class Schedule:
         name: Name by which users select the schedule, shown in messages.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        num_slices: Number of slices of each microbatch; 1 for whole microbatches. If there are
-            several, the indices of actions count slices (see ``Action.microbatch``).
-        orders: Actions of each rank in execution order. They are not checked here, but by
-            ``validate``, for example if they come from a file.
+        num_slices: Number of slices of each microbatch, or 1 for whole microbatches. If there are
+            several slices, the indices of actions count slices (see ``Action.microbatch``).
+        orders: Actions of each rank in execution order. This class does not check them. Orders from
+            files, for example, are checked by ``validate``.
     """
 
     name: str
@@ -69,7 +69,7 @@ def check_num_microbatches(num_microbatches: int) -> None:
 
 
 def check_num_slices(num_slices: SliceCounts, num_microbatches: int = 1) -> None:
-    """Checks that each microbatch has at least one slice, given ``num_slices``.
+    """Checks that each microbatch has at least one slice according to ``num_slices``.
 
     Raises:
         ScheduleError: A number of slices is less than 1, or the number of entries differs from the

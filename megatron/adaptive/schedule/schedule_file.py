@@ -2,8 +2,8 @@
 
 JSON is the format of this package. An action is written as its kind, its chunk, ``-`` and its
 microbatch. If a weight gradient is split into several W actions, ``.`` and the index of the W
-follow. ``F0-3+`` runs together with the B after it, and ``B0-3+`` with the F after it: one of the
-two computes while the experts of the other communicate::
+follow. ``F0-3+`` runs together with the B after it, and ``B0-3+`` with the F after it. In such a
+pair, one action computes while the experts of the other action communicate::
 
     {"version": 1, "name": "mine", "placement": "v", "ranks": 2, "chunks": 2, "microbatches": 1,
      "orders": ["F0-0 F1-0 B1-0 W1-0 B0-0 W0-0.0",
@@ -11,8 +11,8 @@ two computes while the experts of the other communicate::
 
 The following fields are optional: ``name``, ``placement`` (default: ``loop``) and ``slices``, which
 is the number of slices into which each microbatch is cut (default: 1). With slices, the last number
-of an action counts slices across all microbatches. For example, with 4 slices ``F0-6`` is the third
-slice of microbatch 1. If there is no W, B also computes weight gradients.
+of an action counts slices across all microbatches. For example, with 4 slices, ``F0-6`` is the
+third slice of microbatch 1. Without W actions, B also computes weight gradients.
 
 CSV is the format of ``torch.distributed.pipelining``. It has a row per rank and a cell per action,
 with the action's stage, kind and microbatch. An empty cell means that the rank waits::
@@ -50,7 +50,7 @@ VERSION = 1
 _PLACEMENTS: tuple[PlacementKind, ...] = ("loop", "v")
 
 _MOST_UNLISTED = 10_000
-"""Maximum number of forward passes per rank in a file that lists less than a tenth of these."""
+"""Maximum number of forward passes per rank in a file that lists less than a tenth of them."""
 
 _ACTION = re.compile(r"([FBW])(\d{1,6})-(\d{1,6})(?:\.(\d{1,6})|(\+))?", re.ASCII)
 _CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
@@ -215,7 +215,7 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
 
 
 def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Determines the placement from the stages that appear in each of ``rows``."""
+    """Determines the placement of stages from the stages in each of ``rows``."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:

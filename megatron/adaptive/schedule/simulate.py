@@ -1,4 +1,4 @@
-"""Simulates one step event by event, to determine when each action runs under given policies.
+"""Simulates one step event by event, to compute when each action runs under given policies.
 
 The simulator uses the same state and policies as the executor. A rank runs one action at a time and
 sends the result when the action ends. The message waits until the link is free, occupies the link
@@ -46,7 +46,7 @@ class SimResult:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches in the step. If microbatches are cut into
             ``workload.num_slices`` slices, the index of an action counts slices.
-        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+        weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
         workload: Durations of actions and messages in the simulated step.
         codes: Codes ``kind * chunks + chunk`` of each rank's actions in execution order,
@@ -74,7 +74,7 @@ class SimResult:
 
     @property
     def num_actions(self) -> int:
-        """Returns the number of actions of all ranks."""
+        """Returns the number of actions on all ranks in the step."""
         return sum(len(codes) for codes in self.codes)
 
     @property
@@ -85,7 +85,7 @@ class SimResult:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Returns the time that each rank spends in actions, in seconds.
+        """Returns the time in seconds that each rank spends in actions.
 
         Time in which two actions overlap is counted once.
         """
@@ -157,7 +157,7 @@ def simulate(
     num_slices: int = 1,
     frozen_stages: int = 0,
 ) -> SimResult:
-    """Simulates one step.
+    """Simulates one step of a pipeline, and returns the times of all actions.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -172,14 +172,14 @@ def simulate(
         cap: Maximum activation memory of each rank under a run-time rule, or ``None`` for no limit.
             The unit is the activations of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch or slice relative to the mean. If ``None``, the
-            sizes in ``times`` are used, or equal sizes if ``times`` does not contain sizes.
+            sizes in ``times`` are used, or equal sizes if ``times`` contains no sizes.
         forward_only: Whether the step is an evaluation, which has no backward passes and keeps no
             activations.
-        weight_pieces: Number of W actions into which a microbatch's weight gradients are split; 0
-            if the backward pass computes weight gradients.
+        weight_pieces: Number of W actions into which a microbatch's weight gradients are split, or
+            0 if the backward pass computes weight gradients.
         beside: Whether an action may start while an action of another kind communicates.
-        num_slices: Number of slices of each microbatch, if ``times`` contains durations per stage.
-            A ``Workload`` in ``times`` contains its number of slices.
+        num_slices: Number of slices of each microbatch if ``times`` contains durations per stage. A
+            ``Workload`` in ``times`` already contains its number of slices.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. They have
             no backward passes, and run at most ``cap`` microbatches ahead of the next stage.
 
@@ -224,7 +224,7 @@ def run_states(
     widths: Sequence[int] | None = None,
     compiled: bool = False,
 ) -> SimResult:
-    """Simulates one step, starting from given states of all ranks.
+    """Simulates one step, starting from the given states of all ranks.
 
     The simulation may modify the states.
 
@@ -245,7 +245,8 @@ def run_states(
         rule, hints = compiled_rule
         loop = compiled_loop(rule)
         if loop(world._replace(hints=_padded(hints))) != simulator.DONE_ALL:
-            # Run the step again in plain Python, which raises an error with the reason.
+            # The compiled loop failed, so run the step in plain Python, which raises an error with
+            # the reason.
             world = _run_plain(_world(states, workload, widths), states, policies)
     totals = [state.num_actions for state in states]
     return SimResult(
@@ -269,7 +270,7 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
-    """Returns ``rows``, which may differ in length, as an array that is padded with -1."""
+    """Converts ``rows``, which may differ in length, to an array that is padded with -1."""
     padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
@@ -308,7 +309,7 @@ _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
-    """Returns the state of the simulation at the start of the step, with empty hints."""
+    """Returns the state of a simulation at the start of a step, with empty hints."""
     placement = states[0].placement
     longest = max(state.num_actions for state in states)
     ranks = len(states)

@@ -39,20 +39,20 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 DONE_ALL, DEADLOCK, NOT_READY = 0, 1, 2
-"""Return values of ``run``.
+"""Return values of :func:`run`.
 
 ``NOT_READY`` plus a rank means that the policy of this rank chose an action that cannot start.
 """
 
 
 class World(NamedTuple):
-    """The complete state of a simulated step.
+    """Complete state of a simulated step.
 
     Fields are lists in plain Python and ``int64`` arrays in compiled code.
 
     A rank can run two actions at the same time, one of which computes while the other communicates.
-    The actions are in two slots with the indices ``rank`` and ``rank + ranks``. Times are in
-    picoseconds. Arrays with several indices are flattened.
+    The actions of a rank are in two slots with the indices ``rank`` and ``rank + ranks``. Times are
+    in picoseconds. Arrays with several indices are flattened.
 
     Attributes:
         states: State of each rank: the progress of each chunk, and the inputs that have arrived.
@@ -78,8 +78,8 @@ class World(NamedTuple):
         heap_size: Number of events in ``heap``, ``[1]``.
         turn: Slot in which each rank is computing, or -1.
         last: Slot in which each rank computed most recently.
-        was_filler: 1 for each rank whose most recent action was a weight gradient, else 0.
-        waking: 1 for each rank with an event since it last chose an action, else 0.
+        was_filler: 1 for each rank whose most recent action was a weight gradient, otherwise 0.
+        waking: 1 for each rank that had an event since it last chose an action, otherwise 0.
         wakes: Ranks that must choose an action, in the order of their events.
         num_woken: Number of ranks in ``wakes``, ``[1]``.
         link: Time when each rank's communication within its stages ends.
@@ -134,7 +134,7 @@ def rule(s: State, hint: Sequence[int]) -> int:
 
 
 def heap_push(world: World, time: int, code: int) -> None:
-    """Adds an event with ``time`` and ``code`` to the priority queue (a heap with 4 children)."""
+    """Adds an event to the priority queue, which is a heap with 4 children per node."""
     heap = world.heap
     node = world.heap_size[0]
     world.heap_size[0] = node + 1
@@ -176,7 +176,7 @@ def heap_pop(world: World) -> int:
 
 
 def wake(world: World, rank: int) -> None:
-    """Makes ``rank`` choose its next action before the simulated time advances."""
+    """Adds ``rank`` to the ranks that choose their next action before the time advances."""
     if world.waking[rank] == 0:
         world.waking[rank] = 1
         world.wakes[world.num_woken[0]] = rank
@@ -184,7 +184,7 @@ def wake(world: World, rank: int) -> None:
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
-    """Converts ``microbatch``, an index on ``rank``, into the index in the whole step."""
+    """Converts ``microbatch``, an index on ``rank``, to the index in the whole step."""
     return microbatch * world.widths[stage] + rank - world.first_ranks[stage]
 
 
@@ -209,7 +209,7 @@ def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
 
 
 def compute(world: World, slot: int, now: int) -> None:
-    """Makes the action in ``slot`` compute until its next communication or its end."""
+    """Starts a computation of the action in ``slot``, up to its next communication or its end."""
     rank = slot % len(world.states)
     step = world.steps[slot]
     count = world.counts[slot]
@@ -238,7 +238,7 @@ def communicate(world: World, slot: int, now: int) -> None:
 
 
 def decide(world: World, rank: int, now: int) -> bool:
-    """Makes ``rank`` start the action that its rule chooses, or continue a waiting action.
+    """Starts the action that the rule of ``rank`` chooses, or continues a waiting action.
 
     Returns:
         False if the chosen action is not ready.
@@ -293,12 +293,12 @@ def decide(world: World, rank: int, now: int) -> bool:
 
 
 def is_frozen(world: World, stage: int) -> bool:
-    """Returns whether no gradient flows through ``stage``, so that it has no B."""
+    """Returns whether no gradient flows through ``stage``, so that it has no B actions."""
     return stage // len(world.states) < world.states[world.first_ranks[stage]][FROZEN]
 
 
 def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> None:
-    """Acknowledges the output of a frozen previous stage, which an F of ``stage`` takes.
+    """Acknowledges the output that an F of ``stage`` takes, if the previous stage is frozen.
 
     The frozen stage does not wait for its last outputs, so they are not acknowledged.
     """
@@ -315,7 +315,7 @@ def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> Non
 
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
-    """Sends the result of an F or B of ``stage`` to the stage that needs it."""
+    """Sends the result of an F or B of ``stage`` to the stage that needs this result."""
     stages = len(world.first_ranks)
     ranks = len(world.states)
     total = world.total[0]
@@ -352,7 +352,7 @@ def receive(world: World, event: int) -> None:
 
 
 def happen(world: World, event: int, now: int) -> None:
-    """Processes ``event``: the arrival of an input, or the end of a computation."""
+    """Processes ``event``, which is the arrival of an input or the end of a computation."""
     if event >= 0:
         receive(world, event)
         return

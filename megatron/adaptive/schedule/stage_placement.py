@@ -1,7 +1,7 @@
 """Assigns pipeline stages to ranks.
 
-A placement maps stages, numbered in pipeline order, to (rank, chunk) pairs and back. Other modules
-determine how many layers a stage has, and in which order a rank runs its actions.
+A placement maps stages, which are numbered in pipeline order, to (rank, chunk) pairs and back.
+Other modules determine how many layers a stage has, and in which order a rank runs its actions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _KINDS = ("loop", "v")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Maps the stages of a pipeline to its ranks. Every rank has the same number of chunks.
+    """Maps the stages of a pipeline to its ranks.
+
+    Every rank has the same number of chunks.
 
     ::
 
@@ -29,8 +31,9 @@ class Placement:
         chunk 1, stage       4   5   6   7         7   6   5   4
 
     ``loop`` starts every round at rank 0 (the layout of megatron-core). ``v`` turns around at the
-    end, so the first and the last stage share rank 0 if the number of chunks is even. In both, a
-    later chunk of a rank is a later stage, which the memory rule of ``memory_caps`` relies on.
+    end, so the first and the last stage share rank 0 if the number of chunks is even. In both
+    placements, a later chunk of a rank is a later stage. The memory rule of ``memory_caps`` relies
+    on this.
 
     Attributes:
         num_ranks: Number of pipeline-parallel ranks, at least 1.
@@ -99,7 +102,7 @@ class Placement:
         return tuple(sorted(pairs))
 
     def neighbours_of(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks that ``rank`` exchanges messages with, sorted."""
+        """Returns the sorted ranks with which ``rank`` exchanges messages."""
         return tuple(sorted(a + b - rank for a, b in self.neighbours() if rank in (a, b)))
 
     def target_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
@@ -142,7 +145,7 @@ def frozen_stages_of(partition: Sequence[int], frozen_layers: int) -> int:
 
 
 def check_frozen_stages(frozen_stages: int, placement: Placement) -> None:
-    """Checks the number of leading stages through which no gradient flows.
+    """Checks ``frozen_stages``, the number of leading stages through which no gradient flows.
 
     Raises:
         ScheduleError: The number is negative, or no stage with a backward pass is left.

@@ -92,9 +92,9 @@ class Widths:
 
     @property
     def round_size(self) -> int:
-        """Returns the smallest number of microbatches that can be divided equally on every stage.
+        """Returns the least number of microbatches that all stages can divide equally.
 
-        With it, all replicas of a stage have the same number of microbatches.
+        With this number, all replicas of a stage have the same number of microbatches.
         """
         return math.lcm(*self.sizes)
 
@@ -103,7 +103,7 @@ class Widths:
         return tuple(accumulate(self.sizes, initial=0))
 
     def rank_of(self, stage: int, replica: int) -> int:
-        """Returns the global rank of replica ``replica`` of ``stage``."""
+        """Returns the global rank of the replica with index ``replica`` of ``stage``."""
         return self._firsts[stage] + replica
 
     def place_of(self, rank: int) -> tuple[int, int]:
@@ -124,14 +124,17 @@ class Widths:
         return range(self._firsts[stage], self._firsts[stage + 1])
 
     def pipeline_of(self, replica: int) -> list[int]:
-        """Returns one rank per stage: replica ``replica`` modulo the width of the stage."""
+        """Returns a rank of each stage.
+
+        Of each stage, this is the replica ``replica`` modulo the width of the stage.
+        """
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
     def route(self, rank: int, to_stage: int, microbatch: int) -> tuple[int, int]:
         """Returns the rank that runs a microbatch on another stage.
 
         Args:
-            rank: Rank with the microbatch to look up.
+            rank: Rank on which the microbatch has the index ``microbatch``.
             to_stage: Index of the other stage.
             microbatch: Index of the microbatch among the microbatches of ``rank``.
 
@@ -144,7 +147,7 @@ class Widths:
         return self.rank_of(to_stage, to_replica), index
 
     def neighbours_of(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks that ``rank`` exchanges messages with, sorted."""
+        """Returns the sorted ranks with which ``rank`` exchanges messages."""
         stage, _ = self.place_of(rank)
         ranks = {
             self.route(rank, other, microbatch)[0]
@@ -155,7 +158,7 @@ class Widths:
         return tuple(sorted(ranks))
 
     def own_microbatches(self, stage: int, num_microbatches: int) -> int:
-        """Returns the number of microbatches per replica of a stage.
+        """Returns the number of microbatches per replica of ``stage``.
 
         Args:
             stage: Index of the stage.
@@ -174,7 +177,7 @@ class Widths:
         return each
 
     def warmup(self, stage: int) -> int:
-        """Returns the number of forward passes of a replica of ``stage`` before its first backward.
+        """Returns how many forward passes a replica of ``stage`` runs before the first backward.
 
         The ranks of the next stage can then run their warm-up and one more forward pass each. If
         all widths are equal, the result is the number of following stages.
@@ -186,7 +189,7 @@ class Widths:
 
 
 def chosen(sizes: Sequence[int] | None) -> Widths | None:
-    """Returns ``sizes`` as Widths, or ``None`` if all stages have the same width."""
+    """Converts ``sizes`` to :class:`Widths`, or returns ``None`` if all stages are equally wide."""
     return Widths(tuple(sizes)) if sizes is not None and len(set(sizes)) > 1 else None
 
 
@@ -196,7 +199,7 @@ def placement_of(widths: Widths) -> Placement:
 
 
 def make_policy(name: str, widths: Widths, stage: int, num_microbatches: int) -> Policy:
-    """Returns the policy of the replicas of a stage.
+    """Returns the policy that the replicas of ``stage`` use.
 
     Args:
         name: Name in :data:`SCHEDULES`, or ``forward-only``.
@@ -253,9 +256,9 @@ def simulate(
         forward_s: Time of a forward pass on each stage, in seconds.
         backward_s: Time of a backward pass on each stage, including weight gradients, in seconds.
         message_s: Latency in seconds of messages between each stage and the next, in both
-            directions; empty for no latency.
+            directions, or empty for no latency.
         cap: Maximum number of microbatches that a rank holds under a run-time rule, or ``None`` for
-            the default.
+            the default of each stage.
 
     Returns:
         Result of the simulation for all ranks of all stages.

@@ -1,9 +1,9 @@
 """Checks static schedules for missing actions, incorrect order and deadlocks.
 
-Also computes the memory that a schedule needs, and draws schedules as text.
+This module also computes the memory that a schedule needs, and draws schedules as text.
 
-The first line of an error contains the rank, position and action. Below it is a drawing of the
-schedule around the action, with the action in brackets.
+The first line of an error message contains the rank, the position and the action. Below this line,
+the message contains a drawing of the schedule around the action, which is in brackets.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
 
 
 def _together(order: Order) -> Iterator[tuple[int, Order]]:
-    """Yields the actions of ``order`` that start together, and the position of the first."""
+    """Yields groups of actions in ``order`` that start together, with the position of the first."""
     position = 0
     while position < len(order):
         count = 1 + order[position].paired
@@ -148,7 +148,7 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Checks ``rank`` alone, by running its order as if every input had already arrived."""
+    """Checks the order of ``rank`` as if every input had already arrived."""
     placement = schedule.placement
     state = _new_state(schedule, rank)
     kinds = (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)
@@ -176,7 +176,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_flow(schedule: Schedule) -> None:
-    """Checks for deadlocks, by running all ranks, each action as soon as it can start."""
+    """Checks for deadlocks by running the actions of all ranks, as soon as each can start."""
     placement = schedule.placement
     orders = schedule.orders
     states = [_new_state(schedule, rank) for rank in range(placement.num_ranks)]

@@ -29,9 +29,9 @@ from megatron.adaptive.schedule.schedule import check_num_slices
 from megatron.adaptive.schedule.stage_placement import Placement
 
 PS_PER_S = 10**12
-"""Number of picoseconds per second."""
+"""Number of picoseconds in a second."""
 _LONGEST_S = 10**5
-"""Maximum time in seconds, and also the maximum factor."""
+"""Largest allowed time in seconds, which is also the largest allowed factor."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
@@ -73,7 +73,7 @@ class StageTimes:
         exchange_s: float = 0.0,
         exchanges: int = 0,
     ) -> StageTimes:
-        """Returns the durations for ``num_stages`` stages that all take equally long."""
+        """Returns the durations of ``num_stages`` stages that all take equally long."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
@@ -114,7 +114,7 @@ class StageProfile:
     Attributes:
         times: Mean durations of each stage.
         link: Delays of all links that are not in ``links``.
-        links: Delays of individual links, by ``(sending rank, receiving rank)``.
+        links: Delays of individual links, keyed by ``(sending rank, receiving rank)``.
         rank_factors: Factor for the durations of all actions of each rank, or ``None`` for a factor
             of 1.
         action_sigma: Sigma of a separate random factor for each action.
@@ -153,10 +153,10 @@ class StageProfile:
         check_attention_share(self.attention_share)
 
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
-        """Returns the factors of a measured step that has ``num_microbatches`` microbatches.
+        """Returns the factors of a measured step with ``num_microbatches`` microbatches.
 
-        The seed selects one of these steps. Returns ``None`` if no measured step has this number of
-        microbatches.
+        The seed selects one of the measured steps with this number of microbatches. The result is
+        ``None`` if there is no such step.
         """
         candidates = [step for step in self.microbatch_factors if len(step) == num_microbatches]
         return candidates[seed % len(candidates)] if candidates else None
@@ -176,9 +176,9 @@ class Workload:
         exchanges_ps: Part of each duration of F and B that is communication within the stage, ``[2,
             stages, microbatches] int64``, or ``None`` for no communication.
         cuts: Number of communications within the stage during each F and B.
-        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
-        sizes: Activation memory of each slice relative to the mean slice, or empty if all are
-            equal.
+        num_slices: Number of slices of each microbatch, or 1 for whole microbatches.
+        sizes: Activation memory of each slice relative to the mean slice, or empty if all slices
+            are equal.
     """
 
     durations_ps: Any
@@ -191,7 +191,7 @@ class Workload:
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches of the step, regardless of their numbers of slices."""
+        """Returns the number of microbatches in the step, regardless of their numbers of slices."""
         if not isinstance(self.num_slices, int):
             return len(self.num_slices)
         items: int = self.durations_ps.shape[2]
@@ -211,7 +211,7 @@ def work_of_items(
         placement: Assignment of pipeline stages to ranks.
         seconds: Duration of each F, B and W, ``[3, stages, slices of all microbatches]``.
         link: Delays of a slice's message on all links that are not in ``links``.
-        links: Delays of individual links, by ``(sending rank, receiving rank)``.
+        links: Delays of individual links, keyed by ``(sending rank, receiving rank)``.
         num_slices: Number of slices of each microbatch.
     """
     latency, occupancy = _links(placement, link, links)
@@ -243,7 +243,7 @@ def draw(
     microbatch_factors: tuple[tuple[float, ...], ...] = (),
     num_slices: int = 1,
 ) -> Workload:
-    """Returns the durations of one step, after drawing random factors.
+    """Draws random factors, and returns the durations of all actions in one step.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -256,7 +256,7 @@ def draw(
             ``microbatch_factors``.
         link: Delays of all links that are not in ``links``, or ``None`` for no delays. This and the
             following arguments except ``num_slices`` are ignored if ``times`` is a profile.
-        links: Delays of individual links, by ``(sending rank, receiving rank)``, or ``None``.
+        links: Delays of individual links, keyed by ``(sending rank, receiving rank)``, or ``None``.
         rank_factors: Factor for the durations of all actions of each rank, or ``None`` for a factor
             of 1.
         action_sigma: Sigma of a separate random factor for each action, at least 0.
@@ -320,7 +320,7 @@ def draw(
 
 
 def _relative_sizes(lengths: Sequence[float]) -> tuple[float, ...]:
-    """Returns each of ``lengths`` relative to the mean, or an empty tuple if all are equal."""
+    """Returns ``lengths`` divided by their mean, or an empty tuple if all lengths are equal."""
     sizes = tuple(length * len(lengths) for length in lengths)
     return sizes if max(sizes) - min(sizes) > 1e-9 else ()
 
@@ -328,7 +328,7 @@ def _relative_sizes(lengths: Sequence[float]) -> tuple[float, ...]:
 def _sliced(
     profile: StageProfile, durations: Any, num_slices: int
 ) -> tuple[Any, tuple[float, ...]]:
-    """Returns the durations and the lengths of a microbatch's slices.
+    """Computes the durations and lengths of the slices of a microbatch.
 
     Args:
         profile: Profile with the attention share and the method of cutting sequences.
@@ -356,7 +356,7 @@ def _sliced(
 def _with_spread(
     profile: StageProfile, durations: Any, delays: Any, seed: int, num_slices: int
 ) -> tuple[Any, Any]:
-    """Multiplies durations and delays by random factors.
+    """Multiplies the durations of actions and the delays of messages by random factors.
 
     Args:
         profile: Profile with the sigma of each kind of factor.
@@ -370,9 +370,8 @@ def _with_spread(
     durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
     of_microbatches = _lognormal(rng, profile.microbatch_sigma, (num_items // num_slices,))
     durations = durations * np.repeat(of_microbatches, num_slices)
-    # Several stages of the profile may form one stage of the placement. The last of these sends the
-    # message after F, and the first sends the message after B, so take the factors of these two
-    # stages.
+    # Several stages of the profile may form one stage of the placement. The last of them sends the
+    # message after F, and the first sends the message after B. So use the factors of these two.
     factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_items))
     group = fine // delays.shape[1]
     delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
@@ -420,7 +419,10 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Returns message latency after F and B, ``[2, stages]``, and occupancy, ``[ranks, ranks]``."""
+    """Returns the message latency of each stage, and the occupancy of each link.
+
+    The arrays have the shapes ``[2, stages]`` (after F and B) and ``[ranks, ranks]``.
+    """
     ranks = placement.num_ranks
     stages = placement.num_stages
     latency = np.zeros((2, stages))
@@ -436,7 +438,7 @@ def _links(
 
 
 def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> Any:
-    """Returns lognormal random factors with mean 1, as an array of ``shape``.
+    """Returns lognormal random factors with mean 1, as an array of the shape ``shape``.
 
     Random numbers are drawn even if sigma is 0, so that changing one sigma does not change the
     random numbers of the other factors.
@@ -557,7 +559,7 @@ def slice_costs(bounds: tuple[float, ...], attention_share: float) -> tuple[floa
 
 
 def check_attention_share(share: float) -> None:
-    """Checks that ``share``, attention's share of the cost, is between 0 and 1.
+    """Checks that ``share``, which is attention's fraction of the cost, is between 0 and 1.
 
     Raises:
         ScheduleError: The share is out of range or not a number.

@@ -56,14 +56,14 @@ class Family:
         settings: Trainer settings of all models of the family, by the names of their fields in
             ``config/model.py`` or in megatron-core.
         needed: Maps settings to additional keys that all models of the family must have.
-        keys: Maps settings to additional keys that models of the family may have. They replace the
-            setting's usual keys (``config_keys.py``).
+        keys: Maps settings to additional keys that models of the family may have. These keys
+            replace the setting's usual keys (``config_keys.py``).
         attention_keys: Maps each setting of attention sizes to its optional key in the file.
         other_keys: Additional keys that :meth:`adjust` reads, or that have no effect.
         defaults: Values that ``transformers`` uses for the family if keys are absent.
         window_period: Number n if every n-th layer attends to all tokens and the remaining layers
-            have a sliding window, or 0 if all layers have the window. It is used if the file does
-            not specify which layers have the window.
+            have a sliding window, or 0 if all layers have the window. This number is used if the
+            file does not specify which layers have the window.
         refuse: Maps each key for which only some values are supported to a function that checks the
             value.
         missing_feature: Feature that the trainer's layers do not support, or empty if the trainer
@@ -119,12 +119,12 @@ class Family:
 
     @functools.cached_property
     def layer_modules(self) -> Mapping[str, list[str]]:
-        """Maps module names of a layer in megatron-core to tensor names in the folder's files."""
+        """Maps each module of a layer in megatron-core to its names in the folder's files."""
         return _inverted(self.layer_weights)
 
     @functools.cached_property
     def outer_modules(self) -> Mapping[str, list[str]]:
-        """Maps module names outside of layers in megatron-core to names in the folder's files.
+        """Maps each module outside of layers in megatron-core to its name in the folder's files.
 
         Each list contains one name.
         """
@@ -236,7 +236,7 @@ class Family:
         return settings
 
     def _add_attention(self, config: Mapping[str, Any], settings: Settings, where: str) -> None:
-        """Adds the settings of grouped queries, biases and the output layer."""
+        """Adds the settings of grouped queries, biases and the output layer to ``settings``."""
         heads = count_of(config, {**SIZES, **self.keys}["num_attention_heads"], where)
         groups = config.get("num_key_value_heads")
         is_latent = settings.get("multi_latent_attention")
@@ -282,7 +282,7 @@ def _inverted(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _drop_idle(config: Mapping[str, Any], settings: Settings) -> None:
-    """Removes settings whose values mean that the model does not have the feature."""
+    """Removes settings whose values mean that the model lacks the feature."""
     is_in_groups = config.get("topk_method") != "greedy" and config.get("n_group") != 1
     for setting in ("moe_router_num_groups", "moe_router_group_topk", "mtp_num_layers"):
         is_about_groups = setting != "mtp_num_layers"

@@ -16,7 +16,7 @@ from megatron.adaptive.errors import ConfigError
 
 Keys = Mapping[str, tuple[str, ...]]
 Settings = dict[str, Any]
-"""Values of the trainer's settings, by field name."""
+"""Values of the trainer's settings, keyed by field name."""
 
 SIZES: Keys = {
     "num_layers": ("num_hidden_layers", "n_layer"),
@@ -73,7 +73,7 @@ SETTINGS = frozenset(setting for table in _SHARED for setting in table).union(
 ) - {"attention_dropout", "hidden_dropout"}
 """Settings that describe a model and that a family may determine."""
 DEFAULTS: Settings = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""Defaults of settings with absent keys that differ from the trainer's defaults."""
+"""Defaults for settings with absent keys. They differ from the trainer's defaults."""
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of GELU approximated by a hyperbolic tangent."""
@@ -128,7 +128,7 @@ WITHOUT_EFFECT = frozenset(
 
 @functools.cache
 def _types() -> Mapping[str, type]:
-    """Returns the type of each setting (``int``, ``float``, ``str`` or ``bool``), by its name."""
+    """Returns the type of each setting (``int``, ``float``, ``str`` or ``bool``), keyed by name."""
     return {name: spec.base for name, spec in flag_specs().items()}
 
 
@@ -189,7 +189,7 @@ def _checked(value: Any, setting: str, key: str, where: str) -> int | float:
 
 
 def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """Returns a number of heads or layers, from the first of ``keys`` that is present.
+    """Returns the number of heads or layers from the first key in ``keys`` that is present.
 
     Raises:
         ConfigError: The value is not an integer from 1 to 10,000.
@@ -237,12 +237,12 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
 
 
 def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the file's settings of the rotary embedding, from the new or the old key."""
+    """Returns the settings of the rotary embedding in ``config``, from the new or the old key."""
     scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling
 
 
 def kind_of_rotation(config: Mapping[str, Any]) -> str:
-    """Returns the name that transformers uses for the scaling of rotary frequencies."""
+    """Returns transformers' name for the scaling of rotary frequencies in ``config``."""
     scaling = scaling_of(config)
     return str(scaling.get("rope_type", scaling.get("type", "default")))

@@ -58,12 +58,12 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
 
 
 def window_settings(config: Mapping[str, Any], period: int, layers: int, where: str) -> Settings:
-    """Returns the settings for the size of the attention window and the layers that have a window.
+    """Returns the settings for attention windows: their size, and the layers with a window.
 
     Args:
         config: Contents of the file.
         period: Number n if every n-th layer attends to all tokens, or 0 if all layers have the
-            window. It is ignored if the file specifies which layers have the window.
+            window. This number is ignored if the file specifies which layers have the window.
         layers: Number of layers in the model.
         where: Path of the file, for error messages.
 
@@ -102,7 +102,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
 
 
 def layer_pattern(values: Sequence[bool]) -> str:
-    """Returns a boolean per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
+    """Converts a boolean per layer to the trainer's notation, such as ``[0]*3+[1]*58``."""
     runs = [(int(value), len(list(group))) for value, group in groupby(values)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)
 

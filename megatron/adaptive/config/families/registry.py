@@ -55,7 +55,7 @@ ENTRY_POINTS = "megatron_adaptive.families"
 
 @functools.cache
 def built_in_families() -> Mapping[str, Family]:
-    """Returns the families of this package, by ``model_type``."""
+    """Returns the families of this package, keyed by ``model_type``."""
     families: dict[str, Family] = {}
     package = importlib.import_module(__package__ or "")
     for module in modules_in(package):
@@ -89,7 +89,7 @@ def supported_types() -> list[str]:
 
 
 def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
-    """Returns the family of a ``model_type``, or ``None`` if no family contains this type.
+    """Returns the family to which ``model_type`` belongs, or ``None`` if there is no such family.
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
@@ -133,7 +133,7 @@ def _published_family(model_type: str) -> Family | None:
 
 
 def _instance(kind: Any, name: str) -> Family:
-    """Returns an instance of a user's family ``kind`` after checking its tables.
+    """Checks the tables of a user's family ``kind``, and returns an instance of this class.
 
     Raises:
         ConfigError: The class is not a family, or a table contains an unknown name. The message
@@ -194,7 +194,7 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
 
 
 def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
-    """Returns text about how an unsupported model differs from the family ``nearest``."""
+    """Returns a text about how an unsupported model differs from the family ``nearest``."""
     family = built_in_families()[nearest]
     expected = family.known_keys.union(family.refuse).difference(_CHECKED)
     strange = {key for key, value in config.items() if value and key not in expected}
