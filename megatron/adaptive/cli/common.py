@@ -29,6 +29,14 @@ def show(text: str = "", *, file: TextIO | None = None) -> None:
     print(printable(text, lines=True), file=file, flush=True)
 
 
+def trainer_options() -> list[str]:
+    """Returns all spellings of the trainer's options."""
+    # Import only when needed, because importing the definitions of all options takes time.
+    from megatron.adaptive.config.trainer import flag_specs
+
+    return [name for spec in flag_specs().values() for name in spec.names]
+
+
 def leave_reason(text: str) -> None:
     """Records in torchrun's error file that this rank has already printed why it exits.
 

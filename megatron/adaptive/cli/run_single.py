@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.adaptive.cli.common import show
+from megatron.adaptive.cli.common import show, trainer_options
 from megatron.adaptive.cli.preprocess_data import make_corpus_main as make_corpus
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count
 from megatron.adaptive.config.environment import IS_CHECKOUT, SCRIPTS, WORK_FOLDER
@@ -89,21 +89,13 @@ class _Renamed(argparse.Action):
         raise ConfigError("--schedule is now --pipeline-schedule")
 
 
-def _trainer_options() -> list[str]:
-    """Returns all spellings of the trainer's options."""
-    # Import only when needed, because importing the definitions of all options takes time.
-    from megatron.adaptive.config.trainer import flag_specs
-
-    return [name for spec in flag_specs().values() for name in spec.names]
-
-
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog=f"{PROGRAM} train single",
         description="Train a small GPT through a pipeline of processes on this machine.",
         epilog="Options of the trainer follow after --, for example -- --train-iters 50.",
         otherwise="options of the trainer follow after --",
-        elsewhere=_trainer_options,
+        elsewhere=trainer_options,
     )
     add = parser.add_argument
     for name, (default, text) in _SIZES.items():

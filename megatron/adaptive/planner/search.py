@@ -29,13 +29,12 @@ kept. If other schedules are allowed, the search uses a bound that holds for eve
 (:meth:`Searcher._work_s`).
 
 If sequences may be cut into slices, shapes with slices are searched after all other shapes, in the
-same way. For the search, such a shape is a 1F1B pipeline whose microbatches are the slices. No
-backward pass of a microbatch starts before the forward passes of all its n slices. So rank r of p
-holds p - r - 1 + n slices, where 1F1B without slices holds p - r microbatches. The resulting
-pipelines are timed under run-time rules that order slices. If documents are packed into rows and
-cut, microbatches have different numbers of slices. The search counts all slices of a step with a
-mean cost, and n is the number of slices in the longest row. Pipelines are timed with the real rows
-(``row_times``).
+same way. For the search, such a shape is a 1F1B pipeline whose microbatches are the slices. No backward
+pass of a microbatch starts before the forward passes of all its n slices. So rank r of p holds
+p - r - 1 + n slices, where 1F1B without slices holds p - r microbatches. The resulting pipelines
+are timed under run-time rules that order slices. If documents are packed into rows and cut, the
+search counts all slices of a step with a mean cost, and n is the number of slices in the longest
+row. Pipelines are timed with the real rows (``row_times``).
 """
 
 from __future__ import annotations
@@ -326,8 +325,7 @@ class Searcher:
             ways = itertools.product(cuts, options.recompute, sharding, spreads, parallel_choices)
             for cut, recompute, sharded, spread, is_parallel in ways if measured else ():
                 if cut.tokens is not None and is_parallel and cut.tokens % classes[0].tp:
-                    # Tensor-parallel ranks divide each slice, so its length must be divisible.
-                    continue
+                    continue  # Tensor-parallel ranks cannot divide slices of this length.
                 if sharded and all(stage_class.dp == 1 for stage_class in classes):
                     continue
                 choice = ShapeChoice(
