@@ -7,8 +7,9 @@ time is the transfer::
     member 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     member 1                          arrives ┴─ transfer ─┘ end
 
-All members record the times of the same collectives, or of the same sample if there are many, and
-the total time of all collectives. A group is ignored if the trace of any member is missing.
+All members record the total time of all collectives. They also record the times of single
+collectives, or of the same sample of collectives on all members if there are many. A group is
+ignored if the trace of any member is missing.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class JoinedCollectives:
 
     @property
     def held_up_ns(self) -> Floats:
-        """``[collectives, members]``, time in ns that all others waited only for this member.
+        """``[collectives, members]``, time in ns for which the group waited only for this member.
 
         The value is 0 for all members except the last member to arrive.
         """
@@ -190,7 +191,10 @@ def _join(
 
 
 def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
-    """Returns the number, total time in ns and total bytes of ``operation`` in a member's step."""
+    """Returns the count, total time in ns and total bytes of ``operation`` in ``group``.
+
+    The totals cover a step of one member.
+    """
     totals = dict(zip(group.operations, group.totals, strict=True))
     return totals.get(operation, (0, 0, 0))
 
@@ -232,7 +236,7 @@ class CollectiveFigures:
 
 
 def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]:
-    """Returns the collective times of ``iteration``, by kind of group and operation."""
+    """Returns the times of collectives in ``iteration``, per kind of group and operation."""
     by_name: dict[str, list[JoinedCollectives]] = {}
     for joined in join_collectives(run, [iteration]):
         by_name.setdefault(joined.name, []).append(joined)

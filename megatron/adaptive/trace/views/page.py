@@ -507,7 +507,7 @@ def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints],
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
-    """Returns the index of each span in :func:`categories`, or -1 if the span has no bar."""
+    """Returns the index of each span's category in :func:`categories`, or -1 without a bar."""
     index_of = {
         (category.kind, category.chunk, category.cause): index
         for index, category in enumerate(categories(num_chunks))

@@ -247,7 +247,11 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
 
 
 def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
-    """Returns the ideal time of each kind of work in seconds: mean computation, median transfer."""
+    """Returns the ideal time of each kind of work in seconds, ``[kinds]``.
+
+    This is the mean of the computations and the median of the transfers. ``kinds`` and
+    ``durations_s`` contain the kind of work and the duration in seconds of each operation.
+    """
     kind = np.concatenate(kinds)
     duration = np.concatenate(durations_s)
     usual = np.zeros(len(NAMES))
@@ -740,7 +744,10 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """Returns the topological level of each node, and whether it has one."""
+    """Returns the topological level of each node, and whether the level is known.
+
+    The level is unknown for nodes on a cycle and for nodes that depend on a cycle.
+    """
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])

@@ -236,8 +236,10 @@ class RecordedTimes:
     ) -> float:
         """Simulates the pipeline of one replica, and returns its step time in seconds.
 
-        ``counts`` is the number of slices of each microbatch. ``slices`` is the number of slices
-        into which the recorded messages are split.
+        ``durations_s`` contains the durations in seconds on ranks of usual speed, ``factor`` the
+        slowdown of each rank, and ``counts`` the number of slices of each microbatch. ``slices`` is
+        the number of slices into which the recorded messages are split, and ``actions`` the number
+        of actions on all replicas.
         """
         ranks, count = durations_s.shape[1:]
         placement = candidate.placement
@@ -624,6 +626,8 @@ def recorded_times(
 
 def _step_durations(ops: Operations, rows_of: Sequence[Ints]) -> tuple[Floats, ...] | None:
     """Returns the times in seconds of each replica, ``[2, stages, microbatches]``, or ``None``.
+
+    ``None`` means that actions are missing.
 
     Args:
         ops: Recorded operations.
