@@ -173,7 +173,7 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns how many microbatches fit into memory on all ranks in another layout.
+    """Returns the number of microbatches that fit into memory on all ranks in another layout.
 
     Args:
         samples: Measurements under ``present``, at least one from every rank.
@@ -295,7 +295,10 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Returns a hook that records the time. With ``begins``, it starts a new forward pass."""
+        """Returns a hook for a module of ``chunk`` that records the time.
+
+        If ``begins`` is true, each call of the hook starts a new forward pass.
+        """
         complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:
