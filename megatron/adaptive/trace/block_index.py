@@ -123,7 +123,7 @@ class FileIndex:
                 self.offset = file.tell()
 
     def __str__(self) -> str:
-        """Returns the current position as ``file:line`` for messages. Slow for a large file."""
+        """Returns the current position as ``file:line``, which is slow for a large file."""
         return f"{self.path}:{_line_number(self.path, self.offset)}"
 
 

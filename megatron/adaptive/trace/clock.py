@@ -426,7 +426,7 @@ def _state(name: str, ranks: Sequence[int], how: str, fit: ClockFit) -> ClockSta
 
 
 def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
-    """Returns ``alignment`` corrected so that no message of the run arrives before it was sent.
+    """Returns a copy of ``alignment`` in which no message of the run arrives before it was sent.
 
     Args:
         alignment: Clocks as aligned by :func:`align`.

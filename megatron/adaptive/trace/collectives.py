@@ -32,7 +32,7 @@ _NS_PER_MS = 1e6
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinedCollectives:
-    """Holds the collectives of one group and one operation whose times all members recorded.
+    """Holds one group's collectives of one operation, whose times all members recorded.
 
     Attributes:
         kind: Kind of the group, such as ``tensor``.
@@ -77,7 +77,7 @@ class JoinedCollectives:
 
     @property
     def transfer_ns(self) -> Ints:
-        """``[collectives, members]``, time in ns from the last arrival to a member's end."""
+        """``[collectives, members]``, time in ns from the last arrival to the member's end."""
         return np.asarray(np.maximum(self.end_ns - self.last_ns[:, None], 0))
 
     @property
@@ -200,7 +200,10 @@ def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
 
 
 def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:
-    """Returns the start and end in ns of each recorded ``operation``, by index in the iteration."""
+    """Returns a dict from index in the iteration to (start, end) in ns of each ``operation``.
+
+    Only collectives whose times were recorded are included.
+    """
     return {
         number: (start_ns, end_ns)
         for number, of, start_ns, end_ns in group.kept
@@ -210,7 +213,7 @@ def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFigures:
-    """Holds the times of one operation in a step, averaged over all groups of one kind.
+    """Holds the times of one kind of collective in a step, averaged over groups of one kind.
 
     Attributes:
         kind: Kind of the groups, such as ``tensor``.

@@ -253,7 +253,10 @@ def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
 
 
 def _computing(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds changes in computing time, starting with the change that matters most."""
+    """Finds changes in computing time between the two runs.
+
+    The change that accounts for most of the difference is yielded first.
+    """
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
@@ -559,7 +562,7 @@ def _median_ms(times_ns: Floats) -> float:
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
     """Returns the confidence that the times changed, or ``None`` if the change may be random.
 
-    To count, a change must exceed the fraction :data:`LEAST` of the time and the fraction
+    A change counts only if it exceeds the fraction :data:`LEAST` of the time and the fraction
     :data:`OF_STEP` of a step.
 
     Args:

@@ -180,7 +180,7 @@ def read_dumps(folder: Path) -> list[Dump]:
 
 
 def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
-    """Finds the collectives and messages in ``dumps`` that do not finish, and who blocks them."""
+    """Finds collectives and messages in ``dumps`` that do not finish, and the ranks to blame."""
     by_rank = {dump.rank: dump for dump in dumps}
     pending: dict[tuple[str, tuple[int, ...], int], list[RecordedCall]] = {}
     for dump in dumps:

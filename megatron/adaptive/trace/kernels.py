@@ -293,7 +293,7 @@ class KernelFigures:
 
 
 def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
-    """Returns a step's kernels by rank, action and name, in descending order of their total time.
+    """Returns the total times of a step's kernels by rank, action and name, longest first.
 
     Args:
         run: Trace of the run.

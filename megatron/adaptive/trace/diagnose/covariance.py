@@ -60,12 +60,12 @@ class Covariance:
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
-        """Returns the inverse of this covariance as an operator."""
+        """Returns the inverse of this covariance, by which arrays can be multiplied."""
         return InverseCovariance(self)
 
 
 class InverseCovariance:
-    """Contains the inverse of a covariance, as an operator.
+    """Represents the inverse of a covariance without storing a matrix.
 
     Args:
         covariance: Covariance to invert.

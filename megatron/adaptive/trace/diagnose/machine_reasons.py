@@ -94,7 +94,7 @@ A rank with at least this ratio is considered to be the cause of the machine's w
 
 @dataclass(frozen=True)
 class _Wait:
-    """Contains the texts for a counter that counts lost time.
+    """Contains the texts for a counter that measures lost time.
 
     The texts may contain ``{share}``, the fraction of the steps that was lost, ``{host}``, the name
     of the machine, ``{processors}``, the number of its processors that the ranks may use,
@@ -518,7 +518,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if more outside processes use a rank's GPU than use other GPUs."""
+    """Returns a reason if a rank's GPU is used by more outside processes than other GPUs."""
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
     elsewhere = np.delete(others, column, axis=1)

@@ -464,7 +464,7 @@ def noise(series: Floats) -> float:
 
 
 def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
-    """Returns the start and end indices of all intervals of a series that are searched.
+    """Returns the start and end indices of all intervals to search in a series.
 
     Args:
         count: Number of values in the series.

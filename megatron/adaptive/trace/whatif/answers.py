@@ -104,9 +104,9 @@ class _Part:
     length: Floats = field(default_factory=lambda: np.zeros(0))
 
     def column(self, group: str) -> Ints:
-        """Returns the index of each operation's ``group`` (stage, replica, rank, kind or link).
+        """Returns the group (stage, replica, rank, kind or link) of each operation, as an index.
 
-        The link of operations other than messages is -1.
+        ``group`` is the type of the group. The link of operations other than messages is -1.
         """
         ops = self.ops
         where = ops.where
@@ -267,7 +267,7 @@ def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> 
 
 
 class _Answers:
-    """Simulates the steps of a run with every set of durations that the analysis needs."""
+    """Simulates the steps of a run with all sets of durations that the analysis needs."""
 
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
@@ -385,7 +385,7 @@ class _Answers:
         return shares
 
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
-        """Returns the mean step time in seconds after a repair.
+        """Returns the mean step time in seconds after a repair (a change that makes steps faster).
 
         ``durations`` contains the durations after the repair, and ``steps`` the step times
         simulated with them. ``whole`` is the mean step time without the repair. Under a run-time
@@ -443,7 +443,7 @@ class _Answers:
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """Returns the relative length of each operation's microbatch, or 1 if it has no microbatch.
+        """Returns the relative length of each operation's microbatch, or 1 without a microbatch.
 
         A length of 2 means that the microbatch takes twice as long as usual.
         """
@@ -650,14 +650,20 @@ class _Answers:
         return {(SLICES_TEXT, SLICES_FLAG): float(simulated.mean()) - saved_s}
 
     def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
-        """Estimates the step time without tracing, if this project's recorder wrote the trace."""
+        """Estimates the step time in seconds without tracing.
+
+        The result is empty for an imported trace, which this project's recorder did not write.
+        """
         if self._header.schedule == "imported":
             return {}
         spans = max(max(trace.num_spans.values()) for trace in self._run.ranks.values())
         return {("tracing off", self._advice.no_trace): whole_s - spans * RECORDED_SPAN_S}
 
     def _recorded(self) -> Floats:
-        """Returns the seconds from the first start to the last end in each step, ``[steps]``."""
+        """Returns the recorded time of each step in seconds, ``[steps]``.
+
+        The time lasts from the first start to the last end of an operation.
+        """
         steps = []
         for part in self._parts:
             is_row = part.ops.source < 0

@@ -326,7 +326,7 @@ def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
 def _described(
     names: Sequence[str], partition: tuple[int, ...], layers: Sequence[int]
 ) -> tuple[str, str]:
-    """Returns a text that describes a change of settings, and the settings themselves."""
+    """Returns a text that describes a change of settings, and the new settings."""
     texts = [_TEXTS[name] for name in names]
     settings = [f'{name}="time"' for name in names]
     text = f"microbatches {' and '.join(texts)} by cost" if texts else ""

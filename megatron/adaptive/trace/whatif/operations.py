@@ -349,7 +349,9 @@ def _kinds(table: TraceTable) -> Ints:
 
 
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
-    """Returns the row that produced each computation's input, and the number of missing producers.
+    """Returns the row of the computation that produced each computation's input.
+
+    The second result is the number of inputs that no recorded computation produced.
 
     The row is -1 if no recorded computation produced the input. It is also -1 for forward passes in
     the first stage, which are not counted as missing.
@@ -457,7 +459,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Returns how many seconds each rank waited for the last rank of its collective, or 0."""
+    """Returns the time in seconds that each rank waited for the last rank of a collective, or 0."""
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
@@ -586,7 +588,7 @@ def build_graph(operations: Operations) -> Graph:
 def ideal_steps(
     run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]
 ) -> dict[int, TraceTable] | None:
-    """Simulates iterations on the given ranks with the ideal duration for every kind of work.
+    """Simulates iterations on ``ranks`` with the ideal duration for each kind of work.
 
     Returns:
         Computations of the ideal steps, in which no rank is slower than the others, by global rank.

@@ -44,7 +44,7 @@ _RULES = ("adaptive", "auto")
 def token_repairs(
     run: RunTrace, ops: Operations, whole_s: float, notes: list[str]
 ) -> dict[tuple[str, str], float]:
-    """Returns the times of the run's last steps with shorter and longer slices.
+    """Simulates the last steps of the run with shorter and with longer slices.
 
     Args:
         run: Trace of the run.
@@ -166,7 +166,7 @@ def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """Contains a recorded step.
+    """Contains the documents, recorded times and microbatches of a step.
 
     Attributes:
         documents: Number of tokens in each document, on all replicas.
