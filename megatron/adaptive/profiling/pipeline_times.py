@@ -265,7 +265,7 @@ class LayerShare:
         return statistics.median(shares) if shares else 1.0
 
     def parts(self, chunk: int) -> tuple[float, ...]:
-        """Returns each layer's fraction of the time of all layers in ``chunk``.
+        """Returns the time of each layer in ``chunk`` as a fraction of the time of all its layers.
 
         The result is empty if the chunk's layers are not measured separately.
         """
@@ -305,8 +305,8 @@ class LayerShare:
             marks = self._marks[chunk]
             if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
-            # Recomputation of activations calls the hooks again. At that time the forward pass
-            # already has all its marks, so further marks are ignored.
+            # If activations are recomputed, the hooks are called again. At that time, the forward
+            # pass already has all its marks, so further marks are ignored.
             if marks and len(marks) <= _FORWARDS and len(marks[-1]) < complete:
                 marks[-1].append(self._clock.mark())
 

@@ -92,7 +92,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """One kind of measurement, with the ranks on which it is made."""
+    """Measurement of one kind, with the ranks on which it is made."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -193,7 +193,7 @@ class Probe:
         )
 
     def _checks(self) -> list[_Check]:
-        """Returns the measurements to make, which are equal on all ranks."""
+        """Returns the measurements that the probe makes, which are equal on all ranks."""
         world = range(dist.get_world_size())
         links = {
             (min(rank, peer), max(rank, peer))
@@ -436,7 +436,7 @@ class Turns:
         self._series = 0
 
     def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
-        """Yields the ranks of each measurement that includes this rank, when its turn comes.
+        """Yields the ranks of each measurement that includes this rank, when the turn begins.
 
         A turn ends when the caller requests the next element. The caller must iterate to the end.
 
@@ -454,7 +454,7 @@ class Turns:
                     self._end(number, sum(map(len, batch)))
 
     def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
-        """Deletes the keys of the last series. All of its turns must have ended."""
+        """Deletes the keys of the last series of turns. All turns of the series must have ended."""
         if self._job.is_first:
             for number in range(len(batches)):
                 self._store.delete_key(self._key(number, "done"))

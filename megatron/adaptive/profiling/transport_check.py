@@ -102,7 +102,7 @@ class TransportCheck:
         return {**facts, **measured, "works": True, "note": choice.reason if chosen else ""}
 
     def _run(self, pair: tuple[int, int], kind: str, seconds: float) -> dict[str, Any]:
-        """Connects a pair of ranks by a transport and measures. Collective over all ranks.
+        """Connects ``pair`` by a transport, and measures the connection. Collective over all ranks.
 
         Raises:
             TransportError: The transport did not work. All ranks raise this error, even those
