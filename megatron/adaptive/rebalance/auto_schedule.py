@@ -217,7 +217,7 @@ class Tuner:
         kind: PlacementKind,
         others: Sequence[int],
     ) -> float:
-        """Returns how many microbatches a rank may keep in memory under another layout.
+        """Returns the number of microbatches that a rank may keep in memory in another layout.
 
         Args:
             samples: Measurements of all ranks.

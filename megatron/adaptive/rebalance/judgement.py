@@ -434,7 +434,9 @@ def _most_layers(
     units: float,
     kinds: Mapping[int, float | None],
 ) -> tuple[float, tuple[float, ...]]:
-    """Returns how many layers fit into the memory of a rank, at least the current number.
+    """Returns the number of layers that fit into the memory of a rank.
+
+    The number is at least the current number of layers.
 
     Args:
         measured: Measurements of the rank.
@@ -457,7 +459,7 @@ def _most_layers(
     room = measured.free_bytes * (1 - KEPT_FREE) - kept
     mean_bytes = max(1.0, (kept + sum(measured.held_bytes)) / layers)
     present = [size for chunk in chunks for size, _ in measured.layers_in(chunk, counts[chunk])]
-    # Without knowledge of a layer's activations, assume those of the rank's mean layer.
+    # If the activations of a layer are unknown, assume the rank's mean over its layers.
     usual = kept / layers
     needed = {
         size: size + (usual if each is None else each * units) for size, each in kinds.items()

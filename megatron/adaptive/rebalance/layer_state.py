@@ -247,7 +247,7 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
 def _cover(
     target: int, name: str, start: int, end: int, had: Sequence[tuple[int, int, int]]
 ) -> Iterator[Passage]:
-    """Yields copies of elements that together provide ``start`` to ``end`` of a share.
+    """Yields copies that together provide the elements from ``start`` to ``end`` of a share.
 
     Args:
         target: Global rank that needs the elements.

@@ -96,7 +96,7 @@ class ReplicaDealing:
         return microbatches, Dealt(self.shares[self._replica], sum(map(len, self.shares)))
 
     def after_step(self, times: RankTimes) -> None:
-        """Starts to gather the times of a step. :meth:`finish` waits for the result.
+        """Starts to gather the times of a step on all ranks. :meth:`finish` waits for the result.
 
         Args:
             times: Durations of this rank's actions in the step.

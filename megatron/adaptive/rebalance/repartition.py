@@ -240,7 +240,7 @@ class Repartitioner:
         return way_back if move is None or move.gain < self._gain else move
 
     def _step_scale(self, num_microbatches: int) -> float:
-        """Returns the factor by which a step's time is multiplied, to compare it with other steps.
+        """Returns the factor by which a step's time is scaled for comparison with other steps.
 
         Args:
             num_microbatches: Number of microbatches of the step.
@@ -385,7 +385,7 @@ def make_tuner(
     trial: SliceTrial | None = None,
     only_pace: bool = False,
 ) -> Tuner:
-    """Returns the tuner of a run that the trainer has built.
+    """Creates a tuner for ``run``, which the trainer has built.
 
     Args:
         run: Run to measure.
