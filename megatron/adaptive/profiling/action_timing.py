@@ -119,7 +119,7 @@ def spread(lanes: Iterable[Sequence[float]]) -> float:
     logs: list[float] = []
     for values in lanes:
         if len(values) < 2:
-            continue  # a single duration has no deviation
+            continue  # A single duration does not show how durations vary.
         middle = statistics.median(values)
         logs += [math.log(value / middle) for value in values if middle > 0 and value > 0]
     if len(logs) < _LEAST_LOGS:

@@ -1,4 +1,4 @@
-"""Finds the nodes that a probe measured as slow, and the limits for using them again.
+"""Finds the nodes that were slow in a probe, and the limits for using these nodes again.
 
 A slow rank, link or group within a node is the fault of that node. A slow link between two nodes is
 the fault of the node with the larger share of slow links::
@@ -41,7 +41,7 @@ class FailedNode:
 
     @classmethod
     def from_dict(cls, entry: Any) -> FailedNode | None:
-        """Reads ``entry`` of ``progress.jsonl``. Returns ``None`` if it is damaged."""
+        """Creates a node from an entry of ``progress.jsonl``. A damaged entry gives ``None``."""
         if not isinstance(entry, dict):
             return None
         node = entry.get("node")
@@ -82,7 +82,7 @@ def find_failed_nodes(
 def _slow_shares(
     outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the fraction of slow links among the links of each node to other nodes."""
+    """Returns a dict from node to the fraction of slow links among its links to other nodes."""
 
     def links_of(ranks: set[tuple[int, ...]]) -> Counter[str]:
         pairs = ({nodes[rank] for rank in link} for link in ranks)

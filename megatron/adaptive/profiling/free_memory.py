@@ -61,8 +61,8 @@ def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
 
     device = accelerator.device
     free, _ = torch.cuda.mem_get_info(device)
-    # Local rank r uses device r modulo the number of devices (see accelerator.detect). So this is
-    # the number of local ranks that use the same device.
+    # Local rank r uses device r modulo the number of devices (see accelerator.detect). Therefore,
+    # ``sharing`` is the number of local ranks that use the same device.
     sharing = -(-(ranks_here - (device.index or 0)) // max(1, torch.cuda.device_count()))
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free // max(1, sharing) + cached)

@@ -1,7 +1,8 @@
 """Measures links between ranks and all-reduces within nodes, as a training run uses them.
 
-``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. It separates the
-latency of a message from its occupancy, which is the additional time of each further message::
+``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. This function
+separates the latency of a message from its occupancy, which is the additional time of each further
+message::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
     round with a burst of n      leader ══> follower ──> leader      (n - 1) occupancy more

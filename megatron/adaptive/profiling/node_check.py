@@ -48,7 +48,7 @@ def passes(limits: Mapping[str, float]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures the device with ``arguments[0]`` (JSON), and returns the exit status."""
+    """Compares the device with the limits in ``arguments[0]``, and returns the exit status."""
     limits = parse_json(arguments[0])["limits"]
     return 0 if passes(limits) else STATUS_FAILS
 

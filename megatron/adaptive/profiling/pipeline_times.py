@@ -173,7 +173,7 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns how many microbatches fit into memory on all ranks in another layout.
+    """Returns the number of microbatches that fit into memory on all ranks in another layout.
 
     Args:
         samples: Measurements under ``present``, at least one from every rank.
@@ -265,7 +265,7 @@ class LayerShare:
         return statistics.median(shares) if shares else 1.0
 
     def parts(self, chunk: int) -> tuple[float, ...]:
-        """Returns each layer's fraction of the time of all layers in ``chunk``.
+        """Returns the time of each layer in ``chunk`` as a fraction of the time of all its layers.
 
         The result is empty if the chunk's layers are not measured separately.
         """
@@ -295,15 +295,18 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Returns a hook that records the time. With ``begins``, it starts a new forward pass."""
+        """Returns a hook for a module of ``chunk`` that records the time.
+
+        If ``begins`` is true, each call of the hook starts a new forward pass.
+        """
         complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:
             marks = self._marks[chunk]
             if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
-            # Recomputation of activations calls the hooks again. At that time the forward pass
-            # already has all its marks, so further marks are ignored.
+            # If activations are recomputed, the hooks are called again. At that time, the forward
+            # pass already has all its marks, so further marks are ignored.
             if marks and len(marks) <= _FORWARDS and len(marks[-1]) < complete:
                 marks[-1].append(self._clock.mark())
 

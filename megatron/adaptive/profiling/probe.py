@@ -92,7 +92,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """One kind of measurement, with the ranks on which it is made."""
+    """Measurement of one kind, with the ranks on which it is made."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -193,7 +193,7 @@ class Probe:
         )
 
     def _checks(self) -> list[_Check]:
-        """Returns the measurements to make, which are equal on all ranks."""
+        """Returns the measurements that the probe makes, which are equal on all ranks."""
         world = range(dist.get_world_size())
         links = {
             (min(rank, peer), max(rank, peer))
@@ -213,7 +213,7 @@ class Probe:
         return checks
 
     def _each(self, check: _Check) -> list[Figure]:
-        """Makes the measurement ``check`` on all its ranks. Collective over all ranks."""
+        """Makes the measurement ``check``, and returns all results. Collective over all ranks."""
         most_busy = [facts["most_busy"] for facts in self._facts]
         turns = batches(check.subjects, self._machines, most_busy)
         measured = [figure for ranks in self._turns.each(turns) for figure in check.measure(ranks)]
@@ -231,7 +231,7 @@ class Probe:
         return measure_device(self._job.accelerator, ranks, self._seconds)
 
     def _link(self, ranks: Ranks) -> list[Figure]:
-        """Measures the link between the two ranks in ``ranks``, of which this rank is one."""
+        """Measures the link between the two ranks in ``ranks``. This rank must be one of them."""
         assert self._transport is not None
         peer = sum(ranks) - self._job.rank
         kind = self._facts[ranks[0]]["links"][ranks[1]]
@@ -262,7 +262,7 @@ class Probe:
         return figures
 
     def _payloads(self) -> dict[str, torch.Tensor]:
-        """Returns the messages to send over a link, by the quantity that each message measures."""
+        """Returns a dict from quantity to the message whose transfer time measures the quantity."""
         if self._message is not None:
             return {LARGE_MESSAGE: self._message}
         accelerator = self._job.accelerator
@@ -399,7 +399,10 @@ def probe_job(
 
 
 def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
-    """Creates the process groups of ``layout``, and returns those of ``rank``. Collective."""
+    """Creates the process groups of ``layout``, and returns the groups of ``rank`` by kind.
+
+    Collective over all ranks.
+    """
     made: dict[str, ProbedGroup] = {}
     for kind, groups in layout.groups().items():
         for ranks in groups:
@@ -433,7 +436,7 @@ class Turns:
         self._series = 0
 
     def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
-        """Yields the ranks of each measurement that includes this rank, when its turn comes.
+        """Yields the ranks of each measurement that includes this rank, when the turn begins.
 
         A turn ends when the caller requests the next element. The caller must iterate to the end.
 
@@ -451,7 +454,7 @@ class Turns:
                     self._end(number, sum(map(len, batch)))
 
     def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
-        """Deletes the keys of the last series. All of its turns must have ended."""
+        """Deletes the keys of the last series of turns. All turns of the series must have ended."""
         if self._job.is_first:
             for number in range(len(batches)):
                 self._store.delete_key(self._key(number, "done"))
@@ -474,7 +477,7 @@ class Turns:
 
 
 def _kinds_of(transport: Transport) -> dict[int, str]:
-    """Returns the kind of transport to each peer of ``transport``."""
+    """Returns a dict from peer to the kind of transport that connects this rank to the peer."""
     return {peer: str(link["kind"]) for peer, link in transport.describe_links().items()}
 
 

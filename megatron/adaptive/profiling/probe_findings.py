@@ -229,7 +229,7 @@ def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
 
 
 def _is_far(times: Sequence[float], index: int) -> bool:
-    """Returns whether ``times[index]`` is much longer than the other times, despite noise."""
+    """Returns whether ``times[index]`` exceeds the other times by much more than their noise."""
     others = times
     if len(times) <= _FEW:
         others = [time_s for number, time_s in enumerate(times) if number != index]

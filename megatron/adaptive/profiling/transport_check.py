@@ -28,7 +28,7 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-_LEAST_ROUNDS = 3  # This is low enough to hardly exceed the requested time on a slow network.
+_LEAST_ROUNDS = 3  # With few rounds, the requested time is hardly exceeded on a slow network.
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
@@ -102,7 +102,7 @@ class TransportCheck:
         return {**facts, **measured, "works": True, "note": choice.reason if chosen else ""}
 
     def _run(self, pair: tuple[int, int], kind: str, seconds: float) -> dict[str, Any]:
-        """Connects a pair of ranks by a transport and measures. Collective over all ranks.
+        """Connects ``pair`` by a transport, and measures the connection. Collective over all ranks.
 
         Raises:
             TransportError: The transport did not work. All ranks raise this error, even those

@@ -61,7 +61,7 @@ FIRST, LAST = 2, 4
 
 @dataclass(kw_only=True)
 class Tuner:
-    """Measures the first steps of a pipeline and chooses its schedule. Every rank has one.
+    """Measures the first steps of a pipeline and chooses its schedule. Every rank has a tuner.
 
     Attributes:
         job: Environment of this process: its ranks, device and process groups.
@@ -217,7 +217,7 @@ class Tuner:
         kind: PlacementKind,
         others: Sequence[int],
     ) -> float:
-        """Returns how many microbatches a rank may keep in memory under another layout.
+        """Returns the number of microbatches that a rank may keep in memory in another layout.
 
         Args:
             samples: Measurements of all ranks.
@@ -309,7 +309,7 @@ def measure_neighbours(
     payload_dtype: torch.dtype,
     timeout_s: float,
 ) -> dict[int, Link]:
-    """Measures the links from this rank to its neighbours, by the neighbour's pipeline rank.
+    """Measures the links to this rank's neighbours, and returns a dict by pipeline rank.
 
     One pair of neighbours is measured at a time, so that pairs do not disturb each other.
     Collective over all ranks.
@@ -341,7 +341,7 @@ def measure_neighbours(
 
 
 def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
-    """Returns the decision if no schedule could be simulated.
+    """Returns the decision to make if no schedule could be simulated.
 
     Args:
         chosen: Chosen number of slices, with the fastest schedule that was simulated for the

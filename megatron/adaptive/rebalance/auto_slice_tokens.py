@@ -63,7 +63,7 @@ class LengthTrial:
 
 
 class LengthTuner:
-    """Measures the first steps, and chooses the slice length. Every rank has one.
+    """Measures the first steps, and chooses the slice length. Every rank has a tuner.
 
     Args:
         run: Run to measure.
@@ -131,7 +131,8 @@ class LengthTuner:
         slices, placement = self._run.slices, self._run.placement
         assert slices is not None
         totals: dict[tuple[ActionKind, int, int], int] = defaultdict(int)
-        # The weight gradient (W) of a microbatch may be divided into several actions.
+        # The weight gradient (W) of a microbatch may be divided into several actions, so add their
+        # times.
         for action, nanoseconds in times.actions:
             totals[action.kind, action.chunk, action.microbatch] += nanoseconds
         trial = self._trial

@@ -47,7 +47,7 @@ Lanes = dict[tuple[ActionKind, int], float]
 """Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
 
 Part = float | Times
-"""Fraction of a stage's time that a layer takes: one for all actions, or for F, B and W."""
+"""Fraction of a stage's time that a layer takes: one value, or a value each for F, B and W."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def trained_bytes(parameter: torch.Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOutcome:
-    """What follows from the measured gain of a move.
+    """Consequences of the measured gain of a move.
 
     Attributes:
         gain: Minimum predicted gain of the next move, as a fraction of the step time.
@@ -140,7 +140,7 @@ def loads_over(
     partition: Partition,
     num_microbatches: int,
 ) -> list[Loads]:
-    """Computes the loads over all measured steps, and over their first and second half.
+    """Computes the loads of ranks and stages over all measured steps, and over each half.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -213,7 +213,7 @@ def judge(
             # predicted.
             return None, False
         if proposed is None or not all(promises(half, proposed.partition) for half in halves):
-            # One half of the measured steps predicts a smaller gain, so the slowness may be
+            # One half of the measured steps predicts a smaller gain, so the slowdown may be
             # temporary.
             return None, False
         return proposed, False
@@ -419,7 +419,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns the median times of ``chunk`` in seconds for F, B and W, by kind."""
+    """Returns the median times of the F, B and W passes of ``chunk``, in seconds."""
     medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
@@ -434,7 +434,9 @@ def _most_layers(
     units: float,
     kinds: Mapping[int, float | None],
 ) -> tuple[float, tuple[float, ...]]:
-    """Returns how many layers fit into the memory of a rank, at least the current number.
+    """Returns the number of layers that fit into the memory of a rank.
+
+    The number is at least the current number of layers.
 
     Args:
         measured: Measurements of the rank.
@@ -457,7 +459,7 @@ def _most_layers(
     room = measured.free_bytes * (1 - KEPT_FREE) - kept
     mean_bytes = max(1.0, (kept + sum(measured.held_bytes)) / layers)
     present = [size for chunk in chunks for size, _ in measured.layers_in(chunk, counts[chunk])]
-    # Without knowledge of a layer's activations, assume those of the rank's mean layer.
+    # If the activations of a layer are unknown, assume the rank's mean over its layers.
     usual = kept / layers
     needed = {
         size: size + (usual if each is None else each * units) for size, each in kinds.items()
@@ -468,7 +470,7 @@ def _most_layers(
 
 
 def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
-    """Returns the activations of a microbatch in a layer, in bytes, by size of the layer."""
+    """Returns a dict from layer size to the size of a microbatch's activations, in bytes."""
     sums: dict[int, list[float]] = {}
     for of_rank in measured:
         for sizes, kept in zip(of_rank.layer_bytes, of_rank.layer_kept, strict=False):

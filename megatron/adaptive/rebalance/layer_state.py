@@ -92,7 +92,9 @@ class Passage:
 def shares_of(
     optimizer: Any, chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> dict[str, Share]:
-    """Returns this rank's shares by name. Their tensors are views of the tensors in use.
+    """Returns a dict from name to this rank's share (range of elements) of a tensor.
+
+    The tensors in the shares are views of the tensors in use.
 
     Each parameter has a share for its weight. It has a second share for its optimizer state if this
     rank holds any part of that state.
@@ -128,7 +130,7 @@ def shares_of(
 
 
 def _leaf_of_each(leaves: Sequence[Any]) -> dict[torch.Tensor | None, Any]:
-    """Returns the chained optimizer that updates each parameter on this rank.
+    """Returns a dict from parameter to the chained optimizer that updates it on this rank.
 
     megatron-core uses one optimizer for experts that are distributed over ranks, and another for
     all other parameters. With muon, it uses one optimizer for matrices, and another for all other
@@ -201,7 +203,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def steps_of(optimizer: Any) -> float:
-    """Returns the number of updates that ``optimizer`` made, or 0 if it does not count them."""
+    """Returns the number of updates that ``optimizer`` has made, or 0 if it is unknown."""
     counted = []
     for leaf in optimizer.chained_optimizers:
         inner = leaf.optimizer
@@ -211,7 +213,7 @@ def steps_of(optimizer: Any) -> float:
 
 
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
-    """Lists the elements that each rank needs, and the rank that sends them.
+    """Returns the copies of elements between ranks (passages) that a move requires.
 
     Every rank computes the same list from the same tables. If the target rank already holds the
     elements, it is also the source. Otherwise a rank of the same replica is preferred. Shares whose
@@ -245,7 +247,7 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
 def _cover(
     target: int, name: str, start: int, end: int, had: Sequence[tuple[int, int, int]]
 ) -> Iterator[Passage]:
-    """Yields passages that together cover the given range of elements.
+    """Yields copies that together provide the elements from ``start`` to ``end`` of a share.
 
     Args:
         target: Global rank that needs the elements.
@@ -276,7 +278,7 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Sends and receives the elements of all passages. Called on all sources and targets.
+    """Copies the elements of all passages. Must be called on all sources and targets.
 
     Blocks until all messages from and to this rank have been transferred.
 

@@ -29,7 +29,7 @@ from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealt, Size
 
 
 def rows_with_tokens(config: TrainerConfig, tokens: int, lengths: Sequence[int]) -> list[Cut]:
-    """Returns the microbatches of the replica with the most work, if slices had another length.
+    """Returns the microbatches of the replica with the most work for a given slice length.
 
     Args:
         config: Settings of a run with ``--slice-tokens auto``.
@@ -76,7 +76,7 @@ class ReplicaDealing:
         self.shares: Shares = ()
 
     def take(self, loader: Any, num_microbatches: int, iteration: int) -> tuple[Any, Dealt]:
-        """Distributes the microbatches of the next step, and returns those of this rank.
+        """Distributes the microbatches of the next step, and returns this rank's microbatches.
 
         Args:
             loader: Data loader, or ``None`` on a rank that does not need data.
@@ -96,7 +96,7 @@ class ReplicaDealing:
         return microbatches, Dealt(self.shares[self._replica], sum(map(len, self.shares)))
 
     def after_step(self, times: RankTimes) -> None:
-        """Starts to gather the times of a step. :meth:`finish` waits for the result.
+        """Starts to gather the times of a step on all ranks. :meth:`finish` waits for the result.
 
         Args:
             times: Durations of this rank's actions in the step.

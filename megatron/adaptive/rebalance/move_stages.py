@@ -232,7 +232,7 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _give(run: Run, state: _State) -> None:
-    """Loads ``state``, which all ranks kept, into the new run. Collective over all ranks."""
+    """Loads ``state``, which this rank kept, into the new run. Collective over all ranks."""
     job = run.job
     old = state.shares
     leaves = run.optimizer.chained_optimizers

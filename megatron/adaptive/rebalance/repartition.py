@@ -142,7 +142,7 @@ class Repartitioner:
         del self._run
 
     def gather_loads(self, num_microbatches: int) -> list[Loads]:
-        """Gathers the measurements of all ranks and computes their loads.
+        """Gathers the measurements of all ranks, and computes the loads of ranks and stages.
 
         Collective over all ranks.
 
@@ -154,7 +154,7 @@ class Repartitioner:
 
     @property
     def is_needed(self) -> bool:
-        """Returns whether layers may move later, or the last move must still be checked."""
+        """Whether layers may move later, or the last move must still be checked."""
         return self._may_move or self._promise is not None
 
     def promise_of(self, decision: Decision) -> Move | None:
@@ -240,7 +240,7 @@ class Repartitioner:
         return way_back if move is None or move.gain < self._gain else move
 
     def _step_scale(self, num_microbatches: int) -> float:
-        """Returns the factor by which a step's time is multiplied, to compare it with other steps.
+        """Returns the factor by which a step's time is scaled for comparison with other steps.
 
         Args:
             num_microbatches: Number of microbatches of the step.
@@ -256,16 +256,17 @@ class Repartitioner:
         return self._usual_items / items
 
     def _in_slices(self, candidate: Candidate) -> Candidate:
-        """Returns the schedule to simulate.
+        """Returns the schedule to simulate, which treats slices as microbatches if steps differ.
 
-        If documents are packed, steps differ in their numbers of slices, so each slice counts as a
-        microbatch.
+        If documents are packed, the number of slices varies between steps, so each slice counts as
+        a microbatch. Otherwise, ``candidate`` is returned unchanged.
         """
         if not self._usual_items:
             return candidate
         cap = candidate.cap
         if cap is not None:
-            # A rank has room for the longest row, whatever the cap is.
+            # Raise the cap if necessary, because a rank can always keep the slices of the longest
+            # row.
             cap = max(cap * self._slices_per_row, float(self._most_slices))
         return replace(candidate, cap=cap, num_slices=1)
 
@@ -384,7 +385,7 @@ def make_tuner(
     trial: SliceTrial | None = None,
     only_pace: bool = False,
 ) -> Tuner:
-    """Returns the tuner of a run that the trainer has built.
+    """Creates a tuner for ``run``, which the trainer has built.
 
     Args:
         run: Run to measure.

@@ -1,9 +1,10 @@
 """Finds the positions of all spans in a trace file, and reads the spans of selected iterations.
 
-Each marker contains the size in bytes of the spans that follow, so only the markers have to be
-read, which is fast even for a large file. If the run was killed, the last line of its file may be
-truncated; this line is dropped and counted. If a marker's size is wrong, because the file was
-truncated or edited, the lines after it are read one by one.
+Before each iteration's spans, a trace file has a line (a marker) that contains the size of these
+spans in bytes. Therefore, only markers have to be read, which is fast even for a large file. If the
+run was killed, the last line of its file may be truncated; this line is dropped and counted. If the
+size in a marker is wrong, because the file was truncated or edited, the lines after the marker are
+read one by one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Block:
     """Describes the location of consecutive spans of one iteration in a file.
 
     Attributes:
-        marker: Marker in the line before the spans.
+        marker: Content of the line before the spans.
         offset: Offset in bytes of the first span in the file.
         size_bytes: Total size in bytes of the spans' complete lines.
         is_whole: Whether the file contains all spans counted by the marker.
@@ -55,7 +56,7 @@ class Block:
 
     @property
     def num_spans(self) -> int:
-        """Approximate number of spans, at least 1, limited by the size of the block."""
+        """Estimated number of spans, at least 1 and at most the number that fits into the block."""
         if self.table is not None:
             return max(1, len(self.table))
         return max(1, min(sum(self.marker.counts), self.size_bytes // SHORTEST_SPAN))
@@ -70,7 +71,7 @@ class FileIndex:
         header: Header of the file, or ``None`` if the file is empty.
         blocks: Positions of the spans, with one block per marker, in the order of the file.
         samples: Clock samples in the file.
-        gaps: Iterations that are missing because the disk did not accept data.
+        gaps: Iterations that are missing because the disk could not be written.
         truncated_lines: 1 if the last line of the file is truncated, otherwise 0.
         offset: Offset in bytes at which :meth:`read_on` continues.
     """
@@ -122,7 +123,7 @@ class FileIndex:
                 self.offset = file.tell()
 
     def __str__(self) -> str:
-        """Returns the current position as ``file:line`` for messages. Slow for a large file."""
+        """Returns the current position as ``file:line``, which is slow for a large file."""
         return f"{self.path}:{_line_number(self.path, self.offset)}"
 
 
@@ -158,7 +159,7 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
-    """Reads the spans of ``blocks`` from the file. Their times are readings of the rank's clock.
+    """Returns the spans of ``blocks``, with times on the clock of the rank that wrote the file.
 
     Raises:
         TraceError: The file no longer exists, or a line is damaged.
@@ -259,7 +260,10 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines in the exact format of the recorder. Returns ``None`` if any line differs."""
+    """Parses lines in exactly the format that the recorder writes.
+
+    Returns ``None`` if any line has a different format.
+    """
     lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
         return None

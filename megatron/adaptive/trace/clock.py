@@ -58,13 +58,13 @@ from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, Tr
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
-"""Fraction of the exchanges in a window that are used. The fastest are used, and at least one."""
+"""Fraction of the exchanges in a window that are used: the fastest, and at least one exchange."""
 
 STAMP_NS = 2_000.0
 """Minimum error in nanoseconds that is assumed for each clock reading."""
 
 DRIFT_PRIOR = 1e-4
-"""Assumed drift between clocks in seconds per second, which limits slopes if samples are few."""
+"""Assumed clock drift in seconds per second, which limits the slope of a fit to few samples."""
 
 BENT = 4.0
 """Ratio of residual to expected error above which a piecewise linear function is fitted instead."""
@@ -229,8 +229,8 @@ def _place_unsure(
     """Shifts each clock without a measured offset, based on the messages to and from other clocks.
 
     The clock is shifted to the mean of the two bounds that its messages give. This requires
-    messages in both directions between it and a clock that is already aligned. If several clocks
-    can be aligned, the clock with the lowest number comes first.
+    messages in both directions between the clock and an aligned clock. If several clocks can be
+    aligned, the clock with the lowest number comes first.
 
     Args:
         moves: ``[clocks]``, number of nanoseconds to add to each clock; modified in place.
@@ -258,7 +258,11 @@ def _place_unsure(
 
 
 def _fastest(sent: Ints, delays: Floats) -> Ints:
-    """Returns the indices of the samples to use, which are the fastest in each time window."""
+    """Returns the indices of the samples to use, which are the fastest in each time window.
+
+    ``sent`` contains the times in ns at which requests were sent, and ``delays`` contains the
+    round-trip times in ns.
+    """
     window = (sent - sent[0]) // WINDOW_NS
     order = np.lexsort((delays, window))
     begins = np.flatnonzero(np.diff(window[order], prepend=window[0] - 1))
@@ -270,7 +274,9 @@ def _fastest(sent: Ints, delays: Floats) -> Ints:
 
 
 def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floats, Floats]:
-    """Fits a piecewise linear function with ``count`` knots. Outliers have less weight.
+    """Fits a piecewise linear function with ``count`` knots to ``offsets`` at ``times_ns``.
+
+    ``sigmas`` contains the expected errors of the offsets in ns. Outliers have less weight.
 
     Returns:
         Time of each knot in nanoseconds, and the function's value at the knot.
@@ -420,7 +426,7 @@ def _state(name: str, ranks: Sequence[int], how: str, fit: ClockFit) -> ClockSta
 
 
 def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
-    """Returns ``alignment`` corrected so that no message of the run arrives before it was sent.
+    """Returns a copy of ``alignment`` in which no message of the run arrives before it was sent.
 
     Args:
         alignment: Clocks as aligned by :func:`align`.
@@ -464,7 +470,7 @@ Gather = Callable[[Any], Sequence[Any]]
 
 BURST = 16
 PAUSE_S = 0.001
-"""Pause in seconds between exchanges of a burst, so that one delay does not affect all of them."""
+"""Pause in seconds between two exchanges, so that a single delay does not affect a whole burst."""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
 """Initial and maximum time in seconds between bursts. The time doubles after each burst."""
@@ -524,7 +530,7 @@ def start_clock_sync(
 
 
 class ClockServer:
-    """Answers requests for the time from clients that know a secret. Uses a thread per connection.
+    """Answers requests for the time from clients that know a secret, with a thread per connection.
 
     Args:
         host: Address to listen on. If it is empty or belongs to another machine, the server listens
@@ -546,7 +552,7 @@ class ClockServer:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops the server after a short wait for last requests. May be called more than once."""
+        """Stops the server after waiting briefly for last requests. May be called repeatedly."""
         self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
         while self._serving:
@@ -670,7 +676,8 @@ def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, i
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value[: _TIMESPEC.size])
             age_ns = unix_ns - (seconds * 10**9 + nanoseconds)
-            # If the age is out of range, the time of day was changed in between.
+            # If the age is out of range, the time of day was changed after the kernel set the
+            # timestamp.
             if 0 <= age_ns < 10**9:
                 return data, present_ns - age_ns
     return data, present_ns

@@ -7,8 +7,9 @@ time is the transfer::
     member 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     member 1                          arrives ┴─ transfer ─┘ end
 
-All members record the times of the same collectives, or of the same sample if there are many, and
-the total time of all collectives. A group is ignored if the trace of any member is missing.
+All members record the total time of all collectives. They also record the times of single
+collectives, or of the same sample of collectives on all members if there are many. A group is
+ignored if the trace of any member is missing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NS_PER_MS = 1e6
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinedCollectives:
-    """Holds the collectives of one group and one operation whose times all members recorded.
+    """Holds one group's collectives of one operation, whose times all members recorded.
 
     Attributes:
         kind: Kind of the group, such as ``tensor``.
@@ -76,12 +77,12 @@ class JoinedCollectives:
 
     @property
     def transfer_ns(self) -> Ints:
-        """``[collectives, members]``, time in ns from the last arrival to a member's end."""
+        """``[collectives, members]``, time in ns from the last arrival to the member's end."""
         return np.asarray(np.maximum(self.end_ns - self.last_ns[:, None], 0))
 
     @property
     def held_up_ns(self) -> Floats:
-        """``[collectives, members]``, time in ns that all others waited only for this member.
+        """``[collectives, members]``, time in ns for which the group waited only for this member.
 
         The value is 0 for all members except the last member to arrive.
         """
@@ -190,13 +191,19 @@ def _join(
 
 
 def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
-    """Returns the number, total time in ns and total bytes of ``operation`` in a member's step."""
+    """Returns the count, total time in ns and total bytes of ``operation`` in ``group``.
+
+    The totals cover a step of one member.
+    """
     totals = dict(zip(group.operations, group.totals, strict=True))
     return totals.get(operation, (0, 0, 0))
 
 
 def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:
-    """Returns the start and end in ns of each recorded ``operation``, by index in the iteration."""
+    """Returns a dict from index in the iteration to (start, end) in ns of each ``operation``.
+
+    Only collectives whose times were recorded are included.
+    """
     return {
         number: (start_ns, end_ns)
         for number, of, start_ns, end_ns in group.kept
@@ -206,7 +213,7 @@ def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFigures:
-    """Holds the times of one operation in a step, averaged over all groups of one kind.
+    """Holds the times of one kind of collective in a step, averaged over groups of one kind.
 
     Attributes:
         kind: Kind of the groups, such as ``tensor``.
@@ -232,7 +239,7 @@ class CollectiveFigures:
 
 
 def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]:
-    """Returns the collective times of ``iteration``, by kind of group and operation."""
+    """Returns the times of collectives in ``iteration``, per kind of group and operation."""
     by_name: dict[str, list[JoinedCollectives]] = {}
     for joined in join_collectives(run, [iteration]):
         by_name.setdefault(joined.name, []).append(joined)

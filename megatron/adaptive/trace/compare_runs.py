@@ -37,22 +37,22 @@ from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS
 
 SURE = 3.5
-"""Minimum size of a change in standard errors."""
+"""Minimum size of a change to be reported, in standard errors."""
 
 LEAST = 0.02
-"""Minimum size of a change, as a fraction of the time."""
+"""Minimum size of a change to be reported, as a fraction of the time."""
 
 OF_STEP = 0.002
-"""Minimum change in the time of messages or data reads, as a fraction of a step."""
+"""Minimum change in the time of messages or data reads to be reported, as a fraction of a step."""
 
 RANKS_DIFFER = 0.008
-"""Standard deviation of a rank's relative speed between two equal runs."""
+"""Standard deviation of a rank's relative speed between two runs with the same settings."""
 
 FEWEST_LAYERS = 3
 """Minimum number of layers on a rank that is required to compare its layers."""
 
 MOST_CHANGES = 20
-"""Maximum number of changes of computing time in a comparison."""
+"""Maximum number of changes of computing time that a comparison reports."""
 
 _MEDIAN_ERROR = 1.25
 """Ratio of the standard error of a median to the standard error of a mean."""
@@ -253,7 +253,10 @@ def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
 
 
 def _computing(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds changes in computing time, starting with the change that matters most."""
+    """Finds changes in computing time between the two runs.
+
+    The change that accounts for most of the difference is yielded first.
+    """
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
@@ -312,8 +315,8 @@ class _PartChange:
         part: Part of the work.
         size: Change in the logarithm of the time.
         certainty: Size of the change in standard errors.
-        explained: Part of the sum of squared differences between the runs that the change accounts
-            for.
+        explained: Amount by which the change reduces the weighted sum of squared differences
+            between the runs.
     """
 
     part: _Part
@@ -329,10 +332,10 @@ _KINDS_OF_PART: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("stage", (2,)),
     ("action on rank", (1,)),
 )
-"""Kinds of parts, and the axes of ``[ranks, chunks, 3]`` over which the cells of each are added up.
+"""Kinds of parts, each with the axes of ``[ranks, chunks, 3]`` over which its cells are summed.
 
-If two parts have the same cells, such as a rank with one chunk and its stage, the kind that comes
-first is used.
+A cell is the computing time of one kind of action on one chunk of a rank. If two parts have the
+same cells, such as a rank with one chunk and its stage, the kind that comes first is used.
 """
 
 _PREFERRED = 1 + 1e-9
@@ -421,7 +424,10 @@ def _links(first: Measured, second: Measured) -> Iterator[Change]:
 
 
 def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
-    """Returns the times in ns of messages with exact arrival times, by (sender, receiver)."""
+    """Returns a dict from (sender, receiver) to the times in ns that messages took to arrive.
+
+    Messages without an exact arrival time are omitted.
+    """
     messages = m.messages
     taken_ns = (messages.arrived_ns - messages.sent_ns).astype(np.float64)
     exact = ((link, rows[messages.seen[rows]]) for link, rows in messages.by_link())
@@ -429,7 +435,7 @@ def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
 
 
 def _data(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds ranks that read their microbatches more slowly or faster in the second run."""
+    """Finds ranks whose data reads are slower or faster in the second run than in the first."""
     for column, header in enumerate(first.headers):
         before, after = (
             m.read_ns[:, column][m.reads[:, column] > 0]
@@ -495,7 +501,10 @@ class _LayerTimes:
 
 
 def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
-    """Returns the times of the layers that were timed in all iterations, by layer index."""
+    """Returns a dict from layer index to the layer's times in ``run``.
+
+    Layers that were not timed in all iterations of ``m`` are omitted.
+    """
     times: dict[int, dict[int, list[int]]] = {}
     for rank in sorted(run.ranks):
         for iteration in m.iterations.tolist():
@@ -511,7 +520,7 @@ def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
 
 
 def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds groups whose transfer times changed, and ranks for which waiting times changed."""
+    """Finds groups whose transfer times changed, and ranks whose groups wait longer or shorter."""
     groups = [{(of.name, of.ranks): of for of in m.collectives} for m in (first, second)]
     for name, ranks in sorted(groups[0].keys() & groups[1].keys()):
         of_runs = [of_run[name, ranks] for of_run in groups]
@@ -553,7 +562,7 @@ def _median_ms(times_ns: Floats) -> float:
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
     """Returns the confidence that the times changed, or ``None`` if the change may be random.
 
-    To count, a change must exceed the fraction :data:`LEAST` of the time and the fraction
+    A change counts only if it exceeds the fraction :data:`LEAST` of the time and the fraction
     :data:`OF_STEP` of a step.
 
     Args:

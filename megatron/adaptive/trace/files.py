@@ -65,7 +65,7 @@ class Outage:
         self.lost = 0
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
-        """Adds ``count`` to the lost units, and prints ``error`` if it begins the outage."""
+        """Adds ``count`` to the lost units, and prints ``error`` if writing worked until now."""
         self.lost += count
         if not self.is_on:
             self.is_on = True
@@ -151,7 +151,7 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes the bytes of ``head``. If this fails, they are written before any later data."""
+        """Writes the result of ``head``. If this fails, it is written before any later data."""
         self._has_head = False
         self.append(b"", 0)
 

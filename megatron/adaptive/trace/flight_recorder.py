@@ -163,7 +163,7 @@ class StuckCalls:
 
 
 def dump_files(folder: Path | None) -> dict[int, Path]:
-    """Maps each rank to the path of its dump in ``folder``; empty if there are no dumps."""
+    """Returns a dict from rank to the path of its dump in ``folder``; empty without dumps."""
     if folder is None or not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -180,7 +180,7 @@ def read_dumps(folder: Path) -> list[Dump]:
 
 
 def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
-    """Finds the collectives and messages that do not finish, and the ranks that block them."""
+    """Finds collectives and messages in ``dumps`` that do not finish, and the ranks to blame."""
     by_rank = {dump.rank: dump for dump in dumps}
     pending: dict[tuple[str, tuple[int, ...], int], list[RecordedCall]] = {}
     for dump in dumps:
@@ -307,7 +307,10 @@ def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
 
 
 def _signature(call: RecordedCall) -> tuple[str, str]:
-    """Returns the parts of a call that must be equal on all ranks: its name and sometimes sizes."""
+    """Returns the parts of ``call`` that must be equal on all ranks.
+
+    These are the name and, for all-reduce and broadcast, also the sizes of the inputs.
+    """
     has_equal_sizes = call.name.endswith(("all_reduce", "allreduce", "broadcast"))
     return call.name, call.sizes if has_equal_sizes else ""
 

@@ -85,7 +85,8 @@ class GpuCounters:
             self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except ImportError:
             self.why_not = "the package nvidia-ml-py is missing"
-        except Exception as error:  # There may be no driver or no permission, for example.
+        # NVML raises an error if there is no driver or no permission, for example.
+        except Exception as error:
             self.why_not = f"NVML cannot be initialized: {error}"
         else:
             self._nvml = pynvml

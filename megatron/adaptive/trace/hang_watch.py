@@ -35,7 +35,7 @@ STEPS = 10.0
 """The default of ``--hang-after-s`` is 30 s or 10 median steps, whichever is longer."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Multiple of the hang limit for which ranks may compute outside of steps without progress."""
+"""Number of hang limits for which ranks may compute between steps without progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
 """Minimum usage per second of a working rank: processor time in seconds, processor time plus time
 in the run queue in seconds, and bytes read or written. Monitoring threads alone use less."""
@@ -106,7 +106,10 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Text with the code line that the main thread runs, except in ``threading``, ``queue``."""
+        """Text with the code line that the main thread runs.
+
+        Frames in the modules ``threading`` and ``queue`` are skipped.
+        """
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
@@ -115,11 +118,14 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """(Sender, kind, chunk, turn, microbatch as text) of each message the rank waits for."""
+        """(Sender, kind, chunk, action index, microbatch) of each message that is waited for."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
-        """Returns whether ``line`` or the file of one of the ``depth`` innermost frames matches."""
+        """Returns whether the rank's main thread executes code that matches ``pattern``.
+
+        The pattern is compared with ``line`` and with the files of the ``depth`` innermost frames.
+        """
         files = [str(frame[0]) for frame in self.frames[:depth]]
         return any(pattern.search(text) for text in (*files, self.line))
 
@@ -137,7 +143,10 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished the action ``turn`` of ``kind`` and ``chunk``."""
+        """Returns whether the rank has finished an action of training step ``step``.
+
+        ``turn`` is the index of the action among the actions of ``kind`` on ``chunk`` in this step.
+        """
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -252,7 +261,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the result for ``rank``, which blocks the job and does not wait for other ranks."""
+    """Returns the result if ``rank`` blocks the job and does not wait for other ranks."""
     missed = next(
         (
             f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
@@ -308,13 +317,19 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers above ``begun`` of collectives of group ``name`` that ranks wait in."""
+    """Returns the numbers of the collectives in group ``name`` that ranks wait in.
+
+    Only numbers above ``begun`` are returned.
+    """
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to the ranks it waits for: senders of inputs, or late collective members."""
+    """Returns a dict from each rank to the ranks that it waits for.
+
+    These are the senders of missing inputs, or members that are late for a collective.
+    """
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -374,7 +389,7 @@ class Stillness:
 
     Within a step, only the end of an action or of a collective counts as progress. Between steps,
     in evaluations, in checkpoints and before the third iteration (imports, compilation), reads and
-    writes count too. There, computing also counts for up to ten times the hang limit.
+    writes also count. In these phases, computing counts for up to ten times the hang limit.
 
     Args:
         limit_s: Value of ``--hang-after-s`` in seconds, or ``None`` for the default limit.
@@ -459,7 +474,7 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the number of collectives started per group, or ``None`` if the ranks disagree."""
+    """Returns the number of collectives started per group if all ``counts`` agree, or ``None``."""
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -472,7 +487,10 @@ _MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "slice", "done", 
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns /proc/PID/stat as fields, from the state on, or ``["X"]`` if the process is gone."""
+    """Returns the fields of /proc/PID/stat, starting with the state.
+
+    The result is ``["X"]`` if the process has exited.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -594,7 +612,7 @@ def _source(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Returns each rank's last status report; empty if an earlier process wrote its file."""
+    """Returns each rank's last status report; empty if the file is from an earlier process."""
     nows: dict[int, dict[str, Any]] = {}
     for rank, pid in pids.items():
         now = _read_json(folder / f"now_rank_{rank:05d}.json")
@@ -690,7 +708,7 @@ class _Watch:
         self._publish(still_s)
 
     def _publish(self, still_s: float, evidence: Sequence[RankEvidence] = ()) -> None:
-        """Writes the time without progress and ``evidence`` to a file for the other machines."""
+        """Writes the time without progress and ``evidence`` to a file that other machines read."""
         if self._job["machines"] < 2:
             return
         self._beat += 1

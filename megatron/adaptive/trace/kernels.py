@@ -171,7 +171,7 @@ class KernelFile:
             self._file.close()
 
     def _line_end(self) -> bytes:
-        """Returns a newline if a killed process left an incomplete line, otherwise nothing."""
+        """Returns a newline if a killed process left an incomplete line, otherwise no bytes."""
         with self._path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
@@ -207,7 +207,7 @@ def kernel_notes(run: RunTrace) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[StepKernels], str]:
-    """Returns the steps in a file, and a note about damaged lines; empty if no line is damaged.
+    """Returns the steps in the file at ``path``, and a note about damaged lines if there are any.
 
     A truncated last line is skipped without a note.
     """
@@ -293,7 +293,7 @@ class KernelFigures:
 
 
 def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
-    """Returns a step's kernels by rank, action and name, in descending order of their total time.
+    """Returns the total times of a step's kernels by rank, action and name, longest first.
 
     Args:
         run: Trace of the run.

@@ -142,7 +142,10 @@ def _latest_run() -> Path | None:
 
 
 def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
-    """Returns when a file of the run changed last, in seconds, or ``None`` if no file matches."""
+    """Returns the time in seconds at which a file in ``folder`` last changed, or ``None``.
+
+    Only files that match one of ``patterns`` count. ``None`` means that no file matches.
+    """
     times_s = []
     for pattern in patterns:
         for path in folder.glob(pattern):

@@ -171,7 +171,7 @@ _MESSAGE_THREADS = (
 )
 """Prefixes of the names of threads, other than the main thread, that run actions, send or receive.
 
-These threads belong to this package's lanes and transports, or to libraries used by them.
+These threads are started by this package's executor and transports, or by libraries that they use.
 """
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
@@ -265,7 +265,10 @@ class MachineCounters:
         self._gpu.begin()
 
     def end(self) -> dict[str, int]:
-        """Returns the increase of each counter since :meth:`begin` by name, without zeros."""
+        """Returns a dict from counter name to its increase since :meth:`begin`.
+
+        Clocks, the link speed and the number of processors are current values. Zeros are omitted.
+        """
         counts = dict.fromkeys(COUNTERS, 0)
         for (name, source), value in self._read().items():
             # A counter may have several sources, such as nested control groups or processes. Their
@@ -292,7 +295,10 @@ class MachineCounters:
         self._processor = -1
 
     def _read(self) -> dict[tuple[str, str], int]:
-        """Returns the values of the counters by (name, source); some have several sources."""
+        """Returns a dict from (counter name, source) to value.
+
+        Some counters have several sources, such as nested control groups.
+        """
         if self._reads % _READS_PER_LISTING == 0 or self._reads == _READS_TO_SECOND_LISTING:
             self._list_threads()
             self._list_readers()
@@ -312,7 +318,7 @@ class MachineCounters:
         return {key: value for key, value in values.items() if value is not None}
 
     def _read_threads(self, threads: Iterable[str]) -> dict[str, _Turns]:
-        """Returns the waits of ``threads`` by thread ID, without threads that have exited."""
+        """Returns a dict from thread ID to the thread's waits, without threads that have exited."""
         values = {thread: self._threads[thread].value() for thread in threads}
         return {thread: turns for thread, turns in values.items() if turns is not None}
 
@@ -335,7 +341,7 @@ class MachineCounters:
         return longest.waited_ns, of_messages.waited_ns // max(1, of_messages.number)
 
     def _read_clocks(self) -> dict[str, int]:
-        """Returns the clocks in kHz of the processor that this process used last, or 0."""
+        """Returns a dict from counter name to clock in kHz for the processor that was used last."""
         stat = _opened("/proc/self/stat")
         if stat is None:
             return {}
@@ -472,7 +478,7 @@ def _throttled_ns(text: bytes) -> int:
 
 
 def _steal_ns(text: bytes) -> int:
-    """Returns the ns per processor that other virtual machines took, from ``/proc/stat``."""
+    """Returns the mean time in ns for which the host took a processor away, from ``/proc/stat``."""
     ticks = int(text.split(maxsplit=_STEAL_FIELD + 1)[_STEAL_FIELD])
     return ticks * _ns_per_tick() // (os.cpu_count() or 1)
 

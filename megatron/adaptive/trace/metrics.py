@@ -349,9 +349,10 @@ def _within_actions(
 
     A send is part of an action only if the action ends with the send.
 
-    On a GPU (``cuda``), actions were timed by the GPU, but sends and reads of data by the CPU. The
-    CPU is ahead, so they may seem to lie within another action. The GPU only waits for a read if
-    it has begun the forward pass of the same microbatch, and it computes during a send.
+    On a GPU (``cuda``), actions are timed by the GPU, but sends and data reads by the CPU, which
+    runs ahead. A send or a read may therefore seem to lie within a different action. Sends are
+    skipped, because the GPU computes during a send. A read is part of an action only if the action
+    is the forward pass of the same microbatch.
 
     Returns:
         Row of each such span in the table, and row of the action that contains the span.

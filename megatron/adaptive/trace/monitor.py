@@ -144,7 +144,7 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Trace header of any rank for fields that all share, or ``None`` without traces."""
+        """Trace header of any rank, for fields that are equal on all ranks, or ``None``."""
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
     @property

@@ -264,7 +264,7 @@ _Batch = tuple[IterationStart, Sequence[SpanRow]]
 
 
 class _SentBefore(NamedTuple):
-    """Describes the previously converted spans of an iteration, which late spans follow.
+    """Describes the spans of an iteration that were converted before its late spans arrived.
 
     Attributes:
         num_spans: Number of spans that were converted.
@@ -325,7 +325,10 @@ class SpanSender:
         self._thread.start()
 
     def add(self, marker: IterationStart, rows: Sequence[SpanRow]) -> None:
-        """Adds spans of an iteration without blocking, or drops them if the queue is full."""
+        """Queues the spans in ``rows`` for sending, or drops them if the queue is full.
+
+        ``marker`` describes the iteration of the spans. This method never blocks.
+        """
         self._given += len(rows)
         try:
             self._queue.put_nowait((marker, rows))

@@ -383,7 +383,7 @@ class RunTrace:
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
-    """Maps each rank to the path of its trace file in ``folder``; empty if there are no files."""
+    """Returns a dict from rank to the path of the rank's trace file in ``folder``; may be empty."""
     if not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -482,7 +482,7 @@ def _on_one_clock(
 
 
 def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
-    """Returns each rank's spans in a few evenly spaced iterations that all ranks recorded."""
+    """Returns each rank's messages in a few evenly spaced iterations that all ranks recorded."""
     common = sorted(set.intersection(*(set(trace.iterations) for trace in traces.values())))
     indices = np.unique(np.linspace(0, len(common) - 1, REFINED_ITERATIONS).astype(int))
     chosen = [common[index] for index in indices.tolist()] if common else []

@@ -158,7 +158,10 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:
-        """Adds ``rows`` to the current iteration without blocking, or drops them outside of it."""
+        """Adds ``rows`` to the current iteration, or drops them outside of an iteration.
+
+        This method never blocks.
+        """
         if self._rows is not None:
             self._rows.extend(rows)
 
@@ -243,7 +246,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer(ClockSamples(0, ()))  # An empty record wakes the writer thread.
 
     def close(self) -> None:
-        """Writes all remaining spans and closes the file. It can be called more than once."""
+        """Writes all remaining spans and closes the file. Can be called more than once."""
         if not self._open:
             return
         self.end_iteration()

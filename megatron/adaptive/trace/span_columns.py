@@ -53,7 +53,7 @@ _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
 
 
 SlicesOf: TypeAlias = Callable[[int], SliceCounts]
-"""Function that returns the number of slices of each of a rank's microbatches in an iteration."""
+"""Function that maps an iteration number to the number of slices of each microbatch."""
 
 
 def rows_by_value(values: Ints) -> Iterator[tuple[int, Ints]]:
@@ -184,7 +184,7 @@ class TraceTable:
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the rows as objects. ``wait_ns`` of an action is the wait before it."""
+        """Returns the rows as objects, in which ``wait_ns`` is the wait before an action."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]

@@ -154,7 +154,7 @@ class NowFile:
         report = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
         line = json.dumps(report, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
         os.pwrite(self._file, line.encode("ascii"), 0)
-        # A longer previous line would otherwise leave its end behind.
+        # Otherwise, the end of a longer previous line would remain in the file.
         os.ftruncate(self._file, len(line))
 
     def end(self, read_state: ReadState | None) -> None:

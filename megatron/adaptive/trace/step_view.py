@@ -205,9 +205,10 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 def _cut(
     spans: Iterable[Span], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[Span, ...]:
-    """Returns spans of ``kinds`` sorted by time, clipped to a step, with times since its start.
+    """Returns the spans of ``kinds`` in a step, sorted by time, with times since ``start_ns``.
 
-    Waits outside the step are dropped. Actions are always kept, because they define the step.
+    Spans are clipped to the step, which ends at ``end_ns``. Waits outside the step are dropped.
+    Actions are always kept, because they define the step.
     """
     inside = (
         replace(

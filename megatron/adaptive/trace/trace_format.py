@@ -212,7 +212,7 @@ def trace_file_name(rank: int) -> str:
 
 
 def _clock_id() -> str:
-    """Returns the ID of the machine's monotonic clock, which all processes on the clock share.
+    """Returns the ID of the monotonic clock, which is the same in all processes that use it.
 
     The ID consists of the kernel's boot ID and the Linux time namespace.
     """
@@ -347,7 +347,7 @@ class GroupCollectives:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Creates an object from ``record``, a group's entry in a marker, with checked types."""
+        """Creates an object from ``record``, an entry of a marker whose values were checked."""
         kept = tuple(
             (number, of, start_ns + start, start_ns + start + duration)
             for number, of, start, duration in record["kept"]

@@ -139,7 +139,10 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def value_of(
     record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
 ) -> Any:
-    """Returns the field ``name`` of a record after checking it by the rule for ``kind``.
+    """Returns the field ``name`` of ``record`` after checking its type.
+
+    If the field is missing, ``default`` is returned. ``kind`` is the type of the field, a key of
+    :data:`EXPECTED`. ``origin`` is the position of the record for error messages.
 
     Raises:
         TraceError: The field is missing and has no default, or its value has another type.

@@ -61,7 +61,7 @@ If there are more, only intervals that last to the end of the run are searched.
 """
 
 INTERVALS_AT_ONCE = 500_000
-"""Maximum number of intervals, over some ranks, whose scores are in memory at the same time."""
+"""Maximum number of pairs of an interval and a rank whose scores are in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,10 @@ class RankBaselines:
         self._level = self.lasting.plus(self.passing, 1 / len(self.series)).inverse()
 
     def distrust(self, column: int) -> None:
-        """Stops comparing other ranks with the rank in ``column``, by making it uncertain."""
+        """Stops using the rank in ``column`` as a reference for other ranks.
+
+        The method increases the uncertainty of this rank's deviation.
+        """
         self.doubt(np.eye(1, self.series.shape[1], column)[0])
 
     def remove(self, shift: Shift) -> None:
@@ -138,7 +141,10 @@ class RankBaselines:
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """Returns the size of ``shift`` per kind of action (F, B, W) that takes enough time."""
+        """Returns a dict from kind of action (F, B, W) to the size of ``shift`` in these actions.
+
+        Kinds of actions that take little time are omitted.
+        """
         sizes = {}
         for number, kind in enumerate("FBW"):
             series = self.by_kind[:, :, number]
@@ -262,7 +268,7 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Subtracts the additional time that long microbatches take on all stages from their actions.
+    """Corrects the durations of actions for microbatches that take longer on all stages.
 
     Otherwise, long microbatches would look like slow stages.
 

@@ -1,9 +1,11 @@
-"""Defines the interface for causes of slow steps, which find, describe, simulate and remedy them.
+"""Defines the interface of the causes of slow steps that a diagnosis searches for.
 
-A cause is a subclass of :class:`Cause`. The modules in the folder ``causes`` contain the causes of
-this package, which need no registration. Users can define their causes in any module, and pass them
-as ``trace diagnose --cause package.module:Class``. A package can also publish its causes as entry
-points of the group ``megatron_adaptive.causes``, whose names can be passed to ``--cause``.
+A cause is a subclass of :class:`Cause`, which finds a cause in the measured times, describes it,
+suggests remedies, and computes the durations of operations without the cause. The modules in the
+folder ``causes`` contain the causes of this package, which need no registration. Users can define
+causes in any module, and pass them as ``trace diagnose --cause package.module:Class``. A package
+can also publish its causes as entry points of the group ``megatron_adaptive.causes``, whose names
+can be passed to ``--cause``.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ class Evidence:
     times: StageCosts | None
 
     def move_layers(self, finding: Finding) -> Remedy:
-        """Returns advice to move layers away from slow stages, if that saves enough time."""
+        """Returns advice to move layers away from the slow stages in ``finding``.
+
+        The remedy is empty if the slowdown has ended, or if the best partition saves too little
+        time.
+        """
         m, times = self.measured, self.times
         if times is None:
             advice = f"assign fewer layers to stage {finding.stages[0]} (--partition)"
@@ -127,7 +133,7 @@ class RecordedSteps:
         return [n for n, header in enumerate(self._simulated) if header.pp_rank == pp_rank]
 
     def with_partition(self, partition: tuple[int, ...]) -> Floats64:
-        """Returns the duration of each operation in seconds if layers were split by ``partition``.
+        """Returns the duration in seconds that each operation would have with ``partition``.
 
         The durations are not changed if ``partition`` is empty or the time of a layer is unknown.
         """
@@ -171,7 +177,7 @@ class Cause:
         raise NotImplementedError
 
     def describe(self, finding: Finding) -> str:
-        """Returns text for the headline of ``finding``, with the affected rank and the effect."""
+        """Returns the headline of ``finding``, which names the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
         return f"{finding.culprit} takes {finding.delay_ms or 0:.3g} ms more"
@@ -181,9 +187,10 @@ class Cause:
         return Remedy()
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
-        """Returns the duration of each operation in seconds as if the cause did not exist.
+        """Returns the duration of each operation in ``steps``, in seconds, without the cause.
 
-        The cost of ``finding`` is the time by which this shortens the simulated step.
+        The cost of ``finding`` is the difference between the simulated step times with the recorded
+        durations and with these durations.
         """
         return steps.duration_s
 

@@ -56,16 +56,16 @@ class Covariance:
         return Covariance(self.variances + factor * other.variances, (*self.shared, *scaled))
 
     def with_own(self, added: Floats) -> Covariance:
-        """Returns this covariance with ``added``, ``[ranks]``, added to ``variances``."""
+        """Returns a copy of this covariance with ``added``, ``[ranks]``, added to ``variances``."""
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
-        """Returns the inverse of this covariance as an operator."""
+        """Returns the inverse of this covariance, by which arrays can be multiplied."""
         return InverseCovariance(self)
 
 
 class InverseCovariance:
-    """Contains the inverse of a covariance, as an operator.
+    """Represents the inverse of a covariance without storing a matrix.
 
     Args:
         covariance: Covariance to invert.
@@ -102,13 +102,13 @@ class InverseCovariance:
         return np.asarray(product if values.ndim > 1 else product[:, 0])
 
     def column(self, index: int) -> Floats:
-        """Returns column ``index`` of the inverse, ``[ranks]``. Row ``index`` is equal to it."""
+        """Returns column ``index`` of the inverse, ``[ranks]``, which is equal to row ``index``."""
         unit = np.zeros(len(self._variances))
         unit[index] = 1.0
         return self @ unit
 
     def _within_groups(self, values: Floats) -> Floats:
-        """Multiplies ``values`` by the inverse that only the first kind of group would have."""
+        """Multiplies ``values`` by the inverse covariance of only the first kind of group."""
         scaled = values / self._variances[:, None]
         sums = self._sums(scaled * self._size[:, None]) * self._shrink[:, None]
         result: Floats = scaled - (self._size / self._variances)[:, None] * sums[self._group]

@@ -82,7 +82,7 @@ def diagnose(
 
 
 def _uncounted(run: RunTrace) -> list[str]:
-    """Returns a note that lists the counters that some machines lack; empty if they lack none."""
+    """Returns a note that lists the counters that are missing on some machines, if any."""
     names = {name for trace in run.ranks.values() for name in trace.header.uncounted}
     if not names:
         return []

@@ -56,7 +56,7 @@ class Finding:
         cause: Name of the cause (``Cause.name``); filled in by the diagnosis.
         ranks: Affected global ranks. For a slow link, these are the sender and the receiver.
         stages: Pipeline stages on the affected ranks.
-        hosts: Machine of each affected rank, by name.
+        hosts: Name of the machine of each affected rank.
         factor: Ratio of the ranks' computing time to the expected time or, for overloaded experts,
             of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
         delay_ms: Delay in ms of each message, microbatch or action. For overloaded experts, this is

@@ -94,7 +94,7 @@ A rank with at least this ratio is considered to be the cause of the machine's w
 
 @dataclass(frozen=True)
 class _Wait:
-    """Contains the texts for a counter that counts lost time.
+    """Contains the texts for a counter that measures lost time.
 
     The texts may contain ``{share}``, the fraction of the steps that was lost, ``{host}``, the name
     of the machine, ``{processors}``, the number of its processors that the ranks may use,
@@ -113,7 +113,7 @@ class _Wait:
 
 
 _WAITS = (
-    # The kernel counts a thread that a quota has stopped as waiting for a processor too.
+    # A thread that is stopped by a quota is also counted as waiting for a processor.
     _Wait(
         THROTTLED,
         "a quota on processor time on {host} takes {share:.0%} of a step",
@@ -204,7 +204,7 @@ _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
 """Counters of waits that cover all programs on a machine."""
 
 _CONTAINED = frozenset(((THROTTLED, PROCESSOR_WAIT), (STEAL, PROCESSOR_WAIT)))
-"""Pairs of counters. The second counter includes the time that the first counts."""
+"""Pairs of counters in which the second counter includes the time of the first counter."""
 
 _LIMITS = (CLOCK_LIMIT, FULL_CLOCK)
 
@@ -431,10 +431,14 @@ def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) 
 
 
 def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice) -> float:
-    """Returns the median of a counter on other ranks or in other iterations, whichever is lower."""
+    """Returns the median of a counter on other ranks or in other iterations, whichever is lower.
+
+    ``share`` contains the counter as a fraction of each iteration. Other iterations are iterations
+    of the rank in ``column`` that are not in ``chosen``.
+    """
     compared = [other for other in range(len(m.headers)) if other != column]
     if counter in _OF_MACHINE and _reads_most(m, column, chosen):
-        # All ranks on a machine have the same count, and this rank causes it.
+        # All ranks on a machine have the same count. Skip them, because this rank causes the count.
         compared = [c for c in compared if m.headers[c].host != m.headers[column].host]
     others = share[chosen][:, compared]
     before = np.delete(share[:, column], np.s_[chosen])
@@ -514,7 +518,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if more outside processes use a rank's GPU than use other GPUs."""
+    """Returns a reason if a rank's GPU is used by more outside processes than other GPUs."""
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
     elsewhere = np.delete(others, column, axis=1)
@@ -550,9 +554,10 @@ def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 def _clocks(
     m: Measured, counter: str, column: int, chosen: slice, factor: float
 ) -> tuple[float, float] | None:
-    """Returns the clock of a rank and the usual clock, if they explain enough of its slowdown.
+    """Returns the clock of a rank and the usual clock if their ratio explains the slowdown.
 
-    The usual clock is the clock on other ranks or in other iterations, whichever is higher.
+    The usual clock is the clock on other ranks or in other iterations, whichever is higher. The
+    result is ``None`` if the clock explains too little of the slowdown ``factor``.
     """
     clocks = np.where(m.machine[counter] > 0, m.machine[counter], np.nan)
     if not np.isfinite(clocks[chosen, column]).any():

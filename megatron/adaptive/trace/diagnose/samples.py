@@ -132,7 +132,7 @@ class Measured:
 
     @cached_property
     def replicas(self) -> dict[tuple[int, ...], list[int]]:
-        """Maps each pipeline's (data-parallel rank, tensor-parallel rank) to its ranks' columns."""
+        """Maps (data-parallel rank, tensor-parallel rank) to the columns of a pipeline's ranks."""
         return self._grouped("dp_rank", "tp_rank")
 
     @cached_property
@@ -279,7 +279,7 @@ def _count(trace: RankTrace, iteration: int) -> int:
 
 
 def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
-    """Returns each machine counter by name, ``[iterations, ranks]``, with NaN if it is missing."""
+    """Returns a dict from counter name to counts, ``[iterations, ranks]``, with NaN if missing."""
     counts = [
         [run.ranks[rank].machine(iteration) for rank in sorted(run.ranks)]
         for iteration in iterations.tolist()
@@ -415,7 +415,7 @@ class Interval:
 
 
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
-    """Returns the median of ``values`` without NaN, or NaN if all values are NaN."""
+    """Returns the median of ``values``, ignoring NaN. The result is NaN if all values are NaN."""
     with warnings.catch_warnings():
         # Slices that contain only NaN are expected, and numpy would issue a warning for each.
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -452,8 +452,8 @@ def tame_mean(values: Floats) -> Floats:
 def noise(series: Floats) -> float:
     """Estimates the standard deviation of the random noise in a series.
 
-    The estimate uses the differences between neighbouring values, so a jump or a slow drift in the
-    series does not increase it.
+    The estimate uses the differences between neighbouring values, which jumps and slow drifts
+    hardly change.
 
     Args:
         series: ``[n]`` without NaN. With fewer than three values, the result is 0.
@@ -464,7 +464,7 @@ def noise(series: Floats) -> float:
 
 
 def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
-    """Returns the start and end indices of all intervals of a series that are searched.
+    """Returns the start and end indices of all intervals to search in a series.
 
     Args:
         count: Number of values in the series.

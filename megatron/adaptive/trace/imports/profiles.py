@@ -179,7 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an omitted event called ``name``, so that the run's caveats report it."""
+        """Counts an omitted event called ``name``, for a note that states the ``reason``."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -262,7 +262,7 @@ def _listed(names: Counter[str]) -> str:
 
 
 def _is_array(head: bytes) -> bool:
-    """Returns whether ``head`` begins a plain list of events in Chrome's format."""
+    """Returns whether a file that starts with ``head`` is a list of events in Chrome's format."""
     return head.lstrip(_BLANK).startswith(b"[") and b'"ph"' in head
 
 
@@ -374,7 +374,10 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns the attribute ``name`` as an integer, even if its name has a prefix with a dot."""
+    """Returns the attribute ``name``, with or without a dotted prefix, as an integer.
+
+    Returns ``default`` if the attribute is missing or is not a number.
+    """
     for key, value in attributes.items():
         if f".{key}".endswith(f".{name}"):
             with suppress(TypeError, ValueError):
@@ -728,7 +731,7 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns messages without a span, which occur if a single call sends and receives.
+    """Returns the messages that have no span because a single call sends and receives.
 
     The times of these messages are estimated. The wait for an input begins at the end of the
     previous computation, and a result is sent at the end of its computation.
@@ -750,7 +753,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Removes computations inside others of the same kind, and numbers the rest in each step."""
+    """Removes computations within a computation of the same kind, and numbers the rest per step."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []

@@ -177,9 +177,10 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 
 
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
-    """Shifts the times of ranks whose clocks seem to differ, and returns start times and notes.
+    """Aligns ranks whose clocks seem to differ, and returns start times and notes for the user.
 
-    Aligns the start times of ranks whose clocks seem to differ, and returns them with notes.
+    A clock seems to differ if the rank's first step begins earlier or later than the first rank's
+    by more than twice the median length of this step.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -201,7 +202,10 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Shifts each step to begin after the previous step, because every step may begin at 0."""
+    """Returns start times in ns with which each step begins after the end of the previous step.
+
+    This is needed because the times of every step may begin at 0.
+    """
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
     last = np.full(len(first), -np.inf)
@@ -308,7 +312,10 @@ class _Table:
         return replace(run, caveats=tuple(notes))
 
     def _blocks(self, rows: Ints, spans: TraceTable) -> dict[int, dict[int, TraceTable]]:
-        """Returns the spans by worker and iteration. ``rows`` is the table row of each span."""
+        """Returns a dict from worker to a dict from iteration to spans.
+
+        ``rows`` contains the index of the table row of each span.
+        """
         order = np.lexsort((spans.start_ns, spans.iteration, self._worker[rows]))
         worker = self._worker[rows][order]
         spans = spans.take(order)
@@ -351,7 +358,7 @@ class _Table:
             )
 
     def _check_microbatches(self, computes: Ints) -> None:
-        """Numbers the microbatches in order, unless the table has a unique number for each."""
+        """Numbers the microbatches in order, unless the table contains unique numbers for them."""
         keys = [self._step, self._worker, self._kind, self._chunk]
         columns = [*(key[computes] for key in keys), self._microbatch[computes]]
         is_unique = (find_rows(columns, columns) == np.arange(len(computes))).all()
@@ -418,7 +425,7 @@ class _Table:
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank of ``pp_rank`` in each worker's pipeline, or -1."""
+        """Returns the global rank of ``pp_rank`` in each worker's pipeline, or -1 if missing."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],

@@ -1,7 +1,7 @@
 """Displays a trace in several formats, which are the values of ``trace --format``.
 
 - ``view``      defines the interface of a view, and finds views by name
-- ``formats``   contains the views of this package, one per module; a view may use a module below
+- ``formats``   contains one module per view of this package; most of them use a module below
 - ``palette``   defines the colours that the views share
 - ``workbook``  writes an ``.xlsx`` file with timelines, tables of statistics, and charts
 - ``picture``   draws a ``.png`` picture of a step, for papers

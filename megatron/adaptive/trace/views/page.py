@@ -285,7 +285,7 @@ def _block(
 
 
 def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, int, int]:
-    """Returns when an iteration starts and ends, and the time between its first and last action.
+    """Returns the start, the end and the step time of an iteration.
 
     Returns:
         Start of the first action, end of the last bar, and time from the start of the first action
@@ -376,7 +376,7 @@ def _groups(
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
-    """Returns up to ``most`` iterations: the slowest, and others that are evenly spaced."""
+    """Returns up to ``most`` iterations: the slowest, and others at even intervals."""
     if len(asked) <= most:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
@@ -507,7 +507,7 @@ def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints],
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
-    """Returns the index of each span in :func:`categories`, or -1 if the span has no bar."""
+    """Returns the index of each span's category in :func:`categories`, or -1 without a bar."""
     index_of = {
         (category.kind, category.chunk, category.cause): index
         for index, category in enumerate(categories(num_chunks))

@@ -46,7 +46,8 @@ OTHER_COLORS = {
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
-"""Maximum number of chunks in the legend. If there are more, it lists evenly spaced chunks."""
+"""Maximum number of chunks in the legend. If there are more, only evenly spaced chunks are listed.
+"""
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
 _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
@@ -71,7 +72,7 @@ def cause_of(wait: Span) -> str:
 
 
 def fill_of(span: Span | None, num_chunks: int) -> str:
-    """Returns the fill colour of ``span`` as ``RRGGBB``, or of idle time if it is ``None``."""
+    """Returns the fill colour of ``span`` as ``RRGGBB``; ``None`` stands for idle time."""
     if span is None:
         return IDLE
     if span.action == "wait":

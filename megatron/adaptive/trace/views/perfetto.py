@@ -195,7 +195,7 @@ def _within_limit(
 
 
 def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
-    """Returns the approximate number of slices of ``ranks`` in each iteration."""
+    """Returns the approximate number of drawn spans (slices) of ``ranks`` in each iteration."""
     counts = {iteration: run.num_spans([iteration], ranks) for iteration in iterations}
     for rank in ranks:
         trace = run.ranks[rank]
@@ -335,10 +335,10 @@ def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
 
     Args:
         spans: Spans in the order of :func:`_by_start`.
-        may_nest: Whether a span may nest in another span of the same lane.
+        may_nest: Whether a span may nest in another span of the same thread.
     """
     lanes: list[int] = []
-    # Each lane has the end times of its open spans, with the innermost span last.
+    # Each entry contains the end times of a thread's open spans, with the innermost span last.
     ends_of: list[list[int]] = []
     for span in spans:
         stop = max(span.end_ns, span.start_ns + 1)
@@ -371,7 +371,7 @@ def _microseconds(times_ns: Sequence[int]) -> list[float]:
 
 
 def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
-    """Returns the start and end of each message's flow, by rank, kind of span and message."""
+    """Returns a dict from (rank, kind of span, peer, message) to an end of the message's flow."""
     ends: dict[tuple[Any, ...], Event] = {}
     names = ("source", "target", "iteration", "chunk", "microbatch", "of")
     columns = [getattr(messages, name).tolist() for name in names]
@@ -476,7 +476,7 @@ def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterat
 def _kernel_slices(
     run: RunTrace, rank: int, iterations: Sequence[int], spans: Sequence[Span]
 ) -> Iterator[Slice]:
-    """Yields the kernels with recorded times of a rank in ``iterations``.
+    """Yields the kernels of a rank in ``iterations`` whose times were recorded.
 
     Args:
         run: Trace of the run.

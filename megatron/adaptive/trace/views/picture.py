@@ -150,7 +150,7 @@ def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
 def _draw_bars(
     axes: Axes, row: int, bars: Sequence[tuple[float, float, str]], edge_pt: float = 0
 ) -> None:
-    """Draws bars with white edges into a row, given as (start, length, colour ``RRGGBB``)."""
+    """Draws ``bars``, given as (start, length, colour ``RRGGBB``), with white edges into a row."""
     axes.broken_barh(
         [(start, length) for start, length, _ in bars],
         (row - BAR / 2, BAR),
@@ -177,7 +177,7 @@ def _write_texts(
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
         upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
-        # The common size must be so small that the text fits into nine tenths of the bars.
+        # The common size must be so small that the texts of nine tenths of the bars fit.
         turned = min(largest, np.sort(along)[len(bars) // 10]) < UPRIGHT_BELOW_PT
         sizes = upright if turned else along
         common = max(min(largest, np.sort(sizes)[len(bars) // 10]), SMALLEST_PT)

@@ -134,7 +134,7 @@ def trace_view(
 
 
 def built_in_views() -> dict[str, View]:
-    """Returns the views of this package by name, from all modules in ``formats``."""
+    """Returns a dict from name to view, with all views in the modules of ``formats``."""
     from megatron.adaptive.trace.views import formats
 
     values = [value for module in modules_in(formats) for value in vars(module).values()]

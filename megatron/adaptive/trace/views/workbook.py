@@ -220,7 +220,10 @@ def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Adds the sheet *order* to ``workbook``. Columns beyond Excel's maximum are omitted."""
+    """Adds the sheet *order*, which shows the actions of ``step`` in order, to ``workbook``.
+
+    Columns beyond Excel's maximum are omitted.
+    """
     chart = lay_out(step)
     about = "cells read chunk-microbatch, width is time"
     if chart.num_columns > GRID_COLUMNS:
@@ -559,7 +562,7 @@ def _style_head(sheet: Worksheet, title_row: int) -> None:
 
 
 def _mean(values: Floats) -> float:
-    """Returns the mean of ``values`` without NaN."""
+    """Returns the mean of ``values``, ignoring NaN. The result is NaN if all values are NaN."""
     numbers = values[~np.isnan(values)]
     return float(numbers.mean()) if len(numbers) else float("nan")
 

@@ -59,5 +59,5 @@ PIPELINE = Advice(
 
 
 def advice_for(header: TraceHeader) -> Advice:
-    """Returns the settings of the program that wrote the trace with this header."""
+    """Returns the settings of the program that wrote the trace with ``header``."""
     return PIPELINE if header.order else TRAINER

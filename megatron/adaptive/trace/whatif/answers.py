@@ -104,9 +104,9 @@ class _Part:
     length: Floats = field(default_factory=lambda: np.zeros(0))
 
     def column(self, group: str) -> Ints:
-        """Returns the index of each operation's ``group`` (stage, replica, rank, kind or link).
+        """Returns the group (stage, replica, rank, kind or link) of each operation, as an index.
 
-        The link of operations other than messages is -1.
+        ``group`` is the type of the group. The link of operations other than messages is -1.
         """
         ops = self.ops
         where = ops.where
@@ -236,19 +236,29 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
 
 
 def _only(group: str, value: int) -> Durations:
-    """Returns durations that are recorded for one group, such as a rank, and otherwise ideal."""
+    """Returns a function whose durations are recorded for one group and ideal for all others.
+
+    ``group`` is the type of the group, such as ``rank``, and ``value`` is its index.
+    """
     return lambda part: np.where(part.column(group) == value, part.ops.duration_s, part.ideal_s)
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Returns durations that are ideal for some groups, such as ranks, and otherwise recorded."""
+    """Returns a function whose durations are ideal for some groups and recorded for others.
+
+    ``group`` is the type of the groups, such as ``rank``, and ``values`` contains their indices.
+    """
     return lambda part: np.where(
         np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
     )
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns repairs in descending order of the time saved, given the step times."""
+    """Returns the repairs in ``steps_s``, in descending order of the time saved.
+
+    ``steps_s`` maps the description and flag of each repair to a step time in seconds. ``whole`` is
+    the step time in seconds without a repair.
+    """
     repairs = [
         Repair(description, flag, step_s, 1 - step_s / whole)
         for (description, flag), step_s in steps_s.items()
@@ -257,7 +267,7 @@ def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> 
 
 
 class _Answers:
-    """Simulates the steps of a run with every set of durations that the analysis needs."""
+    """Simulates the steps of a run with all sets of durations that the analysis needs."""
 
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
@@ -334,9 +344,10 @@ class _Answers:
         )
 
     def _groups(self) -> dict[tuple[str, str], Durations]:
-        """Maps the type and name of each group to durations that are recorded only for that group.
+        """Returns a dict from (type, name) of each group to the durations of a simulation.
 
-        The first two entries are the recorded step (``simulated``) and the ideal step.
+        The durations are recorded for the group, and ideal for all other operations. The first two
+        entries are the recorded step (``simulated``) and the ideal step.
         """
         where = self._where
         sets: dict[tuple[str, str], Durations] = {
@@ -359,7 +370,11 @@ class _Answers:
         return sets
 
     def _shares(self, workers: list[int], slowest: list[int]) -> dict[tuple[str, str], Durations]:
-        """Returns durations with one cause repaired, and durations recorded for one slow rank."""
+        """Returns the durations of simulations that each concern one cause or one slow rank.
+
+        In the simulation for a cause, the cause is removed. In the simulation for a rank, only the
+        durations of that rank are recorded, and all other durations are ideal.
+        """
         shares: dict[tuple[str, str], Durations] = {
             ("share", "worker"): _without("rank", slowest),
             ("share", "last stage"): _without("stage", [self._where.num_stages - 1]),
@@ -370,9 +385,11 @@ class _Answers:
         return shares
 
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
-        """Returns the mean step time in seconds after a repair.
+        """Returns the mean step time in seconds after a repair (a change that makes steps faster).
 
-        Under a run-time scheduling rule, a repair also changes the order of actions.
+        ``durations`` contains the durations after the repair, and ``steps`` the step times
+        simulated with them. ``whole`` is the mean step time without the repair. Under a run-time
+        scheduling rule, a repair also changes the order of actions.
         """
         saved = self._replay.saved_s(durations(self._parts[-1]))
         return float(steps.mean()) if saved is None else whole - saved
@@ -391,7 +408,7 @@ class _Answers:
         return step_s
 
     def _measure_cells(self) -> None:
-        """Measures the mean time in seconds of F, B and W, as ``[ranks, chunks, 3]``."""
+        """Measures the mean times of F, B and W passes in seconds, ``[ranks, chunks, 3]``."""
         shape = (len(self._where.ranks), self._where.stages.shape[1], WEIGHT + 1)
         total = np.zeros(shape)
         number = np.zeros(shape)
@@ -412,7 +429,10 @@ class _Answers:
         self._own_cells: Floats = self._cells / replica_factor[self._where.replica][:, None, None]
 
     def _stage_sum_s(self) -> Floats:
-        """Returns the time in seconds of one F, B and W per pipeline rank, as replicas' median."""
+        """Returns the total time in seconds of an F, a B and a W pass on each pipeline rank.
+
+        The time is the sum over the chunks of the rank, and the median over the replicas.
+        """
         pp_rank = self._where.pp_rank
         number = np.bincount(pp_rank, minlength=len(self._where.stages))
         return medians(pp_rank, self._cells.sum(axis=(1, 2)), number)
@@ -423,7 +443,7 @@ class _Answers:
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """Returns the relative length of each operation's microbatch, or 1 if it has no microbatch.
+        """Returns the relative length of each operation's microbatch, or 1 without a microbatch.
 
         A length of 2 means that the microbatch takes twice as long as usual.
         """
@@ -484,7 +504,7 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Maps the description of each repair to its flags (or advice) and its durations."""
+        """Returns a dict from description of a repair to flags (or advice) and durations."""
         where = self._where
         repairs: dict[str, tuple[str, Durations]] = {}
         work_s = self._own_cells.sum(axis=(1, 2))
@@ -522,13 +542,16 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Returns recorded durations, with computing times multiplied by a factor per rank."""
+        """Returns a function that multiplies recorded computing times by a factor per rank."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag for equal stages, and the factor of each rank's computing time."""
+        """Returns the flag for equal stages, and the factor of each rank's computing time.
+
+        ``usual`` contains the usual computing time of each pipeline rank in seconds.
+        """
         header = self._header
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
@@ -565,7 +588,7 @@ class _Answers:
         """Simulates steps under another schedule, with microbatches on other replicas, or both.
 
         Returns:
-            Mean step time in seconds, by description and flag of the repair.
+            Dict from (description, flag) of each repair to the mean step time in seconds.
         """
         header = self._header
         if self._where.num_stages == 1:
@@ -611,10 +634,10 @@ class _Answers:
         }
 
     def _sliced(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates steps under ``adaptive`` with several chunks per rank, split into slices.
+        """Simulates steps of the ``adaptive`` schedule with several chunks per rank and slices.
 
         Returns:
-            Mean step time in seconds, by description and flag of the repair.
+            Dict from (description, flag) of each repair to the mean step time in seconds.
         """
         ops = self._parts[-1].ops
         iterations = np.unique(ops.iteration).tolist()
@@ -627,14 +650,20 @@ class _Answers:
         return {(SLICES_TEXT, SLICES_FLAG): float(simulated.mean()) - saved_s}
 
     def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
-        """Estimates the step time without tracing, if this project's recorder wrote the trace."""
+        """Estimates the step time in seconds without tracing.
+
+        The result is empty for an imported trace, which this project's recorder did not write.
+        """
         if self._header.schedule == "imported":
             return {}
         spans = max(max(trace.num_spans.values()) for trace in self._run.ranks.values())
         return {("tracing off", self._advice.no_trace): whole_s - spans * RECORDED_SPAN_S}
 
     def _recorded(self) -> Floats:
-        """Returns the seconds from the first start to the last end in each step, ``[steps]``."""
+        """Returns the recorded time of each step in seconds, ``[steps]``.
+
+        The time lasts from the first start to the last end of an operation.
+        """
         steps = []
         for part in self._parts:
             is_row = part.ops.source < 0

@@ -64,7 +64,8 @@ class ContentAnswers:
     """Contains the time that a step of a ``Pipeline`` would save with other settings.
 
     Attributes:
-        saved_s: Seconds that a step would save, by description and settings.
+        saved_s: Dict from (description, settings) of a change to the seconds that a step would
+            save.
         note: Reason why nothing could be simulated; empty if the simulation succeeded.
         covers_partitions: Whether other partitions were simulated too.
     """
@@ -168,7 +169,7 @@ class _Simulation:
         return bool(self._header.layers) and 0 not in self._header.layers
 
     def answers(self) -> dict[tuple[str, str], float]:
-        """Returns the seconds that a step would save, by description and settings."""
+        """Returns a dict from (description, settings) of a change to the seconds saved per step."""
         header = self._header
         now_s = self._mean_s(Treatment())
         is_unequal = any(map(self._is_unequal, self._steps))
@@ -273,7 +274,10 @@ def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
 
 
 def _in_turns(replicas: Sequence[RecordedStep]) -> RecordedStep:
-    """Returns a step with the whole batch, whose microbatches were assigned round-robin."""
+    """Returns a step with the microbatches of all replicas, in the order of the whole batch.
+
+    The batch was assigned to the replicas round-robin.
+    """
     places = [
         (index, replica)
         for replica, step in enumerate(replicas)
@@ -322,7 +326,7 @@ def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
 def _described(
     names: Sequence[str], partition: tuple[int, ...], layers: Sequence[int]
 ) -> tuple[str, str]:
-    """Returns a text that describes a change of settings, and the settings themselves."""
+    """Returns a text that describes a change of settings, and the new settings."""
     texts = [_TEXTS[name] for name in names]
     settings = [f'{name}="time"' for name in names]
     text = f"microbatches {' and '.join(texts)} by cost" if texts else ""

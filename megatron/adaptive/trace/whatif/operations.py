@@ -247,7 +247,11 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
 
 
 def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
-    """Returns the ideal time of each kind of work in seconds: mean computation, median transfer."""
+    """Returns the ideal time of each kind of work in seconds, ``[kinds]``.
+
+    This is the mean of the computations and the median of the transfers. ``kinds`` and
+    ``durations_s`` contain the kind of work and the duration in seconds of each operation.
+    """
     kind = np.concatenate(kinds)
     duration = np.concatenate(durations_s)
     usual = np.zeros(len(NAMES))
@@ -345,7 +349,9 @@ def _kinds(table: TraceTable) -> Ints:
 
 
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
-    """Returns the row that produced each computation's input, and the number of missing producers.
+    """Returns the row of the computation that produced each computation's input.
+
+    The second result is the number of inputs that no recorded computation produced.
 
     The row is -1 if no recorded computation produced the input. It is also -1 for forward passes in
     the first stage, which are not counted as missing.
@@ -453,7 +459,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Returns how many seconds each rank waited for the last rank of its collective, or 0."""
+    """Returns the time in seconds that each rank waited for the last rank of a collective, or 0."""
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
@@ -582,7 +588,7 @@ def build_graph(operations: Operations) -> Graph:
 def ideal_steps(
     run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]
 ) -> dict[int, TraceTable] | None:
-    """Simulates iterations on the given ranks with the ideal duration for every kind of work.
+    """Simulates iterations on ``ranks`` with the ideal duration for each kind of work.
 
     Returns:
         Computations of the ideal steps, in which no rank is slower than the others, by global rank.
@@ -740,7 +746,10 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """Returns the topological level of each node, and whether it has one."""
+    """Returns the topological level of each node, and whether the level is known.
+
+    The level is unknown for nodes on a cycle and for nodes that depend on a cycle.
+    """
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])

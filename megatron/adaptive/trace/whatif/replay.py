@@ -161,7 +161,7 @@ class RecordedTimes:
         return part
 
     def step_s(self, iteration: int, schedule: OtherSchedule) -> float:
-        """Simulates a step, and returns the time in seconds of its slowest replica.
+        """Simulates ``iteration``, and returns the time of its slowest replica in seconds.
 
         Args:
             iteration: Iteration to simulate.
@@ -236,8 +236,10 @@ class RecordedTimes:
     ) -> float:
         """Simulates the pipeline of one replica, and returns its step time in seconds.
 
-        ``counts`` is the number of slices of each microbatch. ``slices`` is the number of slices
-        into which the recorded messages are split.
+        ``durations_s`` contains the durations in seconds on ranks of usual speed, ``factor`` the
+        slowdown of each rank, and ``counts`` the number of slices of each microbatch. ``slices`` is
+        the number of slices into which the recorded messages are split, and ``actions`` the number
+        of actions on all replicas.
         """
         ranks, count = durations_s.shape[1:]
         placement = candidate.placement
@@ -255,7 +257,7 @@ class RecordedTimes:
 
 
 def counts_of(num_items: int, slices: SliceCounts) -> Counts:
-    """Returns the number of slices of each microbatch in a step as a tuple.
+    """Returns the number of slices of each microbatch in a step as a tuple, even if all are equal.
 
     Args:
         num_items: Total number of slices of all microbatches.
@@ -400,7 +402,7 @@ class RuleReplay:
         return recorded
 
     def _last(self) -> Ints:
-        """Returns the numbers of the last iterations, which are simulated."""
+        """Returns the numbers of the iterations to simulate, which are the last iterations."""
         iterations: Ints = np.unique(self._ops.iteration)[-steps_at_most(self._ops, RULE_STEPS) :]
         return iterations
 
@@ -419,7 +421,7 @@ class _RecordedReplica:
 
 
 def steps_at_most(ops: Operations, most: int) -> int:
-    """Returns the number of steps to simulate, at most ``most`` and :data:`MOST_PIPELINES`."""
+    """Returns the number of steps to simulate, limited by ``most`` and :data:`MOST_PIPELINES`."""
     replicas = int(ops.where.replica.max()) + 1
     return max(1, min(most, MOST_PIPELINES // replicas))
 
@@ -448,7 +450,7 @@ def _rows_by_replica(ops: Operations, iterations: Ints) -> dict[int, list[Ints]]
 
 
 def _span_s(ops: Operations, computes: Ints) -> float:
-    """Returns the recorded time in seconds from the first start to the last end of computations."""
+    """Returns the time in seconds from the first start to the last end of ``computes``."""
     return float((ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S)
 
 
@@ -574,7 +576,7 @@ def _sizes_of(ops: Operations, rows: Ints) -> tuple[int, ...]:
 
 
 def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedStep, float]] | None:
-    """Returns the step of each replica and its recorded time in seconds.
+    """Returns each replica's step in ``iteration``, with its recorded time in seconds.
 
     Args:
         ops: Recorded operations.
@@ -624,6 +626,8 @@ def recorded_times(
 
 def _step_durations(ops: Operations, rows_of: Sequence[Ints]) -> tuple[Floats, ...] | None:
     """Returns the times in seconds of each replica, ``[2, stages, microbatches]``, or ``None``.
+
+    ``None`` means that actions are missing.
 
     Args:
         ops: Recorded operations.

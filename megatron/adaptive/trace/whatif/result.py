@@ -161,7 +161,7 @@ class WhatIf:
         return "\n".join(lines)
 
     def _format_shares(self) -> str:
-        """Returns a line with the part of the slowdown that each repair would remove."""
+        """Returns a line with the fraction of the slowdown that each repair would remove."""
         if self.slowdown < SLOW and self.cause != "none":
             return "  compared with the mean there is no slowdown to divide; see the repairs below"
         if self.slowdown < SLOW:

@@ -44,7 +44,7 @@ _RULES = ("adaptive", "auto")
 def token_repairs(
     run: RunTrace, ops: Operations, whole_s: float, notes: list[str]
 ) -> dict[tuple[str, str], float]:
-    """Returns the times of the run's last steps with shorter and longer slices.
+    """Simulates the last steps of the run with shorter and with longer slices.
 
     Args:
         run: Trace of the run.
@@ -54,7 +54,7 @@ def token_repairs(
             is appended.
 
     Returns:
-        Mean step time in seconds with slices of a different length, by description and flag.
+        Dict from (description, flag) of a slice length to the mean step time in seconds.
     """
     header = next(iter(run.ranks.values())).header
     iterations = np.unique(ops.iteration)[-RULE_STEPS:].tolist()
@@ -95,8 +95,8 @@ def token_repairs(
 def _token_ranks(run: RunTrace, tokens: int) -> int:
     """Returns the number of ranks that share the tokens of a slice, which must divide its length.
 
-    Traces of earlier versions do not contain this number. It is then the tensor-parallel size if
-    that divides the recorded length.
+    Traces of earlier versions do not contain this number. For these traces, the result is the
+    tensor-parallel size, or 1 if ``tokens`` is not divisible by this size.
     """
     headers = [trace.header for trace in run.ranks.values()]
     recorded = max(header.token_ranks for header in headers)
@@ -133,7 +133,10 @@ class _Row:
 
 
 def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
-    """Returns the microbatches of each replica; empty lists if their lengths are unknown."""
+    """Returns a list of the microbatches in ``iteration`` for each replica.
+
+    The lists are empty if the lengths of the microbatches are unknown.
+    """
     replicas = []
     for replica in range(int(ops.where.replica.max()) + 1):
         worker = int(np.flatnonzero(ops.where.replica == replica)[0])
@@ -147,7 +150,7 @@ def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
 
 
 def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
-    """Returns the number of tokens per slice, or ``None`` if it is not the same everywhere.
+    """Returns the number of tokens per slice, or ``None`` if the number is not constant.
 
     The result is ``None`` if slices have different numbers of tokens, if no microbatch is split, or
     if a file is damaged.
@@ -163,7 +166,7 @@ def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """Contains a recorded step.
+    """Contains the documents, recorded times and microbatches of a step.
 
     Attributes:
         documents: Number of tokens in each document, on all replicas.
@@ -259,7 +262,7 @@ class _Model:
         return float(np.mean([self._step_s(step, tokens) for step in self._steps]))
 
     def _step_s(self, step: _Step, tokens: int) -> float:
-        """Packs a step's documents into slices of ``tokens``, and simulates its slowest replica."""
+        """Packs a step's documents into slices of ``tokens``, and returns the time of the step."""
         documents, replicas = step.documents, len(step.replicas)
         rows = first_fit(documents, tokens, replicas, replicas)
         cuts = [_cut(tokens, [documents[number] for number in row]) for row in rows]

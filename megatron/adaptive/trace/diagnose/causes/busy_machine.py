@@ -21,7 +21,7 @@ SURE = 3.2
 """
 
 MOST_OF = 0.75
-"""Minimum fraction of iterations in which ranks must wait for the wait to be called permanent."""
+"""Minimum fraction of iterations with waits for the waits to be called permanent."""
 
 LEAST_NOISE = 0.005
 """Minimum standard deviation assumed for the noise, as a fraction of an iteration."""
@@ -31,7 +31,7 @@ LEAST_BUSY = 0.1
 
 
 class BusyMachineCause(Cause):
-    """Describes a machine whose ranks all wait for a processor, a quota or memory."""
+    """Finds machines whose ranks all wait for processors, quotas or memory."""
 
     name = "busy machine"
     order = 40
@@ -60,7 +60,10 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding if the ranks in ``columns``, which share a machine, wait; else ``None``."""
+    """Returns a finding if the ranks in ``columns`` wait, otherwise ``None``.
+
+    All of these ranks are on the same machine.
+    """
     for counter, series in waits_of(m, columns):
         period = _period(series)
         if period is None:

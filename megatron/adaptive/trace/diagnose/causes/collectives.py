@@ -54,7 +54,7 @@ _LEAST_LEFT = 0.1
 
 
 class SlowMember(Cause):
-    """Describes a rank that the other members of its process group wait for."""
+    """Finds ranks that the other members of a process group wait for."""
 
     name = "slow collective member"
     order = 25
@@ -83,7 +83,7 @@ class SlowMember(Cause):
 
 
 class CongestedCollectives(Cause):
-    """Describes a process group whose transfers take longer than in other groups or iterations."""
+    """Finds process groups whose transfers take longer than in other groups or iterations."""
 
     name = "congested collectives"
     order = 26
@@ -169,13 +169,17 @@ def _per_step(joined: JoinedCollectives, values_ns: Floats, iterations: Ints) ->
 def _slow_member(
     m: Measured, kind: str, ranks: tuple[int, ...], groups: Sequence[JoinedCollectives]
 ) -> Finding | None:
-    """Returns a finding about the member that others wait for, or ``None`` if they wait little."""
+    """Returns a finding about the member of a group that the other members wait for.
+
+    ``groups`` contains the collectives of the group, with one object per operation. The result is
+    ``None`` if the other members wait only briefly.
+    """
     # All members leave a collective together, so the member that arrives last spends the least time
     # in it. If ranks are late at random, every rank is sometimes last, and the totals are equal.
     spent_ns = np.zeros((len(m.iterations), len(ranks)))
     for joined in groups:
         if joined.operation == "broadcast":
-            continue  # the sender does not wait for the other members
+            continue  # The sender of a broadcast does not wait for the other members.
         rows = np.searchsorted(m.iterations, joined.step_iteration)
         spent_ns[rows] += joined.step_ns
     worst = int(spent_ns.mean(axis=0).argmin())

@@ -47,7 +47,7 @@ LINK_FEWEST = 20
 
 
 class LossyLink(Cause):
-    """Describes a link on which some messages are late because packets were lost."""
+    """Finds links on which some messages are late because packets were lost."""
 
     name = "lossy link"
     order = 25
@@ -103,7 +103,7 @@ class _Link:
 
 
 def find_lossy_links(m: Measured) -> list[Finding]:
-    """Returns a finding for the link with the largest total delay, or an empty list."""
+    """Returns a list with a finding for the lossy link with the largest total delay, if any."""
     links = _lossy_links(m)
     worst = max(links, key=lambda link: float(link.late_ns.sum()), default=None)
     if worst is None:
@@ -170,7 +170,7 @@ def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
 
 
 def _is_starved(m: Measured, ends: tuple[int, int], affected: Ints, late_ns: float) -> bool:
-    """Returns whether the link's ranks waited longer for processors than its messages were late.
+    """Returns whether a link's ranks waited for processors for longer than ``late_ns``.
 
     Args:
         m: Measured times of the run.

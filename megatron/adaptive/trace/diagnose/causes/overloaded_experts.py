@@ -14,7 +14,7 @@ from megatron.adaptive.trace.trace_format import IterationStart
 
 
 class OverloadedExperts(Cause):
-    """Describes a rank whose experts receive many more tokens than the mean over ranks."""
+    """Finds ranks whose experts receive many more tokens than the mean over ranks."""
 
     name = "overloaded experts"
     order = 50
@@ -66,9 +66,9 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
     """Returns findings for ranks whose experts receive so many tokens that other ranks wait.
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
-    most tokens is the last to reach the all-to-all exchange after the experts, in which other
-    ranks wait. The cost is the waiting time of the other ranks minus the waiting time of this rank.
-    It is limited to the time that the rank's additional tokens can take.
+    most tokens is the last to reach the all-to-all exchange after the experts, in which other ranks
+    wait. The cost is the waiting time of the other ranks minus the waiting time of this rank, but
+    at most the time that the rank's additional tokens can take.
     """
     layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
     layers = [tuple(layer for layer, *_ in layout) for layout in layouts]
@@ -116,5 +116,5 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
 
 
 def _layout(marker: IterationStart) -> tuple[tuple[int, ...], ...]:
-    """Returns (layer index, index of first expert, number of experts) per MoE layer of a rank."""
+    """Returns (layer index, index of first expert, number of experts) per layer in ``marker``."""
     return tuple((layer, first, len(counts)) for layer, first, *counts in marker.tokens)

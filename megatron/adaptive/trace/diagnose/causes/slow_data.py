@@ -16,7 +16,7 @@ from megatron.adaptive.trace.whatif.operations import FORWARD
 
 
 class SlowData(Cause):
-    """Describes a rank that takes a long time to read the data of a microbatch."""
+    """Finds ranks that take a long time to read the data of a microbatch."""
 
     name = "slow data"
     order = 30
@@ -52,7 +52,7 @@ READING_CHANGE_SURE = 6.0
 
 
 READING_SURE = 3.0
-"""Minimum excess of a slow read's duration in standard errors."""
+"""Minimum difference between the duration of slow and usual reads, in standard errors."""
 
 READS_FEWEST = 16
 """Minimum number of reads that is required to judge a rank."""

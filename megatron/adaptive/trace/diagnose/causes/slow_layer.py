@@ -29,7 +29,7 @@ SLOWER = 1.25
 """Minimum ratio of a slow layer's time to the time of other layers."""
 
 SURE = 4.0
-"""Minimum excess of a slow layer's time in standard errors."""
+"""Minimum difference between the times of a slow layer and of other layers, in standard errors."""
 
 FEWEST = 4
 """Minimum number of timed layers in the run that is required to determine the usual time."""
@@ -43,7 +43,7 @@ SLOWER_PASS = 1.15
 """Minimum ratio of a slow layer's forward and backward times to the times of other layers."""
 
 SLOWER_LAST = 2.0
-"""Minimum ratio for the model's last layer, which often does work that other layers do not do."""
+"""Like :data:`SLOWER`, but for the model's last layer, which often does additional work."""
 
 ALIKE = 1.25
 """Maximum ratio between the times of two slow layers that are assumed to be of another kind."""
@@ -53,7 +53,7 @@ FEWEST_SPACED = 3
 
 
 class SlowLayer(Cause):
-    """Describes a layer whose forward and backward passes take longer than in other layers."""
+    """Finds layers whose forward and backward passes take longer than in other layers."""
 
     name = "slow layer"
     order = 5
@@ -163,9 +163,10 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
 
 
 def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
-    """Returns the median time in ns of the other layers on the same rank, for each layer.
+    """Returns, for each layer, the median time in ns of the other layers on the same rank.
 
-    The value is infinite if the rank has no other layer, because the rank itself may be slow.
+    ``levels`` contains the time in ns of each layer. The result is infinite for a layer whose rank
+    has no other layer, because the rank itself may be slow.
     """
     of_rank: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):

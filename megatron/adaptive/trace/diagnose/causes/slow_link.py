@@ -24,7 +24,7 @@ from megatron.adaptive.trace.span_columns import Ints
 
 
 class SlowLink(Cause):
-    """Describes a link from one rank to another whose messages are late."""
+    """Finds links from one rank to another whose messages are late."""
 
     name = "slow link"
     order = 20
@@ -39,8 +39,8 @@ class SlowLink(Cause):
         return find_slow_links(evidence.measured)
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        # If a rank is slow, its thread that receives messages is slow too. This alone costs no
-        # time.
+        # If a rank is slow, the thread that receives its messages is slow too. This alone does not
+        # delay the step.
         is_symptom = is_simulated and not self._slow_ranks.isdisjoint(finding.ranks)
         return not is_symptom or finding.cost_fraction >= LINK_OF_STEP
 
@@ -100,7 +100,7 @@ Threads may have to wait for a processor before they send a message or notice it
 """
 
 MOST_COMPARED = 1000
-"""Maximum number of links that a link is compared with. If there are more, every n-th is used."""
+"""Maximum number of links that a link is compared with. If there are more, a sample is used."""
 
 LINK_OF_STEP = 0.02
 """Minimum cost of a slow link to or from a slow rank, as a fraction of the step time."""

@@ -22,7 +22,7 @@ from megatron.adaptive.trace.read import describe_numbers
 
 
 class SlowRankCause(Cause):
-    """Describes a rank on which all actions take longer than expected."""
+    """Finds ranks on which all actions take longer than expected."""
 
     name = "slow rank"
     order = 10
@@ -79,7 +79,7 @@ AGREE = 0.4
 OWN_CHANGE = 0.5
 """Minimum fraction of a temporary slowdown that must be visible in the times of the rank itself.
 
-The rest may come from the ranks that it is compared with.
+The rest may come from the ranks that this rank is compared with.
 """
 
 OF_LAYER = 0.5
@@ -142,7 +142,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 
 
 def _least_factor(m: Measured, shift: Shift) -> float:
-    """Returns the minimum factor by which a rank without a known reason must be slower."""
+    """Returns the minimum slowdown, as a factor, to report ``shift`` without a known reason."""
     chosen = slice(shift.first, shift.end)
     # If ranks wait for processors most of the time, the differences between their times are random.
     least = 1 / (1 - starved(m, shift.column, chosen))
@@ -201,7 +201,8 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
 
-    The caller stops comparing other ranks with this rank, because they would all seem slow.
+    Ranks whose columns are in ``judged`` are skipped. The caller stops comparing other ranks with
+    the fast rank, because they would all seem slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape

@@ -17,7 +17,7 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS
 
 
 class Spikes(Cause):
-    """Describes a rank on which single actions occasionally take much too long."""
+    """Finds ranks on which single actions occasionally take much too long."""
 
     name = "spikes"
     order = 40
@@ -59,7 +59,7 @@ SPIKE_FEWEST = 4
 """Minimum number of spikes to report, because fewer spikes may be random."""
 
 SPIKE_MOST = 0.25
-"""Maximum fraction of a rank's actions that may be spikes. If there are more, they are normal."""
+"""Maximum fraction of a rank's actions that are spikes. If there are more, they are normal."""
 
 SPIKE_BACKGROUND = 1e-3
 """Assumed number of spikes per action on any rank. This prior counts as one observed spike."""

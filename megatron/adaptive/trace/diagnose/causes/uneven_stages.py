@@ -21,7 +21,7 @@ UNEVEN = 0.10
 
 
 class UnevenStages(Cause):
-    """Describes a partition of layers into stages that does not match the ranks' speeds."""
+    """Finds a partition of layers into stages that does not match the ranks' speeds."""
 
     name = "uneven stages"
     order = 60
