@@ -455,7 +455,7 @@ class RankPrograms:
         return self.by_mode["evaluation" if forward_only else "training"]
 
     def with_modes_of(self, other: RankPrograms) -> RankPrograms:
-        """Returns these programs combined with the programs of ``other``, another recording."""
+        """Combines these programs with ``other``, which was recorded in another mode."""
         return RankPrograms(
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
@@ -545,7 +545,7 @@ class ProgramStages(SplitStages):
                 sent, loss = self._run(chunk, microbatch, values)
             scaled = None if loss is None else loss * self._factors[microbatch]
             edges = [get_gradient_edge(value) for value in compress(sent, program.gradients_out)]
-            # Without gradients, do not keep the received tensors until the backward pass.
+            # If no gradients flow, do not keep the received tensors until the backward pass.
             if edges or scaled is not None:
                 self._pending[chunk, microbatch] = _Pending(values, edges, scaled)
         if loss is not None:

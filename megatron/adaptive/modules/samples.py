@@ -203,7 +203,7 @@ class SampleReader:
         return entries
 
     def _check_cut(self, removed: torch.Tensor) -> None:
-        """Checks that truncation does not remove tokens of an image."""
+        """Checks that the truncated tokens, ``removed``, are not part of an image."""
         placeholders = self._placeholders
         if removed.numel() and (
             not placeholders.numel() or torch.isin(removed, placeholders).any()
@@ -319,7 +319,8 @@ class SampleFile:
             of_rank = job.gather(self._part(block[job.rank :: ranks], ranks))
             for index, line in enumerate(block):
                 yield line, of_rank[index % ranks][index // ranks]
-            # gather() allocates as much memory for each process as for the process that sends most.
+            # gather() allocates as much memory for each process as for the process that sends the
+            # most data.
             sent_bytes = ranks * max(map(_size_of_samples, of_rank))
             size = _next_size(size, sent_bytes)
 
@@ -335,7 +336,7 @@ class SampleFile:
         return part
 
     def _examined(self, line: _Line) -> _Encoded:
-        """Encodes a line, and drops the sample if it does not fit in memory."""
+        """Encodes a line, and drops the sample if the limit ``kept_bytes`` is exceeded."""
         try:
             sample = self._encode(line)
             content = _content(line, self._image_folder)
@@ -478,8 +479,8 @@ def _with_images(
         processor: Processor of the model, or its tokenizer if the model accepts only text.
 
     Returns:
-        All images in order, and the messages with images in their parts. The latter is ``None`` if
-        the sample has no messages.
+        All images in order, and the messages with images in their parts. The messages are ``None``
+        if the sample has ``text`` instead.
 
     Raises:
         ConfigError: If an image cannot be read, the messages are malformed, or the model does not

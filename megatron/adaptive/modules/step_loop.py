@@ -174,7 +174,7 @@ class Loop:
         self._finish(COMPLETE)
 
     def require(self, samples: int | None) -> None:
-        """Checks that all replicas together train the whole batch of the current step.
+        """Checks that all replicas together train on the whole batch of the current step.
 
         Args:
             samples: Number of samples in this replica's batch; ``None`` if the batch is a list of

@@ -214,7 +214,7 @@ class Update:
                 )
 
     def process_groups(self) -> dict[str, Any]:
-        """Returns the process groups of the collectives after a step's passes, by kind.
+        """Returns the process groups whose collectives run after a step's passes, by name.
 
         The group ``optimizer`` sums the losses and the gradient norm over all ranks. Groups with a
         single rank are not included.
