@@ -68,7 +68,7 @@ def placement_of(config: TrainerConfig) -> Placement:
 
 
 def widths_of(config: TrainerConfig) -> Widths | None:
-    """Returns the number of ranks of each stage, or ``None`` if it is equal for all stages."""
+    """Returns the number of ranks of each stage, or ``None`` if all stages have the same number."""
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
@@ -249,7 +249,7 @@ def finalize_gradients(
             may not have the last stage.
         pg_collection: Process groups; ``None`` uses megatron-core's global groups.
         force_all_reduce: Whether to use all-reduce instead of reduce-scatter, as in megatron-core.
-        widths: Number of ranks of each stage; ``None`` if it is equal for all stages.
+        widths: Number of ranks of each stage; ``None`` if all stages have the same number.
     """
     finalize_model_grads(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
