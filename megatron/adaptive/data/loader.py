@@ -65,7 +65,7 @@ _WIRE_DTYPES: dict[str, Any] = {
     "position_ids": np.int32,
     "attention_mask": np.bool_,
 }
-_PREFETCH = 4  # number of microbatches that each worker prefetches
+_PREFETCH = 4  # Each worker prefetches this number of microbatches.
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")
 """Entries of each sample, if samples differ in length."""

@@ -69,7 +69,8 @@ class Tokenizer(ABC):
     """Converts text to ids and back, with the interface that megatron-core's datasets expect.
 
     Attributes:
-        vocab_size: Number of token ids, including the end-of-document id. All ids are smaller.
+        vocab_size: Number of token ids, including the end-of-document id. All ids are smaller than
+            this number.
         eod: End-of-document id.
         unique_identifiers: Values that distinguish this tokenizer from other tokenizers. They are
             part of the keys of cached dataset indices.
