@@ -284,7 +284,7 @@ def assemble(
     def measured() -> tuple[tuple[float, ...], SegmentTimes]:
         if not is_on_meta(request.model):
             _check_replays(request, examples, moved)
-        # A single stage contains all segments, regardless of their costs.
+        # Do not measure costs for a single stage, which contains all segments anyway.
         if request.partition or weights or placement.num_stages == 1:
             return tuple(weights or ()), ()
         times = first_partition.measure(request, examples)
@@ -514,7 +514,8 @@ def _names_to_keep(
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
     kept = {name for name, ranks in uses.items() if pp_rank in ranks}
     for cut in cut_examples:
-        # Later recordings run the whole model on each rank, and read these buffers again.
+        # Keep these buffers, because later recordings run the whole model on each rank and read
+        # them.
         kept |= cut.forwards.training.read_buffers | cut.forwards.evaluation.read_buffers
         for stage in stages:
             for plan in cut.plans(stage):

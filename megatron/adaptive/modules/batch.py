@@ -61,7 +61,7 @@ class Signature:
 
 
 class BatchShape:
-    """Compares batches with a sample batch and divides them into microbatches.
+    """Checks batches against a sample batch, and divides them into microbatches.
 
     Args:
         sample: Sample batch with at least ``micro_batch_size`` samples.
@@ -187,7 +187,7 @@ def is_list(batch: Any) -> bool:
 
 
 def microbatch_list(batch: Any, argument: str) -> list[Microbatch]:
-    """Checks a list of microbatches and returns it.
+    """Checks that ``batch`` is a valid list of microbatches, and returns the list.
 
     Args:
         batch: List to check, as the user passed it.

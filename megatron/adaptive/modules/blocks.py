@@ -21,7 +21,7 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """Returns a dict from the name of each list of repeated blocks in ``model`` to its blocks.
+    """Finds lists of repeated blocks in ``model``. Returns a dict from list names to blocks.
 
     A list is a ``ModuleList`` or ``Sequential`` in which at least two members have the same class
     and parameters. A list within a block is used only if the blocks differ in size and this inner

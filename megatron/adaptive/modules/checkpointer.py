@@ -189,7 +189,7 @@ class Checkpointer:
         state: Mapping[str, Any] | None = None,
         trust: bool = False,
     ) -> dict[str, Any]:
-        """Reads a checkpoint and returns its manifest. Takes the arguments of ``Pipeline.load``."""
+        """Reads a checkpoint and returns its manifest. See ``Pipeline.load`` for the arguments."""
         self.saver.wait()
         folders = PipelineFolder(folder)
         objects = state or {}
@@ -310,7 +310,7 @@ class Checkpointer:
 
     @staticmethod
     def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options of a parameter group that can be saved, such as the learning rate."""
+        """Returns the options of the parameter group ``group`` that can be saved."""
         plain = {key: _plain(value) for key, value in _without_lists(group).items()}
         return {key: value for key, value in plain.items() if isinstance(value, (*_PLAIN, list))}
 

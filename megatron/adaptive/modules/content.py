@@ -202,7 +202,7 @@ class Content:
 
 
 def digest_of(parts: Iterable[object]) -> Digest:
-    """Returns the digest of ``parts``.
+    """Returns a digest (hash values) of ``parts``.
 
     Args:
         parts: Microbatches or other objects. The digest depends on the shapes, dtypes and integer
@@ -279,7 +279,8 @@ class ContentBalance:
     def _begin_fits(self) -> None:
         self._times = ContentCosts(self._placement, self._partition, self._segments)
         self._steps = self._fits = 0
-        # Sums of the last training step's times, which are sent before the next step.
+        # This list contains sums of the last training step's times, to be sent before the next
+        # step.
         self._sums: list[float] = []
 
     def use(self, partition: Sequence[int]) -> None:
@@ -515,7 +516,7 @@ class ContentBalance:
     def end(self, times: RankTimes) -> None:
         """Records ``times``, which this rank measured in the current training step."""
         self._steps += 1
-        # The first step includes warm-up, so its times are too long.
+        # Ignore the first step, whose times are too long because of warm-up.
         if not self._is_timed or self._steps == 1:
             return
         self._sums = self._times.measured(self._rows, times.actions)
@@ -575,7 +576,7 @@ def partition_text(partition: Sequence[int]) -> str:
 
 
 def check_rules(order: str, dealing: str) -> None:
-    """Checks the settings ``order`` and ``dealing``.
+    """Checks that the settings ``order`` and ``dealing`` have allowed values.
 
     Raises:
         ConfigError: If a setting does not have an allowed value.

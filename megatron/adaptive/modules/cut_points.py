@@ -129,7 +129,7 @@ def _pass(module: Any, inputs: Any, output: Any) -> Any:
 
 
 def cut_points_of(model: torch.nn.Module) -> dict[str, CutPoint]:
-    """Returns the cut points of a model by their names."""
+    """Returns a dict from names to the cut points of ``model``."""
     return {name: part for name, part in model.named_modules() if isinstance(part, CutPoint)}
 
 

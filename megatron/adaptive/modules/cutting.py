@@ -90,7 +90,7 @@ def given_partition(
 
 
 def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
-    """Checks that there is one weight for each segment.
+    """Checks that ``weights`` contains one cost for each segment.
 
     Raises:
         ConfigError: If the number of weights differs from the number of segments.
@@ -391,7 +391,7 @@ def _needed(tape: Tape) -> list[int]:
 
 
 class _Slicer:
-    """Divides the calls of a tape among stages and makes the plan of each stage."""
+    """Divides the calls of a recorded forward pass among stages, and plans each stage."""
 
     def __init__(self, tape: Tape, partition: Sequence[int]) -> None:
         self._tape = tape
@@ -434,11 +434,11 @@ class _Slicer:
         return self._plans
 
     def _home(self, value: Value) -> int:
-        """Returns the stage that computes a tensor."""
+        """Returns the index of the stage that computes the tensor ``value``."""
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Records that ``stage`` uses a tensor, and returns the calls that ``stage`` repeats.
+        """Records that ``stage`` uses the tensor ``number``, and returns the calls to repeat.
 
         The repeated calls compute the tensor again, so that it does not have to be sent. The set is
         empty if the stage receives the tensor or computes it anyway.
@@ -453,7 +453,7 @@ class _Slicer:
         return set()
 
     def _find_closure(self, number: int) -> frozenset[int] | None:
-        """Returns the calls that recompute a tensor, or ``None`` if the tensor must be sent."""
+        """Returns the calls that recompute tensor ``number``, or ``None`` if it must be sent."""
         value = self._tape.values[number]
         if value.requires_grad or value.source == "parameter" or value.storage in self._changed:
             return None
@@ -471,7 +471,7 @@ class _Slicer:
         return frozenset(closure) if len(closure) <= _MOST_REPEATED else None
 
     def _list_sources(self, plan: StagePlan) -> None:
-        """Adds a stage's inputs, parameters, buffers and copied tensors to its plan."""
+        """Adds the inputs, parameters, buffers and copied tensors of a stage to ``plan``."""
         tape = self._tape
         received = set(plan.received)
         lists: dict[str, list[str]] = {

@@ -50,7 +50,9 @@ def is_on_meta(model: torch.nn.Module) -> bool:
 
 
 class Fakes:
-    """Replaces the tensors of a model and of a microbatch with fakes on one device.
+    """Replaces the tensors of a model and of a microbatch with fake tensors on one device.
+
+    A fake tensor has a shape and a dtype, but no memory.
 
     Args:
         model: Model with parameters or buffers on the ``meta`` device.
@@ -75,11 +77,11 @@ class Fakes:
                 self.values["buffer", name] = buffer
 
     def fake_of(self, value: Any) -> Any:
-        """Returns a fake of ``value`` if it is a tensor, and ``value`` itself otherwise."""
+        """Returns a fake tensor for ``value`` if it is a tensor, and ``value`` itself otherwise."""
         return self.fake(value) if isinstance(value, torch.Tensor) else value
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake of a tensor; a fake of a parameter is a parameter."""
+        """Returns a fake tensor like ``tensor``. For a parameter, the fake is a parameter too."""
         with self.mode:
             fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
@@ -273,7 +275,7 @@ class FakeRecorder(CallRecorder):
 def values_on(
     tape: Tape, numbers: Iterable[int], sources: Mapping[tuple[str, str], torch.Tensor]
 ) -> dict[int, torch.Tensor] | None:
-    """Computes real values of tensors on a tape by running the calls that made them.
+    """Computes the values of recorded tensors by running the calls that made the tensors.
 
     Args:
         tape: Recorded part of the forward pass.

@@ -400,7 +400,7 @@ class _Run:
         return [self._samples[index] for index in indices]
 
     def _indices(self, epoch: int, position: int) -> list[int]:
-        """Returns the indices of the samples of the step at ``position`` in an epoch.
+        """Returns the indices of the samples for the step at ``position`` in ``epoch``.
 
         The samples have a different order in each epoch.
         """

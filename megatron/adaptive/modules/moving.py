@@ -146,7 +146,7 @@ class SegmentMover:
         return None
 
     def shared_weights(self, partition: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """Returns all names of each parameter that several processes use under a partition."""
+        """Returns all names of each parameter that several processes use under ``partition``."""
         return names_of_shared(self._assembly.forwards, self._layout(partition).shared)
 
     def _layout(self, partition: Sequence[int]) -> PartitionLayout:
@@ -161,7 +161,7 @@ class SegmentMover:
         )
 
     def _plan(self, partition: tuple[int, ...]) -> _Plan:
-        """Returns this rank's stages under a partition.
+        """Returns this rank's stages under ``partition``.
 
         Raises:
             ConfigError: If the model or a later recording cannot be cut into these stages.
@@ -189,7 +189,7 @@ class SegmentMover:
         return _Plan(layout=layout, part=part, cuts=cuts)
 
     def _refusal(self, plan: _Plan) -> str:
-        """Returns the reason why this rank cannot change its segments, or an empty string."""
+        """Returns the reason why this rank cannot change to ``plan``, or an empty string."""
         held = self._assembly.held
         optimizer = self._update.optimizer
         gains = [name for name in plan.layout.uses if name in plan.layout.kept - held.keys()]

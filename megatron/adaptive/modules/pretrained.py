@@ -125,7 +125,7 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch
 
 
 def _model_class(folder: Path, config: Any) -> Any:
-    """Returns the model class that ``architectures`` in a configuration names."""
+    """Returns the model class that is named in ``architectures`` of ``config``."""
     transformers = transformers_module()
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
@@ -228,7 +228,7 @@ class PretrainedWeights:
         self._check(dict(named))
 
     def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Reads tensors of the model in place, one conversion at a time.
+        """Reads values from the folder into ``tensors``, one conversion at a time.
 
         Args:
             tensors: Tensors to fill, by their names in the model.

@@ -353,7 +353,8 @@ class Profiler(SampledModel):
             job: Job that all ranks have joined.
             batch_size: Number of samples per step.
         """
-        # Batch normalization cannot be trained on a single sample.
+        # Use two samples if possible, because batch normalization cannot be trained on a single
+        # sample.
         count = min(2, batch_size)
         per_sample = 2 * _recorded_bytes(self._recorded(self._microbatch(count))) / count
         # A trained parameter also has a gradient and the two states of AdamW.

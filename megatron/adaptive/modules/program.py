@@ -295,7 +295,10 @@ class StageProgram:
         return parts
 
     def _segment_of(self, number: int) -> int:
-        """Returns a call's segment, or the stage's first segment for an earlier stage's call."""
+        """Returns the segment of call ``number``, but at least the stage's first segment.
+
+        A stage may repeat calls of earlier stages. Such calls count for its first segment.
+        """
         return max(self._tape.calls[number].segment, self.plan.segments.start)
 
     @cached_property
@@ -725,7 +728,7 @@ class _Deferred:
 
 
 def _has_hooks(parameter: torch.Tensor | None) -> bool:
-    """Returns whether a user's hooks run when a parameter gets its gradient."""
+    """Returns whether a user's hooks run when ``parameter`` gets its gradient."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(parameter, name, None) for name in hooks)
 
@@ -771,7 +774,7 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def deferred_layer(call: Call, tape: Tape) -> _Deferred | None:
-    """Returns how to defer a call's weight gradient, or ``None`` if it cannot be deferred."""
+    """Describes how to defer the weight gradient of ``call``; ``None`` if this is impossible."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None

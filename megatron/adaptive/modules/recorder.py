@@ -490,7 +490,7 @@ class CallRecorder(TorchFunctionMode):
         return Ref(number)
 
     def _source(self, tensor: torch.Tensor) -> int:
-        """Adds a tensor that no recorded call made, such as an input, and returns its index."""
+        """Adds ``tensor``, which no recorded call made, to the tape, and returns its index."""
         source, name = self._names.get(id(tensor), ("constant", ""))
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(
@@ -529,7 +529,7 @@ class CallRecorder(TorchFunctionMode):
             return 0
 
     def _parameter_of(self, value: Value) -> str:
-        """Returns the name of the parameter that shares a tensor's memory, or an empty string."""
+        """Returns the name of the parameter that shares memory with ``value``, or an empty text."""
         if value.source == "parameter":
             return value.name
         storages = (

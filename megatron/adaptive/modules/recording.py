@@ -459,7 +459,7 @@ class _Lossy(torch.nn.Module):
 
 
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
-    """Exports a model, runs the exported module and returns the tape of this run."""
+    """Exports a model, runs the exported module and returns the recording of this run."""
     with undisturbed(forward.model, forward.device):
         try:
             # Discard stderr, because torch writes the whole graph there if an export fails.

@@ -202,7 +202,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CutForwards:
-    """Contains a recording and its plans for all stages.
+    """Contains the recorded forward passes, and the calls and tensors of each stage.
 
     Attributes:
         forwards: Recorded forward passes.
@@ -214,7 +214,7 @@ class CutForwards:
 
     @classmethod
     def of(cls, forwards: Forwards, partition: Sequence[int]) -> CutForwards:
-        """Cuts a recording into stages.
+        """Cuts the recordings ``forwards`` into the stages of ``partition``.
 
         Raises:
             ConfigError: If a stage changes a tensor in place that another stage also uses.
@@ -363,7 +363,7 @@ def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
 
 
 def _work(tape: Tape, call: Call) -> SegmentWork:
-    """Returns the number of multiplications in a call, and in its backward pass if it has one."""
+    """Returns the number of multiplications in ``call`` and in its backward pass, if any."""
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return SegmentWork(forward=forward)
@@ -391,7 +391,7 @@ def _forward_work(tape: Tape, call: Call) -> float:
 
 
 def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the multiplications of a matmul, convolution or attention, or 0 for other calls.
+    """Counts the multiplications of a matmul, convolution or attention; 0 for other calls.
 
     Args:
         name: Name of the function, without leading and trailing underscores.
@@ -529,7 +529,7 @@ class Recordings:
         self._reported: set[str] = set()
 
     def add(self, signature: Signature, cut: CutForwards) -> RankPrograms:
-        """Stores the programs of a recording, and returns all programs with this signature."""
+        """Stores the programs of the recording ``cut``; returns all programs of ``signature``."""
         programs = self._part.programs(cut)
         if signature in self._kept:
             programs = self._kept[signature].with_modes_of(programs)

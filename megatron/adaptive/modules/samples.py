@@ -56,7 +56,7 @@ _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
-    """Returns the number of learned tokens per microbatch, to be passed as ``num_items``."""
+    """Returns the number of tokens per microbatch that the loss includes, for ``num_items``."""
     return [float((entries["labels"][:, 1:] != IGNORED).sum()) for entries in batch]
 
 
@@ -112,7 +112,7 @@ class SampleReader:
         return torch.tensor(sorted(placeholder_ids(self.processor, self.config)), dtype=torch.long)
 
     def read(self, path: Path, job: Job | None = None) -> SampleFile:
-        """Reads the samples of a file that have at least one learned token.
+        """Reads a file, and keeps the samples with at least one token that the loss includes.
 
         Args:
             path: Path of the file.
@@ -171,7 +171,7 @@ class SampleReader:
         )
 
     def _check_places(self, prompt: str, images: list[Any]) -> None:
-        """Checks that the prompt has one placeholder per image, before it is encoded."""
+        """Checks that ``prompt``, which is not encoded yet, has one placeholder per image."""
         markers = [getattr(self.processor, name, None) for name in ("image_token", "boi_token")]
         counts = [prompt.count(marker) for marker in markers if isinstance(marker, str)]
         if counts and max(counts) != len(images):
@@ -217,7 +217,7 @@ class SampleReader:
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """Contains a line of the file.
+    """Contains a line of the sample file, and its number.
 
     Attributes:
         number: Line number in the file, from 1.
@@ -534,7 +534,7 @@ def _with_images(
 
 
 def _has_role(message: Any) -> bool:
-    """Returns whether an entry of the messages is an object whose ``role`` is a string."""
+    """Returns whether ``message`` is an object whose ``role`` is a string."""
     return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
@@ -546,7 +546,7 @@ def _no_images() -> ConfigError:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Returns the content of a message as a list of parts, each of type text or image."""
+    """Returns the ``content`` of a message as a list of parts, each of type text or image."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -626,7 +626,7 @@ def _path_of_image(name: Any, folder: Path) -> str:
 
 
 def _lines_of(path: Path) -> Iterator[_Line]:
-    """Yields the non-empty lines of a file.
+    """Yields the non-empty lines of the file ``path``.
 
     Raises:
         ConfigError: If the file cannot be read, or a line is not UTF-8 text.

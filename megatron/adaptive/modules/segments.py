@@ -220,7 +220,7 @@ def _sample(
     *,
     split: bool,
 ) -> tuple[SegmentSample, torch.Tensor]:
-    """Returns the costs of a segment and its output.
+    """Measures a segment, and returns its costs and its output.
 
     The costs have segment index 0 and microbatch size 1, which the caller replaces.
     """
@@ -309,7 +309,7 @@ def _time(
 ) -> tuple[list[list[float]], torch.Tensor, int]:
     """Runs a segment repeatedly. Returns its times, its output and the bytes of its activations.
 
-    The lists contain times in seconds of the forward, the backward and, if ``split`` is true, the
+    The times are lists in seconds, for forward passes, backward passes and, if ``split`` is true,
     weight-gradient passes.
     """
     meter = ActivationMeter()

@@ -199,7 +199,7 @@ class Update:
             )
 
     def check_trained(self) -> None:
-        """Checks that the same parameters are trained as during the recording.
+        """Checks that ``requires_grad`` of each parameter is the same as during the recording.
 
         Raises:
             ConfigError: If ``requires_grad`` of a parameter of this rank has changed.
