@@ -94,7 +94,7 @@ class Documents(PackedSeqParams):
 
 
 class LocalAttention(DotProductAttention):
-    """Uses a fused kernel of torch for attention if possible, otherwise megatron-core's code.
+    """Computes attention with torch's fused kernels if possible, else as megatron-core does.
 
     Args:
         config: megatron-core's configuration of the model.
@@ -332,7 +332,7 @@ class LocalAttention(DotProductAttention):
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Returns all parts of a sequence in order; the backward pass sums the gradients."""
+        """Gathers all parts of a sequence in order. The backward pass sums the gradients."""
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 

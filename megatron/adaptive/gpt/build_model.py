@@ -113,12 +113,12 @@ class KeyedInit:
         return self  # All copies of a configuration share one counter.
 
     def enter_layer(self, layer: int) -> None:
-        """From now on, derives seeds for weights of the transformer layer ``layer``."""
+        """Derives the following seeds from the transformer layer ``layer``."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """From now on, derives seeds for weights outside of transformer layers."""
+        """Derives the following seeds for weights outside of transformer layers."""
         self._layer = None
 
     @contextlib.contextmanager

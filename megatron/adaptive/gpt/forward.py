@@ -66,7 +66,7 @@ def feed(
 
 
 class GptForward:
-    """Runs the forward step of a GPT model, in the form of megatron-core's schedules.
+    """Forward step function of a GPT model, with the interface of megatron-core's schedules.
 
     Args:
         accelerator: Device to which batches are moved.
@@ -76,7 +76,7 @@ class GptForward:
         self._accelerator = accelerator
 
     def __call__(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """Runs the next microbatch of ``batches`` through a chunk.
+        """Runs the next microbatch of ``batches`` through the model chunk ``model``.
 
         Args:
             batches: Iterator over microbatches with ``tokens``, ``labels`` and ``position_ids``
@@ -115,7 +115,7 @@ class GptForward:
 
 
 class NextToken:
-    """Predicts the token that follows a text, in the form of megatron-core's forward steps.
+    """Forward step function that predicts the token that follows a text.
 
     Args:
         accelerator: Device to which batches are moved.
@@ -127,7 +127,7 @@ class NextToken:
         self._position = position
 
     def __call__(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """Runs a microbatch of ``tokens`` and ``position_ids`` through a chunk.
+        """Runs a microbatch of ``batches`` through the model chunk ``model``.
 
         Returns the chunk's output, and the function that finds the most likely token.
         """

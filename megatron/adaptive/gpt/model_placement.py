@@ -107,7 +107,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Returns the number of layers of a kind in a chunk.
+        """Returns the number of layers of kind ``layer_type`` in a chunk.
 
         Args:
             layer_type: Kind of layer to count.
@@ -122,7 +122,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Returns the number of layers of a kind on the stages before a chunk.
+        """Returns the number of layers of kind ``layer_type`` on the stages before a chunk.
 
         Args:
             layer_type: Kind of layer to count.
@@ -196,7 +196,8 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     last = next((model for model in models if model.post_process), None)
     if first is None or last is None or first is last:
         return None
-    # A multi-token prediction layer has its own copy of the embedding for token lookup.
+    # Copies exist if the embedding is tied, or if a multi-token prediction layer also looks up
+    # tokens.
     if not (
         first.share_embeddings_and_output_weights or getattr(first.config, "mtp_num_layers", None)
     ):

@@ -379,7 +379,7 @@ class SequenceSlices:
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Cuts a microbatch into slices.
+        """Cuts the microbatch ``batch`` into slices.
 
         Args:
             microbatch: Index of the microbatch in the step.
@@ -437,7 +437,7 @@ class SequenceSlices:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes attention of a part of a document that extends over several slices."""
+        """Computes attention of ``piece``, part of a document that extends over several slices."""
         start, window = piece.start - piece.begin, call.window
         layers = self._kept.setdefault(self._key, {})
         kept = layers.get((id(call.layer), piece.begin))

@@ -70,7 +70,8 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        # Times of the last training step. They remain None with megatron-core's schedule.
+        # This attribute contains the times of the last training step, or None with megatron-core's
+        # schedule.
         self.times: RankTimes | None = None
 
     def train(
