@@ -160,7 +160,7 @@ class Trainer:
         )
 
     def _early_end(self) -> str | None:
-        """Returns the reason to end training early, or ``None``. It is equal on all ranks."""
+        """Returns the reason to end training early, or ``None``; the same on all ranks."""
         if self._stop.agreed(self._live.run.job.stop_group):
             return self._stop.reason
         interval = self._live.config.run.exit_interval
@@ -378,7 +378,7 @@ class Rebalancing(RunHook):
         self._log = live.log
         self._settings = settings = live.config.schedule
         self._repartitioner: Repartitioner | None = None
-        # The slice length is chosen together with the rest of the schedule.
+        # With --slice-tokens, the hook SliceLengths chooses the schedule together with the length.
         is_tuned = settings.pipeline_schedule == "auto" and settings.slice_tokens is None
         moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
         if moves and shares_gpus(live.run.job):
