@@ -280,7 +280,7 @@ class MicrobatchLoader:
         self._read_ahead = None
 
     def _samples(self, number: int) -> range:
-        """Returns the indices of the samples in a microbatch.
+        """Returns the indices of the samples in microbatch ``number``.
 
         Args:
             number: Index of the microbatch over all ranks. Microbatch 0 begins with this loader's

@@ -365,7 +365,7 @@ class _Output:
             Path(f"{self._temporary}{suffix}").unlink(missing_ok=True)
 
     def add(self, ids: npt.NDArray[np.int32], lengths: list[int]) -> None:
-        """Appends documents.
+        """Appends documents to the token file.
 
         Args:
             ids: Token ids of the documents, concatenated.

@@ -119,7 +119,7 @@ class Tokenizer(ABC):
         return ids, taught
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text in ``texts``, faster than by :meth:`tokenize`."""
+        """Returns the token ids of each text in ``texts``. This is faster than :meth:`tokenize`."""
         return [self.tokenize(text) for text in texts]
 
     @abstractmethod
@@ -155,7 +155,7 @@ class _LibraryTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """Tokenizes by GPT-2's byte-level BPE, with a ``vocab.json`` and a ``merges.txt``.
+    """Tokenizes with GPT-2's byte-level BPE, using a ``vocab.json`` and a ``merges.txt``.
 
     The text ``<|endoftext|>`` inside a document is treated as ordinary text, not as the
     end-of-document token.
