@@ -58,7 +58,7 @@ def cached_arrays(
     If any file is missing or damaged, all arrays are built and cached again.
 
     If several processes need the arrays at the same time, one process builds them under a file
-    lock, and the other processes wait for it.
+    lock, and the other processes wait.
 
     Args:
         cache: Path of the folder that contains the cached files.

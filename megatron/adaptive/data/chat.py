@@ -41,7 +41,7 @@ Span = tuple[int, int]
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names that the message field for reasoning may have. Most templates read the first."""
+"""Names that the message field for reasoning may have. Most templates read the first name."""
 _BEGUN_TAG = re.compile(r"[<\[(#|][^\s>\])]*$")
 # Placeholder words that replace an answer. They differ in their first and last letters, so that the
 # text that two renderings share never includes part of a probe.
@@ -56,8 +56,8 @@ class Conversation:
 
     Attributes:
         messages: Messages in order, each with a ``role`` and usually a ``content``.
-        tools: Descriptions of functions that the assistant may call, or ``None`` if there are none.
-        documents: Texts to which answers may refer, or ``None`` if there are none.
+        tools: Descriptions of functions that the assistant may call, or ``None`` without tools.
+        documents: Texts to which answers may refer, or ``None`` without documents.
     """
 
     messages: Sequence[Message]

@@ -199,7 +199,7 @@ def _is_too_much(error: BaseException | None) -> bool:
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
-    """Returns the files and weights of each split, also as settings of megatron-core."""
+    """Returns the blend of each split, and the settings that pass the blends to megatron-core."""
     if data.mock_data:
         return [], {}
     if data.data_path is not None:

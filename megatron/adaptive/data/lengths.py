@@ -100,7 +100,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns a text that states how many documents were truncated or skipped, if any."""
+    """Describes how many documents were truncated or skipped; empty if all are complete."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]

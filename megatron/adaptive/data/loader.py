@@ -65,7 +65,7 @@ _WIRE_DTYPES: dict[str, Any] = {
     "position_ids": np.int32,
     "attention_mask": np.bool_,
 }
-_PREFETCH = 4  # number of microbatches that each worker prefetches
+_PREFETCH = 4  # Each worker prefetches this number of microbatches.
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")
 """Entries of each sample, if samples differ in length."""
@@ -280,7 +280,7 @@ class MicrobatchLoader:
         self._read_ahead = None
 
     def _samples(self, number: int) -> range:
-        """Returns the indices of the samples in a microbatch.
+        """Returns the indices of the samples in microbatch ``number``.
 
         Args:
             number: Index of the microbatch over all ranks. Microbatch 0 begins with this loader's

@@ -365,7 +365,7 @@ class _Output:
             Path(f"{self._temporary}{suffix}").unlink(missing_ok=True)
 
     def add(self, ids: npt.NDArray[np.int32], lengths: list[int]) -> None:
-        """Appends documents.
+        """Appends documents to the token file.
 
         Args:
             ids: Token ids of the documents, concatenated.
@@ -385,7 +385,7 @@ class _Output:
         self._builder.finalize(f"{self._temporary}.idx")
 
     def publish(self) -> None:
-        """Renames both files, the index last, because it marks the data as complete."""
+        """Renames both files. The index is renamed last, because it marks the data as complete."""
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(f"{self._temporary}{suffix}", f"{self.prefix}{suffix}")

@@ -69,7 +69,8 @@ class Tokenizer(ABC):
     """Converts text to ids and back, with the interface that megatron-core's datasets expect.
 
     Attributes:
-        vocab_size: Number of token ids, including the end-of-document id. All ids are smaller.
+        vocab_size: Number of token ids, including the end-of-document id. All ids are smaller than
+            this number.
         eod: End-of-document id.
         unique_identifiers: Values that distinguish this tokenizer from other tokenizers. They are
             part of the keys of cached dataset indices.
@@ -118,7 +119,7 @@ class Tokenizer(ABC):
         return ids, taught
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text in ``texts``, faster than by :meth:`tokenize`."""
+        """Returns the token ids of each text in ``texts``. This is faster than :meth:`tokenize`."""
         return [self.tokenize(text) for text in texts]
 
     @abstractmethod
@@ -154,7 +155,7 @@ class _LibraryTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """Tokenizes by GPT-2's byte-level BPE, with a ``vocab.json`` and a ``merges.txt``.
+    """Tokenizes with GPT-2's byte-level BPE, using a ``vocab.json`` and a ``merges.txt``.
 
     The text ``<|endoftext|>`` inside a document is treated as ordinary text, not as the
     end-of-document token.

@@ -59,7 +59,7 @@ def has_packed_kernel() -> bool:
     """Returns whether torch has a kernel for packed rows that supports windows and a scale."""
     if varlen_attn is None:
         return False
-    # Check the parameters, because the first version of the kernel has neither of them.
+    # The first version of the kernel has neither parameter, so check the signature.
     return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
 
 
@@ -94,7 +94,7 @@ class Documents(PackedSeqParams):
 
 
 class LocalAttention(DotProductAttention):
-    """Uses a fused kernel of torch for attention if possible, otherwise megatron-core's code.
+    """Computes attention with torch's fused kernels if possible, else as megatron-core does.
 
     Args:
         config: megatron-core's configuration of the model.
@@ -197,8 +197,8 @@ class LocalAttention(DotProductAttention):
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
         stores_scores = kernel_for(self._case_of(query, value, mask)) is Kernel.SCORES
-        # A window already limits the scores. Keys that several heads share would be copied and kept
-        # for each block.
+        # Blocks have no advantage with a window, which already limits the scores. Keys that several
+        # heads share would be copied and kept for each block.
         is_shared = query.shape[2] != key.shape[2]
         if count == 1 or not stores_scores or self._window is not None or is_shared:
             return self._attend(query, key, value, attention_mask, *more, **options)
@@ -284,7 +284,7 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention within whole documents of these lengths, in a row ``[s, 1, ...]``."""
+        """Computes attention within each document of a row ``[s, 1, ...]`` of whole documents."""
         documents = Documents.of(torch.tensor(lengths), lambda ends: ends.to(query.device))
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         return self._packed(query, key, value, documents, *more, **options)
@@ -332,7 +332,7 @@ class LocalAttention(DotProductAttention):
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Returns all parts of a sequence in order; the backward pass sums the gradients."""
+        """Gathers all parts of a sequence in order. The backward pass sums the gradients."""
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 

@@ -113,17 +113,17 @@ class KeyedInit:
         return self  # All copies of a configuration share one counter.
 
     def enter_layer(self, layer: int) -> None:
-        """Makes later calls seed weights as weights of the transformer layer ``layer``."""
+        """Derives the following seeds from the transformer layer ``layer``."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Makes later calls seed weights as weights outside of transformer layers."""
+        """Derives the following seeds for weights outside of transformer layers."""
         self._layer = None
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
-        """Seeds the weights that are initialized in the block as weights of this rank's experts.
+        """Seeds the weights that are initialized in the ``with`` block as this rank's experts.
 
         Weights of experts on other ranks are also counted, so that each expert has its own seeds.
         """
@@ -486,7 +486,7 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Returns the spec of multi-token prediction layers, or ``None`` if there are none."""
+    """Returns the spec of multi-token prediction layers, or ``None`` without such layers."""
     if core.mtp_num_layers is None:
         return None
     last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
@@ -529,7 +529,8 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     if model.moe_router_group_best is not None:
         kinds[TopKRouter] = GroupRouter
     if has_engine and model.attention_softcap is not None:
-        kinds[TEDotProductAttention] = LocalAttention  # Transformer Engine has no soft cap
+        # Transformer Engine does not support a soft cap.
+        kinds[TEDotProductAttention] = LocalAttention
     return [completed(spec, kinds) for spec in specs]
 
 

@@ -14,8 +14,8 @@ other generators.
 
 The hash function is needed because a CPU generator uses only the lower half of its seed. It must be
 invertible because of recomputation: megatron-core then restores the generators' state from before
-the layer's forward pass, although the current microbatch is a different one. So the original
-microbatch is computed from the generator's seed.
+the layer's forward pass, but the latest call of ``apply`` was for another microbatch. So the
+original microbatch is computed from the generator's seed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def feed(
 
 
 class GptForward:
-    """Runs the forward step of a GPT model, in the form of megatron-core's schedules.
+    """Forward step function of a GPT model, with the interface of megatron-core's schedules.
 
     Args:
         accelerator: Device to which batches are moved.
@@ -76,7 +76,7 @@ class GptForward:
         self._accelerator = accelerator
 
     def __call__(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """Runs the next microbatch of ``batches`` through a chunk.
+        """Runs the next microbatch of ``batches`` through the model chunk ``model``.
 
         Args:
             batches: Iterator over microbatches with ``tokens``, ``labels`` and ``position_ids``
@@ -115,7 +115,7 @@ class GptForward:
 
 
 class NextToken:
-    """Predicts the token that follows a text, in the form of megatron-core's forward steps.
+    """Forward step function that predicts the token that follows a text.
 
     Args:
         accelerator: Device to which batches are moved.
@@ -127,7 +127,7 @@ class NextToken:
         self._position = position
 
     def __call__(self, batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """Runs a microbatch of ``tokens`` and ``position_ids`` through a chunk.
+        """Runs a microbatch of ``batches`` through the model chunk ``model``.
 
         Returns the chunk's output, and the function that finds the most likely token.
         """
@@ -204,7 +204,7 @@ _STEP_BITS = 24
 _MICROBATCH_BITS = 16
 _LAYER_BITS = 12
 _LANE_BITS = 12
-# The factor is odd, so that products with it do not repeat in the bits of the step.
+# The factor is odd, so its multiples differ from each other in the bits of the step.
 _FAR_STEP = 10_368_889
 _HOOK = "dropout_key_hook"
 _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
@@ -312,14 +312,15 @@ class DropoutKeys:
         Args:
             step: Index of the iteration, from 0. Random numbers repeat after 2**24 iterations.
             microbatch: Index of the microbatch on this replica, from 0.
-            number: Index of the microbatch, or of its slice, over all replicas; ``None`` if
+            number: Index of the microbatch or slice, counted over all replicas; ``None`` if
                 microbatches are assigned round-robin.
         """
         if not self._enabled:
             return
         if number is None:
             number = self._number_of(microbatch)
-        # Numbers that do not fit use the keys of distant steps, so that steps do not repeat keys.
+        # A number with too many bits uses the keys of a distant step, so that steps do not repeat
+        # keys.
         step += (number >> _MICROBATCH_BITS) * _FAR_STEP
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)

@@ -52,7 +52,7 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Returns whether this rank writes the log, as only the last rank with the loss does.
+        """Returns whether this rank writes the log, because it is the last rank with the loss.
 
         If stages are placed round-robin, this is the last rank of the job, as in Megatron-LM.
         """

@@ -46,7 +46,7 @@ if not transformer_engine.HAVE_TE:
 
 
 def bound_output(layer: torch.nn.Module, cap: float) -> None:
-    """Adds a hook that applies a soft cap to the output: ``cap * tanh(logits / cap)``."""
+    """Adds a hook that applies a soft cap to a layer's output: ``cap * tanh(output / cap)``."""
     layer.register_forward_hook(functools.partial(bound_first, cap))
 
 
@@ -100,8 +100,9 @@ class LocalLatentAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
         """Returns the classes of projections and norms; megatron-core 0.19 calls this method.
 
-        Without compressed queries, 0.19 normalizes the input of the queries' projection, in a class
-        of Transformer Engine. This class then leaves queries unnormalized, as other releases do.
+        If queries are not compressed, megatron-core 0.19 normalizes the input of the queries'
+        projection, in a class of Transformer Engine. This class leaves queries unnormalized
+        instead, as other releases do.
         """
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
             return super()._resolve_qk_norm_config(submodules)
@@ -117,7 +118,8 @@ class LocalLatentAttention(MLASelfAttention):
 
     def _gathered(self, _module: Any, _inputs: Any, output: Any) -> Any:
         whole = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
-        # If sequences are split over ranks, megatron-core gathers later and sums the gradients.
+        # If sequences are split over ranks, megatron-core gathers the parts later and sums the
+        # gradients.
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(whole, group=self.tp_group), output[1]
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
@@ -173,7 +175,7 @@ LAYER_SETTINGS = (
     "moe_router_group_best",
     "local_attention",
 )
-"""Names of settings that this program adds to megatron-core's configuration for its layers."""
+"""Names of settings that this program adds to megatron-core's configuration for local layers."""
 
 
 class GroupRouter(TopKRouter):

@@ -47,7 +47,7 @@ from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
 
 MARK = ".lora."
-"""Substring that only the names of adapters contain in a checkpoint."""
+"""Text that a name in a checkpoint contains only if it belongs to an adapter."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
 # Maps a layer's parallelism to the functions that communicate between its two matrices. Keys:
 # whether the layer is row-parallel, and whether sequences are split (sequence parallelism).
@@ -136,8 +136,8 @@ class Adapter(Deferring, torch.nn.Module):
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # megatron-core then sums the gradients over the ranks, each of which has a part of a
-            # sequence.
+            # With this mark, megatron-core sums the gradients over the ranks, each of which has a
+            # part of a sequence.
             weight.sequence_parallel = self.is_split and not is_divided
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
         rows = torch.zeros(out, dtype=torch.long)
@@ -201,7 +201,7 @@ class _Adapted:
     lora: Adapter
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output with the adapters' term, and the bias."""
+        """Returns the layer's output plus the adapters' term, and the layer's bias."""
         layer: Any = super()
         output, bias = layer.forward(hidden, *args, **kwargs)
         return output + self.lora(self._normalized(hidden)), bias

@@ -68,7 +68,7 @@ def placement_of(config: TrainerConfig) -> Placement:
 
 
 def widths_of(config: TrainerConfig) -> Widths | None:
-    """Returns the number of ranks of each stage, or ``None`` if it is equal for all stages."""
+    """Returns the number of ranks of each stage, or ``None`` if all stages have the same number."""
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
@@ -107,7 +107,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Returns the number of layers of a kind in a chunk.
+        """Returns the number of layers of kind ``layer_type`` in a chunk.
 
         Args:
             layer_type: Kind of layer to count.
@@ -122,7 +122,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Returns the number of layers of a kind on the stages before a chunk.
+        """Returns the number of layers of kind ``layer_type`` on the stages before a chunk.
 
         Args:
             layer_type: Kind of layer to count.
@@ -196,7 +196,8 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     last = next((model for model in models if model.post_process), None)
     if first is None or last is None or first is last:
         return None
-    # A multi-token prediction layer has its own copy of the embedding for token lookup.
+    # Copies exist if the embedding is tied, or if a multi-token prediction layer also looks up
+    # tokens.
     if not (
         first.share_embeddings_and_output_weights or getattr(first.config, "mtp_num_layers", None)
     ):
@@ -249,7 +250,7 @@ def finalize_gradients(
             may not have the last stage.
         pg_collection: Process groups; ``None`` uses megatron-core's global groups.
         force_all_reduce: Whether to use all-reduce instead of reduce-scatter, as in megatron-core.
-        widths: Number of ranks of each stage; ``None`` if it is equal for all stages.
+        widths: Number of ranks of each stage; ``None`` if all stages have the same number.
     """
     finalize_model_grads(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce

@@ -129,7 +129,8 @@ class KeysAndValues:
                 for part, gathered in zip(complete, later, strict=True)
             ]
         self._gathered = None
-        if not start:  # No further backward pass of the document follows.
+        # This is the document's first slice, so no backward pass of the document follows.
+        if not start:
             self._buffers = []
         if not earlier:
             return complete
@@ -176,7 +177,7 @@ class LastKeysAndValues(KeysAndValues):
         super().__init__(like, 0)
         self._window = window
         self._forgets = forgets
-        # Keys and values by the position of their first token, ascending.
+        # The dict maps the position of the first token to keys and values, in ascending order.
         self._parts: dict[int, list[torch.Tensor]] = {}
         self.bytes_per_token *= min(window, len(like[0])) / len(like[0])
 
@@ -255,14 +256,14 @@ class SequenceSlices:
 
     @property
     def stride(self) -> int:
-        """Returns an upper limit of slices per microbatch, which is equal on all ranks."""
+        """Returns an upper limit for the number of slices per microbatch, equal on all ranks."""
         if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
             return self.count
         return self._most
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns the number of tokens of each item, or ``None`` if all cuts are equal."""
+        """Returns the token count of each slice, or ``None`` if all cuts are equal."""
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
@@ -273,7 +274,7 @@ class SequenceSlices:
         return len(self._cuts)
 
     def work(self, item: int) -> tuple[int, int]:
-        """Returns the number of tokens and of pairs of tokens in an item's slice (``Cut.work``)."""
+        """Returns the number of tokens and the number of token pairs in the slice ``item``."""
         microbatch, index, _ = place_of(item, self.count)
         return self._cut(microbatch).work(index)
 
@@ -287,14 +288,14 @@ class SequenceSlices:
         return self._equal if self._rule is None else self._cuts[microbatch]
 
     def begin(self, chunk: int, item: int) -> None:
-        """Makes an item's slice the current slice, before its forward or backward pass."""
+        """Makes ``item`` the current slice of ``chunk``, before its forward or backward pass."""
         microbatch, index, _ = place_of(item, self.count)
         self._pieces = self._cut(microbatch).pieces(index)
         self._positions = None
         self._key = (chunk, microbatch)
 
     def release(self, chunk: int, item: int) -> None:
-        """Frees the keys and values of an item's microbatch after their last use."""
+        """Frees the keys and values of the microbatch of slice ``item`` after their last use."""
         self._kept.pop((chunk, place_of(item, self.count).microbatch), None)
 
     def finish(self) -> None:
@@ -302,12 +303,12 @@ class SequenceSlices:
         self._kept.clear()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Yields the buffers of the current chunk and microbatch."""
+        """Yields the tensors with the keys and values of the current chunk and microbatch."""
         for kept in self._kept.get(self._key, {}).values():
             yield from kept.buffers
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the size in bytes of keys and values that a chunk keeps of an item's slice.
+        """Returns the size in bytes of the keys and values of slice ``item`` that ``chunk`` keeps.
 
         The size is measured after the first forward pass of the chunk that keeps keys and values.
         Before that, it is 0.
@@ -353,7 +354,11 @@ class SequenceSlices:
     def _ask_positions(
         self, _module: Any, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Requests the rotary embedding from the slice's first token, or from 0 for documents."""
+        """Makes rotary embeddings begin at the position of the slice's first token.
+
+        If the slice contains parts of several documents, embeddings of all positions are requested,
+        and :meth:`_pick_positions` selects from them.
+        """
         pieces = self._pieces
         if len(pieces) == 1:
             return inputs, {**options, "offset": pieces[0].start - pieces[0].begin}
@@ -374,7 +379,7 @@ class SequenceSlices:
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Cuts a microbatch into slices.
+        """Cuts the microbatch ``batch`` into slices.
 
         Args:
             microbatch: Index of the microbatch in the step.
@@ -432,7 +437,7 @@ class SequenceSlices:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes attention of a part of a document that extends over several slices."""
+        """Computes attention of ``piece``, part of a document that extends over several slices."""
         start, window = piece.start - piece.begin, call.window
         layers = self._kept.setdefault(self._key, {})
         kept = layers.get((id(call.layer), piece.begin))

@@ -103,7 +103,7 @@ def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
 
 
 def _record_index(config: TrainerConfig) -> int:
-    """Returns the index of this rank's action order in the record of a step."""
+    """Returns the index of this rank among the action orders that are recorded for each step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
         return pp_rank  # Only the orders of one replica are recorded.
@@ -270,7 +270,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
 def _start_trace(
     job: TrainingJob, placement: Placement, chunks: Sequence[torch.nn.Module], rows: int
 ) -> Tracing:
-    """Opens the trace of a run. The embedding has ``rows`` rows."""
+    """Opens the trace of a run. ``rows`` is the number of rows of the embedding."""
     config = job.config
     schedule = job.config.schedule
     tracing = open_trace(
@@ -417,7 +417,7 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
 def passes_predictions(config: TrainerConfig) -> bool:
     """Returns whether a stage before the last stage has the multi-token prediction layers.
 
-    If so, their hidden states are sent on to the last stage.
+    If so, the hidden states of these layers are sent on to the last stage.
     """
     return config.mtp_stage not in (None, config.num_stages - 1)
 

@@ -70,7 +70,8 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        # Times of the last training step. They remain None with megatron-core's schedule.
+        # This attribute contains the times of the last training step, or None with megatron-core's
+        # schedule.
         self.times: RankTimes | None = None
 
     def train(
@@ -251,7 +252,7 @@ class Step:
         )
 
     def _finish_step(self, iteration: int) -> float | None:
-        """Ends the step's trace, and returns the fraction of its time in which ranks were idle.
+        """Ends the trace of a step, and returns the fraction of the step in which ranks were idle.
 
         The fraction is computed only at logged iterations, because it needs an all-reduce. At other
         iterations, the method returns ``None``.
@@ -332,8 +333,9 @@ class Step:
         over all ranks, while megatron-core uses the value of one rank.
 
         Returns:
-            Two mappings: mean losses by name, and losses per layer by TensorBoard's tag. The latter
-            is empty without ``--moe-per-layer-logging``. Both are empty except on the last stage.
+            Two mappings: mean losses by name, and losses per layer by TensorBoard's tag. The second
+            mapping is empty without ``--moe-per-layer-logging``. Both are empty except on the last
+            stage.
         """
         run = self._run
         names = self._balancing

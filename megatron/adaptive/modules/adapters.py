@@ -73,7 +73,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     config.base_model_name_or_path = str(folder)
     try:
         with warnings.catch_warnings():
-            # PEFT uses a deprecated name of an attribute of transformers.
+            # PEFT uses a deprecated attribute name of transformers, which causes a warning.
             warnings.simplefilter("ignore", FutureWarning)
             adapted: torch.nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
@@ -110,7 +110,7 @@ def initialize_adapters(model: Any, seed: int) -> None:
 def adapter_file(
     model: Any, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Returns a model's adapter configuration and tensors in the format that PEFT saves.
+    """Returns the adapters' configuration and tensors in the format that PEFT saves.
 
     Args:
         model: Model with adapters.

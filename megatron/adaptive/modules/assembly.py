@@ -56,7 +56,7 @@ class PipelineSettings(SampledModel):
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
             order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
             microbatch is its recording's operation count (``work``) or its predicted time
-            (``time``). Two runs with ``work`` have the same order. A model whose forward pass
+            (``time``). The order with ``work`` is the same in every run. A model whose forward pass
             changes buffers in training requires ``given``.
         dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
             microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
@@ -284,14 +284,14 @@ def assemble(
     def measured() -> tuple[tuple[float, ...], SegmentTimes]:
         if not is_on_meta(request.model):
             _check_replays(request, examples, moved)
-        # A single stage contains all segments, regardless of their costs.
+        # Do not measure costs for a single stage, which contains all segments anyway.
         if request.partition or weights or placement.num_stages == 1:
             return tuple(weights or ()), ()
         times = first_partition.measure(request, examples)
         return tuple(map(sum, times)), times
 
-    # Measured times differ by rank, but all ranks must cut the model at the same points. So all
-    # ranks use the times of the first rank.
+    # Measured times differ between ranks, but all ranks must cut the model at the same points. So
+    # all ranks use the times of the first rank.
     weights, times = mesh.on_first(measured)
     if request.partition is not None:
         partition = given_partition(request.partition, num_segments, placement.num_stages)
@@ -309,7 +309,11 @@ def assemble(
 def _check_replays(
     request: PipelineSettings, examples: Sequence[Example], microbatches: Sequence[Microbatch]
 ) -> None:
-    """Checks each recording with a second microbatch of the same signature, if there is one."""
+    """Checks that each recording also gives correct results for another microbatch.
+
+    The other microbatch must have the signature of the recorded microbatch. Recordings without such
+    a microbatch in ``microbatches`` are not checked.
+    """
     forwards_of = {example.signature: example for example in examples}
     checked: set[Signature] = set()
     for microbatch in microbatches:
@@ -382,7 +386,10 @@ def _keep_part(
 
 
 def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
-    """Returns the index of each segment's kind, or an empty tuple if segments are not measured."""
+    """Returns the index of each segment's kind, or an empty tuple if segments are not measured.
+
+    Segments of the same kind make the same calls.
+    """
     if request.trace_dir is None or request.trace_detail == "actions":
         return ()
     return segment_kinds(examples[0].forwards.training)
@@ -478,7 +485,7 @@ def names_of_shared(
 def _ranks_of_parameters(
     cut_examples: Sequence[CutForwards], placement: Placement
 ) -> dict[str, set[int]]:
-    """Returns the positions of the ranks that use each parameter, by the parameter's name."""
+    """Returns a dict from parameter names to the positions of the ranks that use the parameter."""
     uses: dict[str, set[int]] = {}
     for cut in cut_examples:
         for stage in range(placement.num_stages):
@@ -507,7 +514,8 @@ def _names_to_keep(
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
     kept = {name for name, ranks in uses.items() if pp_rank in ranks}
     for cut in cut_examples:
-        # Later recordings run the whole model on each rank, and read these buffers again.
+        # Keep these buffers, because later recordings run the whole model on each rank and read
+        # them.
         kept |= cut.forwards.training.read_buffers | cut.forwards.evaluation.read_buffers
         for stage in stages:
             for plan in cut.plans(stage):
@@ -522,7 +530,7 @@ def _names_to_keep(
 def _report_unused(
     request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
 ) -> None:
-    """Prints a line about the entries of the sample batch that no stage uses, if there are any."""
+    """Prints the names of the entries of the sample batch that no stage uses, if there are any."""
     used = set(request.decisive_entries)
     for cut in cut_examples:
         for plan in (*cut.training, *cut.evaluation):
@@ -533,7 +541,7 @@ def _report_unused(
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
-    """Fills tensors with the user's function, and checks that it has filled all of them.
+    """Calls ``initialize`` and checks that it filled all floating-point tensors in ``tensors``.
 
     Raises:
         ConfigError: If a floating-point tensor is not filled.

@@ -23,7 +23,9 @@ Batch = Mapping[str, torch.Tensor] | Sequence[Microbatch]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Describes a microbatch's content; microbatches with equal signatures share a recording.
+    """Describes the shapes and dtypes of a microbatch, and the values of some of its entries.
+
+    Microbatches with equal signatures share a recording of the model's forward pass.
 
     Attributes:
         entries: Name, shape and dtype of each entry, ordered by name.
@@ -59,7 +61,7 @@ class Signature:
 
 
 class BatchShape:
-    """Compares batches with a sample batch and divides them into microbatches.
+    """Checks batches against a sample batch, and divides them into microbatches.
 
     Args:
         sample: Sample batch with at least ``micro_batch_size`` samples.
@@ -121,7 +123,7 @@ class BatchShape:
         ]
 
     def examples(self, sample: Microbatch) -> list[Microbatch]:
-        """Returns the first microbatch of the sample batch, and the second if there is one."""
+        """Returns the first two microbatches of ``sample``, or the first if there is no other."""
         size = self.micro_batch_size
         return self.microbatches(
             {name: tensor[: min(2, self.samples // size) * size] for name, tensor in sample.items()}
@@ -185,7 +187,7 @@ def is_list(batch: Any) -> bool:
 
 
 def microbatch_list(batch: Any, argument: str) -> list[Microbatch]:
-    """Checks a list of microbatches and returns it.
+    """Checks that ``batch`` is a valid list of microbatches, and returns the list.
 
     Args:
         batch: List to check, as the user passed it.
@@ -241,7 +243,7 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
-    """Returns ``batch``, with its samples repeated if it has fewer than ``least`` samples."""
+    """Returns ``batch``, extended to ``least`` samples by repeating samples if it has fewer."""
     count = len(next(iter(batch.values())))
     times = -(-least // count)
     if times <= 1:

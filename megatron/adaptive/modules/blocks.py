@@ -21,12 +21,12 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """Returns the blocks of each list of repeated blocks, by the name of the list in the model.
+    """Finds lists of repeated blocks in ``model``. Returns a dict from list names to blocks.
 
     A list is a ``ModuleList`` or ``Sequential`` in which at least two members have the same class
-    and parameters. Lists within a block are ignored, unless the blocks have unequal sizes and a
-    list has most of its block's parameters, as in models of several resolutions. Lists of layers
-    without submodules are used only if there are no other lists.
+    and parameters. A list within a block is used only if the blocks differ in size and this inner
+    list has most of its block's parameters, as in vision models with several resolutions. Lists of
+    layers without submodules are used only if there are no other lists.
 
     Args:
         model: Model to search; it is not changed.

@@ -41,7 +41,7 @@ _REMEDY = "Free space there or choose another folder"
 
 
 class Checkpointer:
-    """Saves and loads a rank's state. All ranks must call its methods.
+    """Saves and loads this rank's part of a checkpoint. All ranks must call the methods together.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
@@ -116,6 +116,8 @@ class Checkpointer:
     ) -> LocalDisk | None:
         """Reserves the checkpoint folder for this job, and also the local folder if there is one.
 
+        Returns the object that manages the local folder, or ``None`` if there is no local folder.
+
         Args:
             folder: Folder of checkpoints, visible to all nodes.
             base: Folder on each node's local disk where checkpoints are written first; ``None`` to
@@ -130,7 +132,7 @@ class Checkpointer:
         return self.saver.local
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns this rank's tensors by their names in a checkpoint, and its other state.
+        """Returns this rank's tensors, as a dict by checkpoint name, and its other state.
 
         The other state is the optimizer's type, the options of each parameter group, and the
         optimizer's values that are not tensors.
@@ -187,7 +189,7 @@ class Checkpointer:
         state: Mapping[str, Any] | None = None,
         trust: bool = False,
     ) -> dict[str, Any]:
-        """Reads a checkpoint and returns its manifest. Takes the arguments of ``Pipeline.load``."""
+        """Reads a checkpoint and returns its manifest. See ``Pipeline.load`` for the arguments."""
         self.saver.wait()
         folders = PipelineFolder(folder)
         objects = state or {}
@@ -284,7 +286,11 @@ class Checkpointer:
         return None if optimizer is None else type(optimizer).__name__
 
     def _states(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-        """Returns the optimizer's tensors by ``parameter.key``, and plain values by parameter."""
+        """Returns the optimizer's state as two dicts: its tensors, and its other values.
+
+        Tensors are keyed by the parameter's name and the key of the state, such as
+        ``weight.exp_avg``. The other values are dicts by key, one for each parameter name.
+        """
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
         if self._update.optimizer is None:
@@ -304,7 +310,7 @@ class Checkpointer:
 
     @staticmethod
     def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options of a parameter group that can be saved, such as the learning rate."""
+        """Returns the options of the parameter group ``group`` that can be saved."""
         plain = {key: _plain(value) for key, value in _without_lists(group).items()}
         return {key: value for key, value in plain.items() if isinstance(value, (*_PLAIN, list))}
 
@@ -387,7 +393,7 @@ class Checkpointer:
     def _restore_optimizer(
         self, states: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Puts each parameter's saved state and options into the optimizer."""
+        """Restores the optimizer's ``states`` and ``options``, both keyed by parameter name."""
         optimizer = self._update.optimizer
         if optimizer is None:
             return
@@ -439,7 +445,10 @@ class PipelineState(SnapshotState):
         return {"has_common": True}
 
     def is_changed(self) -> bool:
-        """Returns whether the set of tensors changed, as in an optimizer's first step."""
+        """Returns whether tensors, shapes or dtypes changed since :meth:`take`.
+
+        For example, an optimizer's first step adds tensors.
+        """
         return _layout(self._checkpointer.apart()[0]) != self._layout
 
 

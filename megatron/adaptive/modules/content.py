@@ -46,8 +46,7 @@ Dealing = Literal["turns", "work", "time"]
 """Method of distributing the microbatches of a list over replicas."""
 
 _REFIT_STEPS = 8
-"""Number of initial steps after each of which costs are fitted; later, the number of steps between
-fits.
+"""Costs are fitted after each of the first ``_REFIT_STEPS`` steps, then every ``_REFIT_STEPS``.
 """
 _ADVISED_AFTER = 2 * _REFIT_STEPS
 """Number of measured steps after which a better partition, if there is one, is reported."""
@@ -88,7 +87,7 @@ class Digest:
 
 
 class DealtList(list[Microbatch]):
-    """Contains the microbatches that one replica trains.
+    """List of the microbatches that one replica trains on.
 
     Args:
         batch: All microbatches of the step.
@@ -203,7 +202,7 @@ class Content:
 
 
 def digest_of(parts: Iterable[object]) -> Digest:
-    """Returns the digest of ``parts``.
+    """Returns a digest (hash values) of ``parts``.
 
     Args:
         parts: Microbatches or other objects. The digest depends on the shapes, dtypes and integer
@@ -280,7 +279,8 @@ class ContentBalance:
     def _begin_fits(self) -> None:
         self._times = ContentCosts(self._placement, self._partition, self._segments)
         self._steps = self._fits = 0
-        # Sums of the last training step's times, which are sent before the next step.
+        # This list contains sums of the last training step's times, to be sent before the next
+        # step.
         self._sums: list[float] = []
 
     def use(self, partition: Sequence[int]) -> None:
@@ -295,11 +295,12 @@ class ContentBalance:
         self._begin_fits()
 
     def _fitted(self, work: Sequence[float], start: Collection[int] = ()) -> StageFit:
-        """Fits a function that predicts operation counts from content numbers.
+        """Fits a function that predicts operation counts from a microbatch's content.
 
         Args:
             work: Operation count of each recording.
-            start: Indices of the content numbers with which the fit starts; empty for all of them.
+            start: Indices of the numbers in :class:`Content` with which the fit starts; empty for
+                all.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
         fit = StageFit(len(rows[0]))
@@ -309,8 +310,9 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns the fitted seconds per unit of each content number, by label, for each stage.
+        """Returns, for each stage, a dict from each label to the fitted time in seconds per unit.
 
+        A label names a number that describes a microbatch, such as the element count of an entry.
         The list is empty before the first fit.
         """
         labels = self._content.labels
@@ -360,7 +362,7 @@ class ContentBalance:
         return order_by_cost(work, self._mesh.pipeline_size)
 
     def share(self, batch: Sequence[Microbatch]) -> DealtList | None:
-        """Returns the microbatches of ``batch`` that this replica trains.
+        """Returns the microbatches of ``batch`` that this replica trains on.
 
         Returns ``None`` for a list of objects that are not microbatches, if ``dealing`` is
         ``turns`` or there is only one replica.
@@ -391,7 +393,7 @@ class ContentBalance:
         return DealtList(batch, dealt[self._mesh.dp_rank], digest_of([*batch, dealt]))
 
     def _is_trainable(self, total: int) -> bool:
-        """Returns whether replicas can train this total number of microbatches."""
+        """Returns whether the replicas together can train on ``total`` microbatches."""
         return not total % self._group and total >= self._least * self._mesh.dp_size
 
     def check_total(self, batch: Any) -> None:
@@ -507,20 +509,20 @@ class ContentBalance:
                     raise ConfigError(f"ranks {first} and {second} {text}")
 
     def begin(self, rows: Sequence[Microbatch]) -> None:
-        """Stores the content of a training step's microbatches, in the order in which they run."""
+        """Stores numbers that describe a step's microbatches, in the order in which they run."""
         if self._is_timed:
             self._rows = [self._content.numbers(part) for part in rows]
 
     def end(self, times: RankTimes) -> None:
         """Records ``times``, which this rank measured in the current training step."""
         self._steps += 1
-        # The first step includes warm-up, so its times are too long.
+        # Ignore the first step, whose times are too long because of warm-up.
         if not self._is_timed or self._steps == 1:
             return
         self._sums = self._times.measured(self._rows, times.actions)
 
     def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds each rank's measured ``sums`` to the fits, and fits again after certain steps."""
+        """Adds each rank's sums of measured times to the fits, and refits after some steps."""
         if not any(map(any, sums)):
             return
         self._times.add(dict(zip(self._positions, sums, strict=True)))
@@ -574,7 +576,7 @@ def partition_text(partition: Sequence[int]) -> str:
 
 
 def check_rules(order: str, dealing: str) -> None:
-    """Checks the settings ``order`` and ``dealing``.
+    """Checks that the settings ``order`` and ``dealing`` have allowed values.
 
     Raises:
         ConfigError: If a setting does not have an allowed value.

@@ -119,7 +119,7 @@ class CutPoint(torch.nn.Module):
         return cut_points
 
     def forward(self, *values: Any) -> Any:
-        """Returns its argument; several arguments are returned as a tuple."""
+        """Returns a single argument unchanged, or several arguments as a tuple."""
         value = values[0] if len(values) == 1 else values
         return mark(value, id(self), next(_PASSINGS))
 
@@ -129,7 +129,7 @@ def _pass(module: Any, inputs: Any, output: Any) -> Any:
 
 
 def cut_points_of(model: torch.nn.Module) -> dict[str, CutPoint]:
-    """Returns the cut points of a model by their names."""
+    """Returns a dict from names to the cut points of ``model``."""
     return {name: part for name, part in model.named_modules() if isinstance(part, CutPoint)}
 
 

@@ -57,7 +57,7 @@ def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
     """Reads the number of segments per stage from a partition such as ``3-4-5`` or a sequence.
 
     Raises:
-        ConfigError: If ``partition`` has a different form.
+        ConfigError: If ``partition`` is neither such a text nor a sequence of integers.
     """
     try:
         if isinstance(partition, str):
@@ -90,7 +90,7 @@ def given_partition(
 
 
 def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
-    """Checks that there is one weight for each segment.
+    """Checks that ``weights`` contains one cost for each segment.
 
     Raises:
         ConfigError: If the number of weights differs from the number of segments.
@@ -164,7 +164,7 @@ class StagePlan:
 
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:
-    """Returns the segments that use each parameter, by the parameter's first name."""
+    """Returns a dict from each parameter's first name to the segments that use the parameter."""
     segments_of: dict[str, set[int]] = {}
     for number in _needed(tape):
         call = tape.calls[number]
@@ -178,8 +178,8 @@ def uses_of(tape: Tape) -> dict[str, set[int]]:
 def frozen_segments(tape: Tape) -> int:
     """Returns the number of leading segments through which no gradient of the loss flows.
 
-    They compute only tensors without gradients, as an encoder whose parameters are not trained. A
-    stage that consists of such segments needs no backward pass and no activations.
+    These segments compute only tensors without gradients, as in an encoder whose parameters are not
+    trained. A stage that consists of such segments needs no backward pass and no activations.
 
     Args:
         tape: Recorded forward pass in training mode.
@@ -204,15 +204,16 @@ def frozen_segments(tape: Tape) -> int:
 
 
 _MOST_LATE = 8
-"""Maximum number of calls that move behind frozen segments."""
+"""Maximum number of calls that are moved behind frozen segments, so that they run later."""
 
 
 class LateCalls(NamedTuple):
-    """Identifies the calls that move behind leading segments, so that no gradient flows there.
+    """Identifies calls at the model's start that are moved behind the leading, frozen segments.
 
     Many vision-language models compute the embeddings of the text first, then run the image
     encoder, and then insert its result into the embeddings. If only the encoder is frozen,
-    gradients of the embeddings would flow through all of its stages.
+    gradients of the embeddings would flow through all of its stages. No gradient flows there if the
+    embeddings are computed after the encoder.
 
     Attributes:
         border: Number of leading segments, and index of the segment to which the calls move.
@@ -224,9 +225,9 @@ class LateCalls(NamedTuple):
 
 
 def late_calls(tape: Tape) -> LateCalls | None:
-    """Returns the trained calls at the model's start that run before frozen segments.
+    """Identifies calls with gradients that run before frozen segments but could run after them.
 
-    Returns ``None`` if there are none, or if they cannot run later.
+    Returns ``None`` if there are no such calls.
 
     Args:
         tape: Recorded forward pass in training mode.
@@ -257,7 +258,7 @@ def late_calls(tape: Tape) -> LateCalls | None:
             if number not in moved
             and any(tape.values[read].source == "parameter" for read in tape.calls[number].reads)
         }
-        # Each of the segments must be worth having without backward passes.
+        # Moving the calls pays off only if each leading segment still runs calls with parameters.
         if moved.issuperset(trained) and len(moved) <= _MOST_LATE and len(frozen) == border:
             return late
     return None
@@ -268,7 +269,7 @@ def postpone(tape: Tape, late: LateCalls | None) -> None:
 
     Args:
         tape: Recorded forward pass, in which the calls are changed.
-        late: Calls to move; ``None`` to move nothing.
+        late: Calls to move; ``None`` leaves the recording unchanged.
     """
     if late is None or not (moved := _late_numbers(tape, late)):
         return
@@ -288,7 +289,7 @@ def postpone(tape: Tape, late: LateCalls | None) -> None:
 
 
 def _late_numbers(tape: Tape, late: LateCalls) -> set[int]:
-    """Returns the indices of the calls before the border that depend on the late parameters.
+    """Returns the indices of calls before ``late.border`` that depend on ``late.parameters``.
 
     The set is empty if the calls cannot run later, because they draw random numbers or change
     tensors in place, or because another call changes a tensor that they read.
@@ -331,7 +332,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment, without the check for changes that other segments read.
+    """Returns a plan for each segment, even if it changes tensors that other segments read.
 
     Segments that share a changed buffer can still run one after another in one process, for example
     to be measured.
@@ -390,7 +391,7 @@ def _needed(tape: Tape) -> list[int]:
 
 
 class _Slicer:
-    """Divides the calls of a tape among stages and makes the plan of each stage."""
+    """Divides the calls of a recorded forward pass among stages, and plans each stage."""
 
     def __init__(self, tape: Tape, partition: Sequence[int]) -> None:
         self._tape = tape
@@ -433,11 +434,15 @@ class _Slicer:
         return self._plans
 
     def _home(self, value: Value) -> int:
-        """Returns the stage that computes a tensor."""
+        """Returns the index of the stage that computes the tensor ``value``."""
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Records that ``stage`` uses a tensor, and returns the calls that ``stage`` repeats."""
+        """Records that ``stage`` uses the tensor ``number``, and returns the calls to repeat.
+
+        The repeated calls compute the tensor again, so that it does not have to be sent. The set is
+        empty if the stage receives the tensor or computes it anyway.
+        """
         value = self._tape.values[number]
         if value.made_by < 0 or self._home(value) == stage:
             return set()
@@ -448,7 +453,7 @@ class _Slicer:
         return set()
 
     def _find_closure(self, number: int) -> frozenset[int] | None:
-        """Returns the calls that recompute a tensor, or ``None`` if the tensor must be sent."""
+        """Returns the calls that recompute tensor ``number``, or ``None`` if it must be sent."""
         value = self._tape.values[number]
         if value.requires_grad or value.source == "parameter" or value.storage in self._changed:
             return None
@@ -466,7 +471,7 @@ class _Slicer:
         return frozenset(closure) if len(closure) <= _MOST_REPEATED else None
 
     def _list_sources(self, plan: StagePlan) -> None:
-        """Adds a stage's inputs, parameters, buffers and copied tensors to its plan."""
+        """Adds the inputs, parameters, buffers and copied tensors of a stage to ``plan``."""
         tape = self._tape
         received = set(plan.received)
         lists: dict[str, list[str]] = {
@@ -624,7 +629,7 @@ def keep_only(
 def _parameter_like(
     parameter: torch.nn.Parameter, device: torch.device | str
 ) -> torch.nn.Parameter:
-    """Returns an uninitialized parameter of the same shape, class and attributes."""
+    """Returns an uninitialized parameter with the shape, class and attributes of ``parameter``."""
     values = torch.empty_like(parameter.detach(), device=device)
     replacement = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
     kind = type(parameter)

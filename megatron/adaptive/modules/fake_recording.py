@@ -50,7 +50,9 @@ def is_on_meta(model: torch.nn.Module) -> bool:
 
 
 class Fakes:
-    """Replaces the tensors of a model and of a microbatch with fakes on one device.
+    """Replaces the tensors of a model and of a microbatch with fake tensors on one device.
+
+    A fake tensor has a shape and a dtype, but no memory.
 
     Args:
         model: Model with parameters or buffers on the ``meta`` device.
@@ -60,8 +62,8 @@ class Fakes:
         device: Device of the fakes.
         sample: Fakes of the microbatch's tensors, by name.
         mode: ``FakeTensorMode`` in which torch calls accept fakes.
-        values: Real tensors of the microbatch and real buffers of the model, by a pair of
-            ``input`` or ``buffer`` and the name. Buffers on ``meta`` are not included.
+        values: Real tensors of the microbatch and real buffers of the model. Each key is a pair:
+            ``input`` or ``buffer``, and the tensor's name. Buffers on ``meta`` are not included.
     """
 
     def __init__(self, model: torch.nn.Module, sample: Mapping[str, torch.Tensor]) -> None:
@@ -75,11 +77,11 @@ class Fakes:
                 self.values["buffer", name] = buffer
 
     def fake_of(self, value: Any) -> Any:
-        """Returns a fake of a tensor; returns any other value unchanged."""
+        """Returns a fake tensor for ``value`` if it is a tensor, and ``value`` itself otherwise."""
         return self.fake(value) if isinstance(value, torch.Tensor) else value
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake of a tensor; a fake of a parameter is a parameter."""
+        """Returns a fake tensor like ``tensor``. For a parameter, the fake is a parameter too."""
         with self.mode:
             fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
@@ -139,7 +141,10 @@ class _Operations(TorchDispatchMode):
 
 
 def _drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a random operation draws numbers, which dropout with rate 0 does not do."""
+    """Returns whether a random operation draws random numbers.
+
+    Dropout with a rate of 0 does not draw random numbers.
+    """
     for index, parameter in enumerate(func._schema.arguments):
         if parameter.name in _PROBABILITIES:
             by_place: float = args[index] if index < len(args) else parameter.default_value
@@ -196,7 +201,7 @@ class FakeRecorder(CallRecorder):
         if getattr(function, "__name__", "") in READING:
             return self._run_with_values(args, kwargs, run)
         if function is torch.tensor and any(True for _ in tensor_paths(args)):
-            # torch.tensor copies the values of the tensors in a list.
+            # torch.tensor copies the values of the tensors in a list, so it needs real tensors.
             return self._fakes.fake_of(self._run_with_values(args, kwargs, run))
         try:
             with self._operations:
@@ -219,7 +224,7 @@ class FakeRecorder(CallRecorder):
         return super()._source(tensor)
 
     def _refuse_constant(self, tensor: torch.Tensor) -> None:
-        """Raises a ``ConfigError`` for a tensor without values that no recorded call made."""
+        """Raises ``ConfigError``, because ``tensor`` has no values and is not part of the model."""
         raise ConfigError(
             f"{where()} uses a tensor of shape {list(tensor.shape)} without values that is neither "
             "a parameter nor a buffer of the model; register it with a module, or build the model "
@@ -270,12 +275,12 @@ class FakeRecorder(CallRecorder):
 def values_on(
     tape: Tape, numbers: Iterable[int], sources: Mapping[tuple[str, str], torch.Tensor]
 ) -> dict[int, torch.Tensor] | None:
-    """Computes real values of tensors on a tape by running the calls that made them.
+    """Computes the values of recorded tensors by running the calls that made the tensors.
 
     Args:
-        tape: Forward pass, recorded so far.
+        tape: Recorded part of the forward pass.
         numbers: Indices on the tape of the tensors to compute.
-        sources: Real inputs and buffers, by a pair of ``input`` or ``buffer`` and the name.
+        sources: Real inputs and buffers. Each key is a pair: ``input`` or ``buffer``, and the name.
 
     Returns:
         Tensors by index, or ``None`` if a tensor depends on a parameter or on random numbers.
@@ -300,7 +305,7 @@ def values_on(
 
 
 def _calls_for(tape: Tape, numbers: Iterable[int]) -> list[Call]:
-    """Returns the calls that compute the tensors or change their memory, in the tape's order."""
+    """Returns the calls that compute tensors ``numbers`` or change their memory, in tape order."""
     needed = set(numbers)
     memory = {tape.values[number].storage for number in needed} - {0}
     calls = []

@@ -294,7 +294,7 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
         ConfigError: If samples have entries without a batch dimension, such as images.
     """
     kinds = samples.kinds
-    # The layout must have memory for every sample.
+    # The layout must have enough memory for every sample, so use the largest sample.
     sample = samples[samples.largest]
     entries = [*kinds[0].values(), *sample.values()]
     if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in entries):
@@ -374,8 +374,8 @@ class _Run:
         """Checks that a checkpoint was made with the same order of samples.
 
         Raises:
-            CheckpointError: If the order differs, because samples would be skipped or trained
-                twice.
+            CheckpointError: If the order differs, because training would skip samples or train on
+                them twice.
         """
         for name, value in self.state_dict().items():
             saved = state.get(name)
@@ -385,7 +385,8 @@ class _Run:
                     f"{self._settings.data} contains now; use the former file and images, or a "
                     "new folder of checkpoints"
                 )
-            # Checkpoints of earlier versions have no digest.
+            # Checkpoints of earlier versions do not contain a digest of the samples, so it may be
+            # missing.
             if name != "samples" and saved != value:
                 raise CheckpointError(
                     f"{self._settings.checkpoints} was made with {name} {saved}, but this run "
@@ -418,11 +419,11 @@ class _Run:
         return total / total_items
 
     def _encoded(self, indices: Sequence[int]) -> list[Microbatch]:
-        """Returns the encoded samples at ``indices``. Other replicas do not need them."""
+        """Returns the encoded samples at ``indices``, which only this replica needs."""
         return [self._samples[index] for index in indices]
 
     def _indices(self, epoch: int, position: int) -> list[int]:
-        """Returns the indices of the samples of the step at ``position`` in an epoch.
+        """Returns the indices of the samples for the step at ``position`` in ``epoch``.
 
         The samples have a different order in each epoch.
         """

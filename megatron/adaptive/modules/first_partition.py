@@ -1,8 +1,8 @@
 """Chooses the partition of a pipeline at its start, from the costs of segments.
 
-If all segments have forward and backward passes, the partition with the fastest slowest stage is
-close to the best. No backward pass follows the forward pass of a frozen encoder, so it can run
-while its rank would wait. If there are frozen segments, partitions near the balanced partition are
+If all segments have forward and backward passes, the partition whose slowest stage is fastest is
+close to the best. A frozen encoder has no backward pass, so its forward pass can run while its rank
+would otherwise wait. If there are frozen segments, partitions near the balanced partition are
 simulated under the pipeline's schedule, and the fastest is used.
 """
 
@@ -50,7 +50,7 @@ class FirstPartition:
         return self._orders.placement
 
     def measure(self, model: SampledModel, examples: Sequence[Example]) -> SegmentTimes:
-        """Returns the times of each segment, averaged over the microbatches of the sample.
+        """Measures the times of each segment, and averages them over the sample's microbatches.
 
         The time of weight gradients is estimated from the time of the whole backward pass and the
         counted operations.
@@ -158,7 +158,7 @@ def quickest_partition(
     try:
         return improved((start, wholly), allowed_s)[0]
     except ScheduleError:
-        # The schedule does not support this number of microbatches.
+        # Keep ``start`` if the schedule does not support this number of microbatches.
         return start
 
 
@@ -190,7 +190,7 @@ def balanced_together(
 
 
 def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
-    """Returns the segments that must be in one stage, because they share a buffer that changes.
+    """Returns segments that must be in one stage because they share a buffer that changes.
 
     Args:
         tapes: Recordings of the model with the same cut points.

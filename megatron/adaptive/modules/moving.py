@@ -1,6 +1,6 @@
 """Moves segments between the processes of a pipeline, with parameters, buffers and optimizer state.
 
-Between two steps all ranks change to another partition::
+Between two steps, all ranks change to another partition (number of segments in each stage)::
 
     all ranks agree to move ──> send what others need ──> keep only what the new stages use
                                 (pairs of ranks, one         (recordings are cut again,
@@ -110,7 +110,7 @@ class SegmentMover:
         self._grouped = set(self._layout(assembly.partition).shared.values())
 
     def move(self, partition: Sequence[int]) -> str | None:
-        """Changes to another partition. All ranks must pass the same partition.
+        """Changes to ``partition`` by moving segments. All ranks must pass the same partition.
 
         Returns:
             Reason why no segment moved, equal on all ranks; ``None`` if segments moved.
@@ -146,7 +146,7 @@ class SegmentMover:
         return None
 
     def shared_weights(self, partition: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """Returns all names of each parameter that several processes use under a partition."""
+        """Returns all names of each parameter that several processes use under ``partition``."""
         return names_of_shared(self._assembly.forwards, self._layout(partition).shared)
 
     def _layout(self, partition: Sequence[int]) -> PartitionLayout:
@@ -161,7 +161,7 @@ class SegmentMover:
         )
 
     def _plan(self, partition: tuple[int, ...]) -> _Plan:
-        """Returns this rank's stages under a partition.
+        """Returns this rank's stages under ``partition``.
 
         Raises:
             ConfigError: If the model or a later recording cannot be cut into these stages.
@@ -189,7 +189,7 @@ class SegmentMover:
         return _Plan(layout=layout, part=part, cuts=cuts)
 
     def _refusal(self, plan: _Plan) -> str:
-        """Returns the reason why this rank cannot change its segments, or an empty string."""
+        """Returns the reason why this rank cannot change to ``plan``, or an empty string."""
         held = self._assembly.held
         optimizer = self._update.optimizer
         gains = [name for name in plan.layout.uses if name in plan.layout.kept - held.keys()]
@@ -223,7 +223,10 @@ class SegmentMover:
         ]
 
     def _exchange(self, everyone: Sequence[_Holdings]) -> dict[str, _Parcel]:
-        """Sends tensors that other ranks of the pipeline need, and returns the received tensors."""
+        """Exchanges tensors within the pipeline, and returns the received tensors by name.
+
+        ``everyone`` lists the tensors that each rank has and needs.
+        """
         mesh = self._mesh
         of_position = {
             of_rank.position[1]: of_rank
@@ -254,7 +257,7 @@ class SegmentMover:
         return received
 
     def _send(self, name: str, rank: int) -> None:
-        """Sends a parameter or buffer, with its optimizer state, to another rank."""
+        """Sends the parameter or buffer ``name``, with its optimizer state, to ``rank``."""
         tensor = self._assembly.held[name]
         parcel = _Parcel(value=tensor.detach(), attributes=_plain_attributes(tensor))
         optimizer = self._update.optimizer
@@ -286,7 +289,7 @@ class SegmentMover:
                 dist.send(content, dst=rank, group=self._mesh.control_group)
 
     def _receive(self, rank: int) -> _Parcel:
-        """Receives a parameter or buffer that another rank sends with :meth:`_send`."""
+        """Receives a parameter or buffer that ``rank`` sends with :meth:`_send`."""
         box: list[Any] = [None]
         dist.recv_object_list(box, src=rank, group=self._mesh.control_group)
         shapes, parcel = box[0]
@@ -331,8 +334,8 @@ class SegmentMover:
         )
         self._grouped.update(new_sets)
         groups = mesh.groups_of(new_sets)
-        # settle() recorded only the groups that existed then, and close() destroys only recorded
-        # groups.
+        # close() destroys only the groups in this list, and settle() added only the groups that
+        # existed when it was called.
         mesh.groups.extend(groups.values())
         self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:
@@ -350,7 +353,9 @@ def _text(value: object) -> str:
 
 
 def _difference(groups: Sequence[Sequence[Mapping[str, str]] | None]) -> str:
-    """Describes an option that differs between the optimizers of two ranks, if there is one.
+    """Describes an option whose value differs between the optimizers of two ranks.
+
+    Returns an empty string if all optimizers have the same options.
 
     Args:
         groups: Options of each parameter group as text, by rank; ``None`` for a rank without an

@@ -101,7 +101,7 @@ class Pipeline:
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
             order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
             microbatch is its recording's operation count (``work``) or its predicted time
-            (``time``). Two runs with ``work`` have the same order. A model whose forward pass
+            (``time``). The order with ``work`` is the same in every run. A model whose forward pass
             changes buffers in training requires ``given``.
         dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
             microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
@@ -405,11 +405,11 @@ class Pipeline:
 
     @property
     def costs(self) -> list[dict[str, float]]:
-        """Returns, for each stage, the measured time per unit of content, in seconds.
+        """Returns, for each stage, the measured seconds per unit of data, by the unit's name.
 
-        Units are elements of batch entries, pairs of elements in a sequence, and microbatches. The
-        list is empty until times have been fitted, which happens only if ``order`` or ``dealing``
-        is ``time``.
+        A unit is an element of a batch entry, a pair of elements in a sequence, or a microbatch.
+        The list is empty until times have been fitted, which happens only if ``order`` or
+        ``dealing`` is ``time``.
         """
         return self._maker.balance.seconds
 

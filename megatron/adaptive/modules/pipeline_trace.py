@@ -92,8 +92,8 @@ class PipelineTrace:
     def continue_with(self, partition: Sequence[int]) -> None:
         """Continues the trace in new files for ``partition``. All processes must call this.
 
-        Must be called between two steps. The former files are moved to ``<folder>-1``, or to the
-        folder with the next free number.
+        Call this between two steps. The former files are moved to ``<folder>-1``, or to the folder
+        with the next free number.
 
         Args:
             partition: Number of segments in each stage.

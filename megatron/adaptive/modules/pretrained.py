@@ -33,7 +33,7 @@ from megatron.adaptive.modules.adapters import add_adapters, initialize_adapters
 
 
 def transformers_module(name: str = "") -> Any:
-    """Returns ``transformers`` or one of its modules.
+    """Imports and returns ``transformers``, or its module ``name``.
 
     Raises:
         ConfigError: If ``transformers`` is not installed, or its version does not have the module.
@@ -125,7 +125,7 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch
 
 
 def _model_class(folder: Path, config: Any) -> Any:
-    """Returns the model class that ``architectures`` in a configuration names."""
+    """Returns the model class that is named in ``architectures`` of ``config``."""
     transformers = transformers_module()
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
@@ -170,7 +170,7 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Describes how tensors of a folder become tensors of the model.
+    """Describes how tensors in a folder are converted to tensors of the model.
 
     Attributes:
         target: Name that ``transformers`` gives to the group of tensors.
@@ -228,7 +228,7 @@ class PretrainedWeights:
         self._check(dict(named))
 
     def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Reads tensors of the model in place, one conversion at a time.
+        """Reads values from the folder into ``tensors``, one conversion at a time.
 
         Args:
             tensors: Tensors to fill, by their names in the model.
@@ -252,7 +252,7 @@ class PretrainedWeights:
         conversion: Conversion,
         targets_by_name: Mapping[str, list[torch.Tensor]],
     ) -> None:
-        """Reads the tensors that ``conversion`` needs, and writes its results into the targets."""
+        """Reads the tensors that ``conversion`` needs, and copies the results to the targets."""
         direct = None if conversion.converter is not None else targets_by_name[conversion.target][0]
         sources = {name: files.read_whole(name, direct) for name, _ in conversion.sources}
         for name, value in conversion.convert(sources, self._model).items():
@@ -337,7 +337,7 @@ class PretrainedWeights:
 
 
 def _first_of(names: set[str]) -> str:
-    """Returns a text with the alphabetically first of ``names`` and the number of the rest."""
+    """Returns the alphabetically first name and the number of remaining names, as text."""
     return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 

@@ -93,7 +93,10 @@ def save_pretrained(
 
 
 def _make(folder: Path, partial: Path) -> None:
-    """Creates the folder ``partial``, and removes the folder of an interrupted save."""
+    """Creates ``partial`` as an empty folder, and checks that ``folder`` is new or empty.
+
+    If an interrupted save has left ``partial``, this folder is removed first.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty; choose a new folder")
 
@@ -183,7 +186,7 @@ def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
 
 
 def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes the adapters in PEFT's format."""
+    """Writes the adapters of ``model`` to the folder ``partial`` in PEFT's format."""
     config, state = adapter_file(model, tensors)
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     config.save_pretrained(str(partial))

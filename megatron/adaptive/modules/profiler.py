@@ -301,13 +301,15 @@ class Profiler(SampledModel):
 
         The costs of the sizes in between are interpolated.
         """
-        # Repetitions of this size show by how much equal actions differ.
+        # Repeated measurements of the smallest size show how much the durations of equal actions
+        # vary.
         smallest = self._smallest(batch_size, device, split=False)
         if smallest is None:
             return
         tape, rows = smallest
         least = rows[0].micro_batch
-        # Time of a warm-up and of a measurement of all segments, per sample.
+        # run_s is the time per sample that a warm-up and a measurement of all segments take
+        # together.
         run_s = 2 * sum(row.seconds for row in rows) / least
         doubled = [2**power for power in range(most.bit_length())]
         for size in [size for size in reversed(doubled) if size > least]:
@@ -328,7 +330,10 @@ class Profiler(SampledModel):
     def _fits(
         self, size: int, tape: Tape, rows: Sequence[SegmentSample], limit_bytes: float
     ) -> bool:
-        """Returns whether ``size`` samples are likely to fit, judged by a smaller microbatch."""
+        """Estimates from a smaller microbatch whether ``size`` samples fit in memory.
+
+        ``tape`` and ``rows`` are the recording and the measurements of the smaller microbatch.
+        """
         samples = rows[0].micro_batch
         needed = max(row.kept_bytes + row.workspace_bytes + row.output_bytes for row in rows)
         recorded = _recorded_bytes(tape)
@@ -348,7 +353,8 @@ class Profiler(SampledModel):
             job: Job that all ranks have joined.
             batch_size: Number of samples per step.
         """
-        # Batch normalization cannot be trained on a single sample.
+        # Use two samples if possible, because batch normalization cannot be trained on a single
+        # sample.
         count = min(2, batch_size)
         per_sample = 2 * _recorded_bytes(self._recorded(self._microbatch(count))) / count
         # A trained parameter also has a gradient and the two states of AdamW.
@@ -386,7 +392,7 @@ class Profiler(SampledModel):
         try:
             return self._measured(1, device, split=split)
         except Exception:
-            # If two samples fail too, the first error is the one to report.
+            # If two samples fail too, report the error of the single sample.
             if batch_size > 1:
                 with contextlib.suppress(Exception):
                     return self._measured(2, device, split=split)
@@ -397,7 +403,8 @@ class Profiler(SampledModel):
     ) -> tuple[Tape, list[SegmentSample]] | None:
         """Records and measures microbatches of ``size`` samples.
 
-        Returns ``None`` if they do not fit in memory.
+        Returns the recording and the measured segments, or ``None`` if the microbatches do not fit
+        in memory.
         """
         batch = self._microbatch(size)
         try:
@@ -490,7 +497,7 @@ class ModuleProfile:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes with costs on all types of devices, ascending.
+        """Returns, in ascending order, the microbatch sizes with costs on all types of devices.
 
         A quick measurement estimates the costs of some sizes (see :attr:`estimated_sizes`).
         """
@@ -579,7 +586,7 @@ class ModuleProfile:
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
     """Returns the row of a profile file that describes a segment.
 
-    A row without the key ``source`` was measured.
+    The row has the key ``source`` only if its times were estimated instead of measured.
     """
     backward_s = (sample.backward_s, 0.0)
     is_estimated = sample.is_estimated

@@ -295,7 +295,10 @@ class StageProgram:
         return parts
 
     def _segment_of(self, number: int) -> int:
-        """Returns a call's segment, or the stage's first segment for an earlier stage's call."""
+        """Returns the segment of call ``number``, but at least the stage's first segment.
+
+        A stage may repeat calls of earlier stages. Such calls count for its first segment.
+        """
         return max(self._tape.calls[number].segment, self.plan.segments.start)
 
     @cached_property
@@ -455,7 +458,7 @@ class RankPrograms:
         return self.by_mode["evaluation" if forward_only else "training"]
 
     def with_modes_of(self, other: RankPrograms) -> RankPrograms:
-        """Returns these programs combined with the programs of ``other``, another recording."""
+        """Combines these programs with ``other``, which was recorded in another mode."""
         return RankPrograms(
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
@@ -545,7 +548,7 @@ class ProgramStages(SplitStages):
                 sent, loss = self._run(chunk, microbatch, values)
             scaled = None if loss is None else loss * self._factors[microbatch]
             edges = [get_gradient_edge(value) for value in compress(sent, program.gradients_out)]
-            # Without gradients, do not keep the received tensors until the backward pass.
+            # If no gradients flow, do not keep the received tensors until the backward pass.
             if edges or scaled is not None:
                 self._pending[chunk, microbatch] = _Pending(values, edges, scaled)
         if loss is not None:
@@ -725,7 +728,7 @@ class _Deferred:
 
 
 def _has_hooks(parameter: torch.Tensor | None) -> bool:
-    """Returns whether a user's hooks run when a parameter gets its gradient."""
+    """Returns whether a user's hooks run when ``parameter`` gets its gradient."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(parameter, name, None) for name in hooks)
 
@@ -771,7 +774,7 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def deferred_layer(call: Call, tape: Tape) -> _Deferred | None:
-    """Returns how to defer a call's weight gradient, or ``None`` if it cannot be deferred."""
+    """Describes how to defer the weight gradient of ``call``; ``None`` if this is impossible."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None

@@ -139,7 +139,7 @@ def _attention_ranges(tape: Tape) -> list[range]:
 
 
 def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
-    """Returns the index of the first matmul among these calls, within the segment of the softmax.
+    """Returns the index of the first matmul in ``numbers`` within the segment of ``softmax``.
 
     Returns ``None`` if there is no such matmul.
     """
@@ -152,7 +152,7 @@ def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
 
 
 def _outside_change(tape: Tape, calls: range) -> tuple[int, ...] | None:
-    """Returns the shape of a tensor that ``calls`` change, but that existed before them.
+    """Returns the shape of a tensor that ``calls`` change in place, but did not create.
 
     Returns ``None`` if there is no such tensor. Buffers are ignored, because a copy of each buffer
     is kept for the second run.

@@ -125,7 +125,7 @@ class _Captured(TorchFunctionMode):
 
 
 class MappedFunction:
-    """Runs ``torch.vmap`` of a function, and gets the function's captured tensors as an argument.
+    """Runs a function made by ``torch.vmap``, with its captured tensors as an extra argument.
 
     Args:
         run: Function of torch that runs a mapped function.
@@ -328,7 +328,11 @@ class CallRecorder(TorchFunctionMode):
         return self.note(func, args, kwargs or {}, func)
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        """Runs a call, and records it if the call makes or changes a tensor."""
+        """Runs a call, and records it if the call makes or changes a tensor.
+
+        ``function`` is recorded on the tape. ``run`` has the same result, and is the function that
+        is called now.
+        """
         tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
         # Functions of torch.func compute with wrapped tensors, and unwrap the results without a
         # call that could be recorded. So the results would become constants with the values of the
@@ -379,7 +383,7 @@ class CallRecorder(TorchFunctionMode):
         return run(*args, **kwargs)
 
     def _watch_random_numbers(self) -> None:
-        """Saves the generators' states, with which :meth:`_drew_random_numbers` compares."""
+        """Saves the states of the random generators for :meth:`_drew_random_numbers`."""
         generators = [torch.default_generator]
         if self.tape.device.type == "cuda":
             generators.append(default_generator(self.tape.device))
@@ -473,7 +477,10 @@ class CallRecorder(TorchFunctionMode):
         )
 
     def _refer(self, reads: dict[int, None], argument: Any) -> Any:
-        """Replaces a tensor with a :class:`Ref` and adds its index to ``reads``."""
+        """Replaces a tensor with a :class:`Ref` and adds its index on the tape to ``reads``.
+
+        Returns any other ``argument`` unchanged.
+        """
         if not isinstance(argument, torch.Tensor):
             return argument
         number = self._numbers.get(id(argument))
@@ -483,7 +490,7 @@ class CallRecorder(TorchFunctionMode):
         return Ref(number)
 
     def _source(self, tensor: torch.Tensor) -> int:
-        """Adds a tensor that no recorded call made, such as an input, and returns its index."""
+        """Adds ``tensor``, which no recorded call made, to the tape, and returns its index."""
         source, name = self._names.get(id(tensor), ("constant", ""))
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(
@@ -522,7 +529,7 @@ class CallRecorder(TorchFunctionMode):
             return 0
 
     def _parameter_of(self, value: Value) -> str:
-        """Returns the name of the parameter that shares a tensor's memory, or an empty string."""
+        """Returns the name of the parameter that shares memory with ``value``, or an empty text."""
         if value.source == "parameter":
             return value.name
         storages = (
@@ -533,7 +540,7 @@ class CallRecorder(TorchFunctionMode):
         return next(storages, "")
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
-        """Records that the forward pass has reached a cut point."""
+        """Records that the forward pass reached the cut point whose ``id()`` is ``cut_point``."""
         # The exported module calls a cut point once for each of its tensors, so count only the
         # first call.
         if passing == self._passing:

@@ -336,9 +336,9 @@ class Forwards:
         return forwards
 
     def _require_same_cuts(self, model: torch.nn.Module) -> None:
-        """Removes optional cut points that only one mode passes.
+        """Removes optional cut points that the forward pass reaches in only one mode.
 
-        All other cut points must be equal in both modes.
+        Raises ``ConfigError`` if the remaining cut points differ between the modes.
         """
         training, evaluation = self.training, self.evaluation
         for name, cut_point in cut_points_of(model).items():
@@ -422,7 +422,7 @@ def _traced(
     """Records a model while torch reports that an export is in progress.
 
     During an export, many libraries avoid reading values of tensors. The recorded calls are still
-    the calls of the model, and this is much faster than an export.
+    the calls of the model, and recording them is much faster than an export.
 
     Args:
         forward: Model and loss function.
@@ -459,7 +459,7 @@ class _Lossy(torch.nn.Module):
 
 
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
-    """Exports a model, runs the exported module and returns the tape of this run."""
+    """Exports a model, runs the exported module and returns the recording of this run."""
     with undisturbed(forward.model, forward.device):
         try:
             # Discard stderr, because torch writes the whole graph there if an export fails.

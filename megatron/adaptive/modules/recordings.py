@@ -69,7 +69,7 @@ class Example:
         signature: Signature of the microbatch.
         forwards: Recorded forward passes, with the segments of all cut points.
         count: Number of microbatches in the sample batch that have this signature.
-        late: Calls that were moved behind frozen segments; ``None`` if there are none.
+        late: Calls that were moved behind frozen segments; ``None`` if no calls were moved.
     """
 
     microbatch: Microbatch
@@ -144,7 +144,10 @@ def _host_random_state() -> tuple[Any, ...]:
 
 
 def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
-    """Returns the segments that use each parameter in training or evaluation, ascending."""
+    """Returns a dict from parameter names to the segments that use the parameter, ascending.
+
+    A segment is included if it uses the parameter in training or in evaluation.
+    """
     homes: dict[str, set[int]] = {}
     for forwards in recorded:
         for tape in forwards.tapes.values():
@@ -169,7 +172,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         ConfigError: If the recording passes the cut points in a different order.
     """
     for tape in forwards.tapes.values():
-        # Ignore added cut points that the recordings of the sample batch ignored.
+        # Ignore cut points that were added automatically and that the sample's recordings ignored.
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
             continue
@@ -199,7 +202,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CutForwards:
-    """Contains a recording and its plans for all stages.
+    """Contains the recorded forward passes, and the calls and tensors of each stage.
 
     Attributes:
         forwards: Recorded forward passes.
@@ -211,7 +214,7 @@ class CutForwards:
 
     @classmethod
     def of(cls, forwards: Forwards, partition: Sequence[int]) -> CutForwards:
-        """Cuts a recording into stages.
+        """Cuts the recordings ``forwards`` into the stages of ``partition``.
 
         Raises:
             ConfigError: If a stage changes a tensor in place that another stage also uses.
@@ -241,7 +244,10 @@ class CutForwards:
 
     @property
     def work_by_action(self) -> tuple[SegmentWork, ...]:
-        """Returns the operation counts of each segment, as ``work``, by action."""
+        """Returns the operation counts of each segment, separately for each kind of action.
+
+        The counts are for the same mode as in :attr:`work`.
+        """
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return work_by_action(self.forwards.tapes[mode])
 
@@ -274,7 +280,7 @@ class BufferUse:
     changed: set[str] = field(default_factory=set)
 
     def add(self, cut: CutForwards) -> None:
-        """Adds the buffers of a recording.
+        """Adds the buffers that the recording ``cut`` uses or changes.
 
         Raises:
             ConfigError: If a buffer changes on one rank and another rank uses it, because the
@@ -357,7 +363,7 @@ def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
 
 
 def _work(tape: Tape, call: Call) -> SegmentWork:
-    """Returns the number of multiplications in a call, and in its backward pass if it has one."""
+    """Returns the number of multiplications in ``call`` and in its backward pass, if any."""
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return SegmentWork(forward=forward)
@@ -385,7 +391,7 @@ def _forward_work(tape: Tape, call: Call) -> float:
 
 
 def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the multiplications of a matmul, convolution or attention, or 0 for other calls.
+    """Counts the multiplications of a matmul, convolution or attention; 0 for other calls.
 
     Args:
         name: Name of the function, without leading and trailing underscores.
@@ -406,7 +412,7 @@ def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) 
 class KeptPart:
     """Contains the cuts of the model, and the parameters and buffers that each rank keeps.
 
-    Both are determined by the sample batch.
+    The sample batch determines all of these.
 
     Attributes:
         cuts: Names of all cut points, in order.
@@ -419,7 +425,7 @@ class KeptPart:
         device: Device on which the stages run.
         recompute: Calls that the backward pass runs again.
         buffer_use: Ranks that use each buffer in the recordings so far.
-        late: Calls that are moved behind frozen segments; ``None`` if there are none.
+        late: Calls that are moved behind frozen segments; ``None`` if no calls are moved.
     """
 
     cuts: tuple[str, ...]
@@ -523,7 +529,7 @@ class Recordings:
         self._reported: set[str] = set()
 
     def add(self, signature: Signature, cut: CutForwards) -> RankPrograms:
-        """Stores the programs of a recording, and returns all programs with this signature."""
+        """Stores the programs of the recording ``cut``; returns all programs of ``signature``."""
         programs = self._part.programs(cut)
         if signature in self._kept:
             programs = self._kept[signature].with_modes_of(programs)
@@ -600,7 +606,7 @@ class Recordings:
         return programs
 
     def _report(self, signature: Signature, step: int, seconds: float) -> None:
-        """Prints a line about the first late recording, and about the first repeated recording."""
+        """Reports the first recording after ``_EARLY_STEPS``, and the first repeated recording."""
         if self._part.pp_rank:
             return
         if step > _EARLY_STEPS and "late" not in self._reported:

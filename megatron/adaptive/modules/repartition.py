@@ -55,7 +55,7 @@ from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 
 _WARM_UP = 1
 _SIMILAR_WORK = 0.1
-"""Maximum relative change of a step's operation count with which a move can be judged."""
+"""A move is judged only if a step's operation count has changed by at most this fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[floa
 
     Args:
         measured: Measurements of each rank of the job.
-        works: Operation count of each of these steps, by rank. It differs between replicas.
+        works: Operation count of each of these steps, by rank. The counts differ between replicas.
     """
     count = min(len(of_rank) for of_rank in works)
     largest = [max(1.0, *(of_rank[step] for of_rank in works)) for step in range(count)]
@@ -128,7 +128,7 @@ class SegmentBalancer:
         assembly: This rank's part of the model.
         mesh: Replica and pipeline position of this process, and its process groups.
         orders: Object that determines the order in which the rank runs its actions.
-        balance: Object that fits the costs of content.
+        balance: Object that predicts the costs of microbatches from their content.
     """
 
     def __init__(
@@ -261,7 +261,8 @@ class SegmentBalancer:
     def _compare(self, pace: _Pace) -> Move | None:
         """Logs the gain of the last move if segments moved since the last check.
 
-        Returns the move back to the former partition if steps did not become faster.
+        Returns the move back to the former partition if steps did not become faster, otherwise
+        ``None``.
         """
         if self._promise is None:
             return None
@@ -325,9 +326,10 @@ class SegmentBalancer:
 
 
 def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
-    """Returns the fractions of a stage's F, B and W that each of its segments takes.
+    """Returns, for each segment, its fractions of the stage's forward, backward and weight passes.
 
-    A segment without a backward pass, as in a frozen encoder, has no part in B and W.
+    A segment without a backward pass, as in a frozen encoder, has no part in the backward and
+    weight passes.
 
     Args:
         works: Operation counts of the segments.

@@ -56,7 +56,7 @@ _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
-    """Returns the number of learned tokens per microbatch, to be passed as ``num_items``."""
+    """Returns the number of tokens per microbatch that the loss includes, for ``num_items``."""
     return [float((entries["labels"][:, 1:] != IGNORED).sum()) for entries in batch]
 
 
@@ -112,7 +112,7 @@ class SampleReader:
         return torch.tensor(sorted(placeholder_ids(self.processor, self.config)), dtype=torch.long)
 
     def read(self, path: Path, job: Job | None = None) -> SampleFile:
-        """Reads the samples of a file that have at least one learned token.
+        """Reads a file, and keeps the samples with at least one token that the loss includes.
 
         Args:
             path: Path of the file.
@@ -171,7 +171,7 @@ class SampleReader:
         )
 
     def _check_places(self, prompt: str, images: list[Any]) -> None:
-        """Checks that the prompt has one placeholder per image, before it is encoded."""
+        """Checks that ``prompt``, which is not encoded yet, has one placeholder per image."""
         markers = [getattr(self.processor, name, None) for name in ("image_token", "boi_token")]
         counts = [prompt.count(marker) for marker in markers if isinstance(marker, str)]
         if counts and max(counts) != len(images):
@@ -203,7 +203,7 @@ class SampleReader:
         return entries
 
     def _check_cut(self, removed: torch.Tensor) -> None:
-        """Checks that truncation does not remove tokens of an image."""
+        """Checks that the truncated tokens, ``removed``, are not part of an image."""
         placeholders = self._placeholders
         if removed.numel() and (
             not placeholders.numel() or torch.isin(removed, placeholders).any()
@@ -217,7 +217,7 @@ class SampleReader:
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """Contains a line of the file.
+    """Contains a line of the sample file, and its number.
 
     Attributes:
         number: Line number in the file, from 1.
@@ -319,7 +319,8 @@ class SampleFile:
             of_rank = job.gather(self._part(block[job.rank :: ranks], ranks))
             for index, line in enumerate(block):
                 yield line, of_rank[index % ranks][index // ranks]
-            # gather() allocates as much memory for each process as for the process that sends most.
+            # gather() allocates as much memory for each process as for the process that sends the
+            # most data.
             sent_bytes = ranks * max(map(_size_of_samples, of_rank))
             size = _next_size(size, sent_bytes)
 
@@ -335,7 +336,7 @@ class SampleFile:
         return part
 
     def _examined(self, line: _Line) -> _Encoded:
-        """Encodes a line, and drops the sample if it does not fit in memory."""
+        """Encodes a line, and drops the sample if the limit ``kept_bytes`` is exceeded."""
         try:
             sample = self._encode(line)
             content = _content(line, self._image_folder)
@@ -478,8 +479,8 @@ def _with_images(
         processor: Processor of the model, or its tokenizer if the model accepts only text.
 
     Returns:
-        All images in order, and the messages with images in their parts. The latter is ``None`` if
-        the sample has no messages.
+        All images in order, and the messages with images in their parts. The messages are ``None``
+        if the sample has ``text`` instead.
 
     Raises:
         ConfigError: If an image cannot be read, the messages are malformed, or the model does not
@@ -533,7 +534,7 @@ def _with_images(
 
 
 def _has_role(message: Any) -> bool:
-    """Returns whether an entry of the messages is an object whose ``role`` is a string."""
+    """Returns whether ``message`` is an object whose ``role`` is a string."""
     return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
@@ -545,7 +546,7 @@ def _no_images() -> ConfigError:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Returns the content of a message as a list of parts, each of type text or image."""
+    """Returns the ``content`` of a message as a list of parts, each of type text or image."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -625,7 +626,7 @@ def _path_of_image(name: Any, folder: Path) -> str:
 
 
 def _lines_of(path: Path) -> Iterator[_Line]:
-    """Yields the non-empty lines of a file.
+    """Yields the non-empty lines of the file ``path``.
 
     Raises:
         ConfigError: If the file cannot be read, or a line is not UTF-8 text.

@@ -47,7 +47,7 @@ class SegmentMeter(LayerSums):
     def __init__(self, segments: Sequence[int], clock: Any) -> None:
         super().__init__(segments[:MOST_LAYERS], clock)
         self._positions = {segment: index for index, segment in enumerate(self._numbers)}
-        # Both attributes contain the current segment and the timestamp of its start.
+        # Each attribute contains the segment that runs now and the timestamp of its start, or None.
         self._forward: tuple[int, Any] | None = None
         self._backward: tuple[int, Any] | None = None
 
@@ -83,7 +83,10 @@ class SegmentMeter(LayerSums):
     def _passes(
         self, kind: int, current: tuple[int, Any] | None, segment: int | None
     ) -> tuple[int, Any] | None:
-        """Ends the pass of the current segment, and begins the pass of the next segment."""
+        """Ends the measurement of segment ``current``, and begins the measurement of ``segment``.
+
+        Returns the new value of ``current``, which is ``None`` at the end of a stage's pass.
+        """
         if current is None and segment is None:
             return None
         mark = self.mark()

@@ -122,8 +122,8 @@ def interpolated(
 def with_split_like(measured: SegmentSample, sample: SegmentSample) -> SegmentSample:
     """Returns ``sample`` with split times that are estimated from ``measured``.
 
-    ``measured`` describes the same segment with a different microbatch size. Both parts of the
-    split pass are assumed to take the same fraction of an unsplit backward pass.
+    ``measured`` describes the same segment with a different microbatch size. Each part of the split
+    pass is assumed to take the same fraction of the unsplit backward pass for both sizes.
     """
     if measured.split_s is None or sample.split_s is not None:
         return sample
@@ -177,7 +177,7 @@ def measure_segments(
         device: Device on which segments run.
         split: Whether to also measure the split backward pass.
         repeats: Maximum number of timed repetitions after the warm-up.
-        enough_s: Duration in seconds from which a segment is not repeated.
+        enough_s: Segments that take at least this many seconds are measured only once.
 
     Raises:
         torch.OutOfMemoryError: If a segment does not fit in the device's memory.
@@ -186,7 +186,7 @@ def measure_segments(
     recomputed = recomputed_ranges(tape, forward.recompute)
     tensors = tensors_of(forward.model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    # A microbatch in a list may contain scalars.
+    # A microbatch in a list may contain scalars, which have no batch dimension.
     size = next((len(tensor) for tensor in inputs.values() if tensor.dim()), 1)
     message: torch.Tensor | None = None
     samples: list[SegmentSample] = []
@@ -220,7 +220,7 @@ def _sample(
     *,
     split: bool,
 ) -> tuple[SegmentSample, torch.Tensor]:
-    """Returns the costs of a segment and its output.
+    """Measures a segment, and returns its costs and its output.
 
     The costs have segment index 0 and microbatch size 1, which the caller replaces.
     """
@@ -307,7 +307,11 @@ def _time(
     repeats: int,
     enough_s: float,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
-    """Returns a segment's times of F, B and W (in seconds), its output and activation bytes."""
+    """Runs a segment repeatedly. Returns its times, its output and the bytes of its activations.
+
+    The times are lists in seconds, for forward passes, backward passes and, if ``split`` is true,
+    weight-gradient passes.
+    """
     meter = ActivationMeter()
     stages = ProgramStages(
         programs=[[program]] * (WARM_UP + repeats),

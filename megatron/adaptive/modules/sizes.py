@@ -85,7 +85,7 @@ class JobEnded(SystemExit):
 
 @dataclass(frozen=True, kw_only=True)
 class SettledSizes:
-    """Contains the layout of a job and its source.
+    """Contains the layout of a job, and states where the layout comes from.
 
     Attributes:
         mesh: Replica and pipeline position of this process, and its process groups.
@@ -238,7 +238,7 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
 
 
 def _of_one_process(job: Job, request: PipelineSettings) -> PipelineSettings | None:
-    """Chooses the microbatch size of a job of one process without measurements.
+    """Chooses the microbatch size without measurements if the job has only one process.
 
     A single process runs all segments, and is fastest with large microbatches.
 
@@ -287,7 +287,8 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
     pipeline_size = request.pipeline_size
     # Create the orders before measuring, so that invalid settings raise an error early.
     orders = choose_orders(request, 2, 0)
-    # An elastic job may continue with more processes.
+    # Split the backward pass in an elastic job too, because the job may continue with more
+    # processes.
     may_split = dist.get_world_size() > 1 or job.environment.job is not None
     splits = orders.weight_pieces > 0 and may_split
     profiler = Profiler(

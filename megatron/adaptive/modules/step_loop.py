@@ -159,7 +159,7 @@ class Loop:
             return next(self._steps)
 
     def _run(self) -> Iterator[int]:
-        """Yields the index of each step, and ends each step after the caller has trained it."""
+        """Yields the index of each step, and ends the step after the caller has run it."""
         pipeline = self._pipeline
         while pipeline.steps < self._total:
             self._current = pipeline.steps
@@ -174,7 +174,7 @@ class Loop:
         self._finish(COMPLETE)
 
     def require(self, samples: int | None) -> None:
-        """Checks that all replicas together train the whole batch of the current step.
+        """Checks that all replicas together train on the whole batch of the current step.
 
         Args:
             samples: Number of samples in this replica's batch; ``None`` if the batch is a list of
@@ -214,7 +214,7 @@ class Loop:
         The steps so far are excluded from later diagnoses.
         """
         self._diagnosis.begin_after(self._pipeline.steps)
-        # The former file was moved together with the trace.
+        # Open a new file, because the former file was moved together with the trace.
         self._progress.close()
         self._progress = self._open_progress(None)
         self._progress.begins(self._pipeline.steps, self._total, moved=True)

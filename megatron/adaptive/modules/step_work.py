@@ -1,4 +1,4 @@
-"""Creates the work of a step from a batch: ordered microbatches with programs and weights."""
+"""Prepares a step: orders a batch's microbatches, and adds their programs and loss weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StepWork:
     order: Sequence[int]
 
     def reordered(self, order: Sequence[int]) -> StepWork:
-        """Returns a copy of the work with its microbatches in the order ``order``.
+        """Returns a copy of this object with the microbatches in a different order.
 
         Args:
             order: Indices of the microbatches, in the new order.
@@ -144,7 +144,7 @@ class BatchForm:
 
 
 class StepMaker:
-    """Divides whole batches among replicas, and creates the work of each step.
+    """Divides batches among replicas, and prepares the microbatches of each step.
 
     Args:
         request: Settings of the pipeline.
@@ -211,11 +211,12 @@ class StepMaker:
         return {name: entry.narrow(0, replica * part, part) for name, entry in batch.items()}
 
     def work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> StepWork:
-        """Checks a batch and returns the work of a step. All ranks must call this.
+        """Checks a batch and returns the microbatches to run in a step. All ranks must call this.
 
         Args:
             batch: Batch of this replica, as the user passed it.
-            num_items: Number of items in each microbatch; ``None`` for the mean over microbatches.
+            num_items: Number of items in each microbatch; if ``None``, the loss is averaged over
+                microbatches.
             step: Index of the training step; -1 in an evaluation.
 
         Raises:
@@ -268,7 +269,8 @@ class StepMaker:
         """Returns the weight of each microbatch's loss. All ranks of ``dp_group`` must call this.
 
         Args:
-            items: Number of items in each microbatch; ``None`` for the mean over microbatches.
+            items: Number of items in each microbatch; if ``None``, the loss is averaged over
+                microbatches.
             count: Number of microbatches.
             is_listed: Whether the batch is a list of microbatches.
 

@@ -135,7 +135,7 @@ class Tape:
         return any(call.is_random for call in self.calls)
 
     def remove_cuts(self, names: Container[str]) -> None:
-        """Removes the cut points ``names``, and joins the segments on both sides of each."""
+        """Removes the cut points ``names``, and merges the two segments next to each cut point."""
         kept = [name not in names for name in self.cuts]
         segments = list(itertools.accumulate(kept, initial=0))
         self.cuts = [name for name, is_kept in zip(self.cuts, kept, strict=True) if is_kept]

@@ -199,7 +199,7 @@ class Update:
             )
 
     def check_trained(self) -> None:
-        """Checks that the same parameters are trained as during the recording.
+        """Checks that ``requires_grad`` of each parameter is the same as during the recording.
 
         Raises:
             ConfigError: If ``requires_grad`` of a parameter of this rank has changed.
@@ -214,7 +214,7 @@ class Update:
                 )
 
     def process_groups(self) -> dict[str, Any]:
-        """Returns the process groups of the collectives after a step's passes, by kind.
+        """Returns the process groups whose collectives run after a step's passes, by name.
 
         The group ``optimizer`` sums the losses and the gradient norm over all ranks. Groups with a
         single rank are not included.

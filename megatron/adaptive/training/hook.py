@@ -110,7 +110,7 @@ class ProfiledWindow(Hook):
 
 
 class _NsysRange:
-    """Starts and stops CUDA's profiler, and marks each operation with its name by NVTX."""
+    """Starts and stops CUDA's profiler, and marks each operation with its name using NVTX."""
 
     def __init__(self) -> None:
         self._names = ExitStack()

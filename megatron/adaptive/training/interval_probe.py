@@ -56,11 +56,14 @@ class IntervalProbe:
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
-        """Returns whether to call :meth:`run` before the first step, as in elastic jobs."""
+        """Returns whether to call :meth:`run` before the first step, which elastic jobs do."""
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:
-        """Probes ``run``, unless this takes too long. Collective, with no messages in flight."""
+        """Probes ``run``, unless probes take too much time. All ranks must call this.
+
+        No messages between stages may be in flight during this call.
+        """
         since_s = time.perf_counter() - self._end_s
         if not run.job.from_first(self._cost_s <= _MOST_SHARE * since_s):
             return

@@ -195,7 +195,7 @@ class TrainingLog:
     ) -> None:
         """Makes a different rank write the log, and sends it the reports since the last line.
 
-        Collective over all ranks.
+        All ranks must call this.
 
         Args:
             iteration: Number of completed iterations.
@@ -251,7 +251,7 @@ class TrainingLog:
         Args:
             iteration: Iteration after which the losses were computed.
             prefix: Beginning of the line. If it contains the word ``test``, the losses are added to
-                the curves for test, otherwise to those for validation.
+                the curves for test, otherwise to the curves for validation.
             losses: Mean of each loss, by name.
         """
         if not self._is_writer:

@@ -160,7 +160,7 @@ class Trainer:
         )
 
     def _early_end(self) -> str | None:
-        """Returns the reason to end training early, or ``None``. It is equal on all ranks."""
+        """Returns the reason to end training early, or ``None``; the same on all ranks."""
         if self._stop.agreed(self._live.run.job.stop_group):
             return self._stop.reason
         interval = self._live.config.run.exit_interval
@@ -268,7 +268,7 @@ class TrainingRun:
     ) -> Run:
         """Replaces the current run by a run with the same state but other stages or slices.
 
-        Collective over all ranks. Connects the data loader to the new trace. The rank that now
+        All ranks must call this. The data loader is connected to the new trace. The rank that now
         computes the loss writes the log.
 
         Args:
@@ -349,7 +349,7 @@ class OrderRecorder(RunHook):
             self._recording.append(step.iteration, wiring.executor.last_codes, shares)
 
     def write(self) -> None:
-        """Writes the recorded orders to the file. Collective over all ranks."""
+        """Writes the recorded orders to the file. All ranks must call this."""
         if self._recording is not None:
             self._recording.write(self._live.run.job.control_group)
 
@@ -358,7 +358,7 @@ class OrderRecorder(RunHook):
 
 
 def shares_gpus(job: Job) -> bool:
-    """Returns whether any two ranks of ``job`` share a GPU. Collective over all ranks."""
+    """Returns whether any two ranks of ``job`` share a GPU. All ranks must call this."""
     return any(job.gather(job.accelerator.is_shared))
 
 
@@ -378,7 +378,7 @@ class Rebalancing(RunHook):
         self._log = live.log
         self._settings = settings = live.config.schedule
         self._repartitioner: Repartitioner | None = None
-        # The slice length is chosen together with the rest of the schedule.
+        # With --slice-tokens, the hook SliceLengths chooses the schedule together with the length.
         is_tuned = settings.pipeline_schedule == "auto" and settings.slice_tokens is None
         moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
         if moves and shares_gpus(live.run.job):
@@ -499,7 +499,7 @@ class Rebalancing(RunHook):
 
 
 def _other_slices(due: Decision | Move | NextTrial, present: int) -> int | None:
-    """Returns the number of slices after the change ``due``, or ``None`` if it stays the same.
+    """Returns the number of slices after the change ``due``, or ``None`` if it does not change.
 
     Args:
         due: Change to make.
@@ -545,7 +545,7 @@ class Reporting(RunHook):
             self._report_timers(step.iteration)
 
     def _report_timers(self, iteration: int) -> None:
-        """Logs megatron-core's timers, if ``--timing-log-level`` is set. Collective over ranks."""
+        """Logs megatron-core's timers with ``--timing-log-level``. All ranks must call this."""
         timers = self._live.run.core.timers
         settings = self._live.config.logging
         if timers is None:

@@ -115,7 +115,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def prepare_process(config: TrainerConfig, environment: Environment) -> device.Accelerator:
-    """Chooses the device and configures libraries. Must run before megatron-core is imported."""
+    """Chooses the device and configures libraries. Call this before importing megatron-core."""
     accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
     require_hardware_queues(config, environment, accelerator)
     device.install()
@@ -335,7 +335,7 @@ def _follow_reported_error(environment: Environment) -> None:
         if not store.check(["error"]):
             return
     except RuntimeError:
-        return  # The store is gone.
+        return  # The store no longer exists.
     _part(store, environment)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -371,4 +371,5 @@ def _is_first(store: dist.Store) -> bool:
     try:
         return store.add("error", 1) == 1
     except RuntimeError:
-        return True  # The store is gone. Printing an error twice is better than not printing it.
+        # The store no longer exists. Printing an error twice is better than not printing it.
+        return True

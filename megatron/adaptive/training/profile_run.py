@@ -79,10 +79,10 @@ _FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", 
 Figures = dict[str, float]
 """Measurements of a stage or layer on this rank, by the column names of the profile.
 
-Times in seconds are medians over microbatches. ``forward_s`` is the time of the forward pass,
-``backward_input_s`` that of the backward pass for input gradients, and ``backward_weight_s``
-that of the backward pass for weight gradients. If the backward pass is not split,
-``backward_input_s`` includes both. ``kept_bytes`` is the size of the activations kept from the
+Times in seconds are medians over microbatches. ``forward_s`` is the duration of the forward pass.
+``backward_input_s`` and ``backward_weight_s`` are the durations of the backward passes for input
+gradients and for weight gradients. If the backward pass is not split, ``backward_input_s`` is the
+duration of the whole backward pass. ``kept_bytes`` is the size of the activations kept from the
 forward to the backward pass, in bytes.
 """
 
@@ -127,7 +127,7 @@ class ProfileOptions:
 
 
 def profile_layers(options: ProfileOptions, environment: Environment) -> dict[str, Any] | None:
-    """Measures layers and links, and returns the profile. Collective over all processes.
+    """Measures layers and links, and returns the profile. All processes must call this.
 
     Args:
         options: Measurements to make, equal on all processes except for ``node``.
@@ -187,7 +187,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
 
 
 def _start(options: ProfileOptions, environment: Environment) -> TrainingJob:
-    """Configures this process and connects it to the job. Collective over all processes."""
+    """Configures this process and connects it to the job. All processes must call this."""
     accelerator = device.detect(environment.local_rank, backend=options.backend)
     device.quiet_libraries()
     device.keep_freed_memory()
@@ -205,7 +205,7 @@ def _start(options: ProfileOptions, environment: Environment) -> TrainingJob:
 def _measure_layers(
     options: ProfileOptions, job: TrainingJob, gpu: str, widths: Sequence[int]
 ) -> tuple[TrainingJob, dict[str, list[dict[str, Any]]]]:
-    """Measures layers for each tensor-parallel size in ``widths``. Collective over all ranks.
+    """Measures layers for each tensor-parallel size in ``widths``. All ranks must call this.
 
     Returns:
         Tuple of the job, set up for the last tensor-parallel size, and the measurements of all
@@ -265,7 +265,7 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
 def _config(
     options: ProfileOptions, tp: int, size: int, world: int, more: str = ""
 ) -> TrainerConfig:
-    # Measure the costs of whole sequences.
+    # Disable slices, because the profile contains the costs of whole sequences.
     run = "--mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-4"
     run += " --sequence-slices 1"
     run += f" --micro-batch-size {size} --tensor-model-parallel-size {tp} {more}"
@@ -370,8 +370,8 @@ def _measure_stage(
 ) -> Figures:
     """Builds one of the three stages and measures microbatches on it.
 
-    Collective over the tensor-parallel group. The process groups are created for pipeline size 1,
-    although the pipeline size in ``config`` is 3.
+    All ranks of the tensor-parallel group must call this. The process groups are created for
+    pipeline size 1, although the pipeline size in ``config`` is 3.
 
     Args:
         config: Settings of a run with three stages.

@@ -140,7 +140,7 @@ def _measure_layers(request: TrialRequest, config: TrainerConfig) -> dict[str, A
     )
     environment = replace(Environment.read({}), world_size=tp, local_world_size=tp)
     document = profile_layers(options, environment)
-    # This process is rank 0 of that job, which always returns a document.
+    # This process is rank 0, for which profile_layers() always returns a document.
     assert document is not None
     return document
 
@@ -181,7 +181,7 @@ class _Samples:
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
-        """Returns the typical time in seconds of one ``kind`` of action, for each chunk.
+        """Returns, for each chunk, the typical duration of a ``kind`` action in seconds.
 
         The result is the median over all steps of the mean time in a step, or 0 if there are no
         times. The mean includes actions that were delayed, because they also make a step longer.
@@ -304,11 +304,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
-    """Returns the bytes that a rank of a job loses to gaps in its heap, unlike a trial of the rank.
+    """Estimates the bytes that a rank loses to heap gaps in a real job, but not in a trial.
 
-    Received messages lie between other tensors, at other positions in each step. Measured jobs of
-    many steps need memory for about one more tensor of the largest size than a tried rank. On a GPU
-    there are no such gaps, because torch counts the memory of tensors.
+    In a job, received messages lie between other tensors, at different positions in each step.
+    Measured jobs of many steps need memory for about one more tensor of the largest size than a
+    tried rank. On a GPU there are no such gaps, because torch counts the memory of tensors.
     """
     return 0 if accelerator.is_cuda else samples.largest_bytes
 
