@@ -166,7 +166,7 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes rank 0 also build datasets in a V, where the last rank has the first and last stage.
+        """Makes rank 0 also build datasets in a V, where the last rank has first and last stage.
 
         Rank 0 builds the indices of the data sets, which other ranks then read. If rank 0 had no
         data, Megatron-LM would not train on any rank.
