@@ -133,8 +133,6 @@ class CollectiveMeter:
         The caller later stores the end of the collective in the record. Returns ``None`` if this
         rank does not measure ``group``.
 
-        Returns ``None`` if this rank does not measure ``group``.
-
         Args:
             operation: Name of the collective.
             group: Process group that runs the collective.
