@@ -88,12 +88,12 @@ def _opened(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint; ``None`` for the latest checkpoint.
+        step: Iteration of the checkpoint, or ``None`` for the latest checkpoint.
         like: Hugging Face folder with the model's configuration, or ``None`` to use the folder from
             which the run loaded the model.
         output: Folder to create, if it does not exist yet.
         files: Names of the files to write. The output folder must not contain any of these files.
-        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
+        hf_family: Value of ``--hf-family``, or ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not match the configuration, or is damaged.
@@ -196,7 +196,7 @@ def export_folder(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint; ``None`` for the latest checkpoint.
+        step: Iteration of the checkpoint, or ``None`` for the latest checkpoint.
         like: Hugging Face folder with configuration and tokenizer, or ``None`` to use the folder
             that the run loaded. If that folder no longer exists, the copy of its files next to the
             checkpoints is used.
@@ -206,7 +206,7 @@ def export_folder(
             model with the adapters added to its weights. If the checkpoint does not contain the
             model's weights, they are read from ``like``.
         shard_bytes: Maximum size of a file in bytes. A larger tensor gets a separate file.
-        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
+        hf_family: Value of ``--hf-family``, or ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not match the configuration, the checkpoint is

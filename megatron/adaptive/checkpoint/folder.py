@@ -703,7 +703,7 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
     Args:
         path: Path of a folder of checkpoints or of a single checkpoint, written by the trainer or
             by a ``Pipeline``.
-        step: Step to use; ``None`` for all steps in the folder.
+        step: Step to use, or ``None`` for all steps in the folder.
 
     Raises:
         CheckpointError: If there is no such checkpoint.

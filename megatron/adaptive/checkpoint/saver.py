@@ -87,7 +87,7 @@ class CheckpointSaver:
             step: Step of the checkpoint.
             take: Function that returns the state of this rank to save. All ranks call it together.
             remedy: Advice at the end of the error message if the folder cannot be written.
-            keep: Number of newest complete checkpoints to keep; ``None`` to keep all.
+            keep: Number of newest complete checkpoints to keep, or ``None`` to keep all.
             behind: Whether to write in a background thread while training continues.
 
         Returns:

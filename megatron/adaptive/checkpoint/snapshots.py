@@ -529,7 +529,7 @@ def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | N
     Args:
         plan: Assignment of parts of the state to the ranks that copy them.
         ranks: State and node of each rank, ordered by rank.
-        limit_bytes: Maximum size of all snapshots on a node in bytes; ``None`` for no limit.
+        limit_bytes: Maximum size of all snapshots on a node in bytes, or ``None`` for no limit.
     """
     taken: dict[str, int] = defaultdict(int)
     for rank, parts in enumerate(ranks):
