@@ -47,8 +47,8 @@ class Agent:
         port: Port on which the manager listens.
         secret: Secret with which agents and the manager authenticate each other.
         work: Script and arguments of this node's ranks. The node refuses to run any other script.
-        slots: Number of processes on this node; ``None`` for one per GPU.
-        keeper: Object that stores snapshots of the training state; ``None`` to create a keeper
+        slots: Number of processes on this node, or ``None`` for one per GPU.
+        keeper: Object that stores snapshots of the training state, or ``None`` to create a keeper
             whose snapshots are lost when this process exits.
         silence_s: Time in seconds without a message after which the manager is considered lost.
     """

@@ -260,8 +260,8 @@ class LaunchGroup:
 
     Attributes:
         kind: Name of the node type; empty if all nodes are equal.
-        nodes: Number of nodes; ``None`` if it is unknown before the nodes have connected.
-        processes: Number of processes on each node; ``None`` to start one process per GPU.
+        nodes: Number of nodes, or ``None`` if it is unknown before the nodes have connected.
+        processes: Number of processes on each node, or ``None`` to start one process per GPU.
         partition: Slurm partition of the group; empty for Slurm's default partition.
         gres: Slurm's name of the GPUs (generic resource); ``none`` to request no GPUs.
     """
@@ -279,7 +279,7 @@ class LaunchConf:
 
     Attributes:
         folder: Folder of ``conf.sh``, to which paths are relative.
-        values: Value of each variable in ``SETTINGS``, by name; ``None`` if it has no value.
+        values: Value of each variable in ``SETTINGS``, by name, or ``None`` if it has no value.
         groups: Groups of equal nodes, ordered by rank.
         environment: Environment variables that ``conf.sh`` sets for all processes.
     """
@@ -344,7 +344,7 @@ def load_conf(
     """Reads ``conf.sh``, applies changes to it, checks it, and returns the configuration.
 
     Args:
-        path: Path of ``conf.sh``; ``None`` to use only defaults.
+        path: Path of ``conf.sh``, or ``None`` to use only defaults.
         changes: Texts of the form ``NAME=VALUE`` that override the file and the plan.
         plan: Path of a plan file to use instead of the file in the variable ``PLAN``.
 

@@ -258,15 +258,15 @@ class JobSpec:
         script: Path of the script that each rank runs.
         arguments: The user's arguments for the script.
         checkpoints: Folder of checkpoints, in storage that all nodes share.
-        machines: Path of the machines file; ``None`` if nodes join by themselves.
+        machines: Path of the machines file, or ``None`` if nodes join by themselves.
         nodes: Number of nodes to wait for before the first start, if nodes join by themselves.
         join_s: Timeout in seconds for nodes to join before the first start.
         wait_s: Time in seconds to wait for more nodes if no layout fits the available nodes.
         stop_s: Timeout in seconds for ranks to finish the current step and save a checkpoint.
         max_restarts: Maximum number of failures without a new checkpoint between them.
-        address: Address at which other machines can reach the manager; ``None`` to detect it.
+        address: Address at which other machines can reach the manager, or ``None`` to detect it.
         copy_every: Number of steps between in-memory copies of the training state; 0 for no copies.
-        copy_bytes: Maximum size of the copies on a node in bytes; ``None`` to use the available
+        copy_bytes: Maximum size of the copies on a node in bytes, or ``None`` to use the available
             memory.
         on_straggler: What to do with a node that stays slow.
         on_failed_probe: What to do with a node that fails a probe of the running job.

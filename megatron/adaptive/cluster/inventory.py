@@ -186,7 +186,7 @@ def count_gpus(visible: str | None) -> int:
     """Returns the number of GPUs that a process on this node may use.
 
     Args:
-        visible: Value of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
+        visible: Value of ``CUDA_VISIBLE_DEVICES``, or ``None`` if it is not set.
     """
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])

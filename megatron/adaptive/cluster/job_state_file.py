@@ -89,9 +89,9 @@ class Incarnation:
         marks_ns: Time of each of the events ``notice``, ``ended``, ``planned`` and ``begun``, by
             event, on the manager's clock, in nanoseconds since the Unix epoch.
         phases_s: Duration in seconds of each phase of the change to this layout, by name.
-        before: Last progress of the previous incarnation; ``None`` for the first incarnation.
-        predicted_s: Step time that the planner predicted, in seconds; ``None`` without a plan.
-        step_s: Measured step time in seconds; ``None`` before any step was measured.
+        before: Last progress of the previous incarnation, or ``None`` for the first incarnation.
+        predicted_s: Step time that the planner predicted, in seconds, or ``None`` without a plan.
+        step_s: Measured step time in seconds, or ``None`` before any step was measured.
     """
 
     number: int
@@ -176,7 +176,7 @@ class IncarnationProgress:
         total: Number of iterations in the whole training run; 0 if it is not known yet.
         start: Number of iterations completed before this incarnation; ``None`` if it is not known
             yet.
-        iteration: Last completed iteration; ``None`` before the first iteration.
+        iteration: Last completed iteration, or ``None`` before the first iteration.
         ended: Reason that the ranks gave when training ended normally, or ``None``.
         begun_ns: Time when the model had been built and the checkpoint had been loaded.
         loaded_s: Time in seconds that it took to load the checkpoint.

@@ -578,7 +578,7 @@ class PlannerChooser(Chooser):
         arguments: Command-line arguments of the trainer.
         within_s: Timeout for each plan in seconds.
         unequal: Whether stages may have different numbers of replicas.
-        model: Path of the file with the measured costs of a script's model; ``None`` if the job
+        model: Path of the file with the measured costs of a script's model, or ``None`` if the job
             runs the trainer.
     """
 

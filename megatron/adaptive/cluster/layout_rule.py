@@ -59,7 +59,7 @@ class ParallelLayout:
         flags: Trainer flags, which are appended to the user's own flags.
         places: (Node name, maximum number of processes) pairs, ordered by rank. If empty, all nodes
             are used in the manager's order.
-        step_s: Step time that the planner predicts, in seconds; ``None`` without the planner.
+        step_s: Step time that the planner predicts, in seconds, or ``None`` without the planner.
         pace: Computing time per layer on each node, by node name, in any unit; empty without the
             planner.
         widths: Number of replicas of each stage; empty if all stages have the same number.

@@ -662,7 +662,7 @@ class Participant:
         spec: Description of the job.
         chooser: Object that chooses layouts while this node is the manager.
         name: Name of the node, unique in the job.
-        slots: Number of processes on this node; ``None`` for one per GPU.
+        slots: Number of processes on this node, or ``None`` for one per GPU.
         is_local: Whether all nodes of the job run on this machine.
     """
 

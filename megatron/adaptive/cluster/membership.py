@@ -47,7 +47,7 @@ class Machine:
     Attributes:
         name: Name of the node, which is unique within the file.
         host: Host name or address, in a form that ssh accepts.
-        slots: Number of processes that the node may run; ``None`` for one per GPU.
+        slots: Number of processes that the node may run, or ``None`` for one per GPU.
     """
 
     name: str
@@ -206,8 +206,8 @@ class Node:
         is_ready: Whether the node has imported the modules of the ranks, so that ranks start
             without delay.
         copies_port: Port at which the node receives snapshots from other nodes.
-        link: Connection to the node's agent; ``None`` before it joins.
-        process: Process of the agent; ``None`` if the manager did not start the agent.
+        link: Connection to the node's agent, or ``None`` before it joins.
+        process: Process of the agent, or ``None`` if the manager did not start the agent.
         asked: Futures for the answers on which :meth:`Membership.ask` waits, by message number.
         started_s: Time in seconds, on the clock ``time.monotonic``, when this entry was created.
     """
@@ -236,9 +236,9 @@ class Membership:
     """Tracks which nodes take part in a job, and communicates with their agents.
 
     Args:
-        machines: Path of the machines file; ``None`` if nodes join by themselves.
+        machines: Path of the machines file, or ``None`` if nodes join by themselves.
         own_machine: Machine of the manager if nodes join by themselves, otherwise ``None``.
-        address: Address at which other machines can reach this machine; ``None`` to detect it.
+        address: Address at which other machines can reach this machine, or ``None`` to detect it.
         secret: Secret with which agents and the manager authenticate each other.
         work: Script and arguments of the ranks, which are sent to the agents that this process
             starts.
