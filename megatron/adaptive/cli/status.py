@@ -334,7 +334,7 @@ class JobStatus:
         nodes: Summaries of the nodes' log files. The entry ``batch`` describes the output of
             Slurm's batch script.
         lost: Reason why each lost node is considered lost, by name of the node.
-        iteration: Latest iteration; ``None`` before the first iteration.
+        iteration: Latest iteration, or ``None`` before the first iteration.
         iterations: Number of iterations in the whole training run.
         iteration_ms: Median duration of the latest iterations, in milliseconds.
         tokens_per_s: Tokens per second, summed over all ranks.
