@@ -334,7 +334,7 @@ def _slice_tokens(options: argparse.Namespace, inputs: PlanInputs) -> tuple[int,
         raise ConfigError(needs_lengths(text))
     if text != "auto" or documents is None:
         return parse_counts("--slice-tokens", text)[::-1]
-    # With sequence parallelism, tensor-parallel ranks divide each slice.
+    # If sequence parallelism is on, tensor-parallel ranks divide each slice.
     is_divided = options.sequence_parallel != "off"
     widest = widest_tp(parse_counts("--tp", options.tp), inputs.cluster)
     return tokens_to_try(documents, widest if is_divided else 1)

@@ -256,7 +256,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
     """Returns what to do with slow nodes. Raises an error if the diagnosis needed for this is off.
 
     Args:
-        wished: What the user has chosen, or ``None`` for the default.
+        wished: Reaction that the user has chosen, or ``None`` for the default.
         schedule: Schedule settings of the trainer, which include the settings of the diagnosis.
     """
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0

@@ -127,8 +127,8 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
     if _LAYERS % stages and "--num-layers" not in names:
         flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
     may_move = options.pipeline_parallel > 1 and options.schedule != "megatron"
-    # With ``auto``, slices of documents are measured in the first steps, in which layers must not
-    # move.
+    # The schedule ``auto`` measures slices of documents in the first steps, in which layers must
+    # not move.
     may_move = may_move and not (options.schedule == "auto" and "--slice-tokens" in names)
     if may_move and not names & _FIXED_STAGES:
         flags += ["--repartition", "auto", "--repartition-interval", str(_REPARTITION_INTERVAL)]
