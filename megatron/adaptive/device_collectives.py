@@ -191,9 +191,9 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "reduce_scatter_single": None,
     "reduce_scatter_tensor_coalesced": None,
     "reduce_scatter_single_coalesced": None,
-    # In this method, gloo rejects GPU tensors with the error "unsupported device type cuda".
+    # This method of gloo rejects GPU tensors with the error "unsupported device type cuda".
     "allreduce_coalesced": _reduce_one_by_one,
-    # In these methods, gloo wrongly uses the GPU addresses of the tensors as addresses in host
+    # These methods of gloo wrongly use the GPU addresses of the tensors as addresses in host
     # memory.
     "allgather_coalesced": _gather_lists_one_by_one,
     "allgather_into_tensor_coalesced": _gather_one_by_one,

@@ -517,8 +517,8 @@ class HuggingFaceReader:
         """
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
-        # In a folder that contains a model without its head, all names lack their first part
-        # (``model.``).
+        # All names lack their first part (``model.``) if the folder contains a model without its
+        # head.
         is_bare = not any(name.startswith(base) for name in there)
         names = {name: name.removeprefix(base) if is_bare else name for name in shapes}
         missing = [name for name, stored in names.items() if stored not in there]

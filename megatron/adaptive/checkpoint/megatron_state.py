@@ -36,7 +36,7 @@ from megatron.adaptive.checkpoint.writer import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# With these options, megatron-core saves a key per layer, so that the checkpoint can be loaded with
+# These options make megatron-core save a key per layer, so that the checkpoint can be loaded with
 # any partition of the layers. It also saves optimizer state in the shape of the parameters, so that
 # the state can be loaded with any parallel sizes.
 METADATA = {

@@ -16,7 +16,7 @@
 A checkpoint can be loaded once it is complete in shared storage. After that, the node's local disk
 is a faster source of the same files. The local disk also allows a new run to finish an upload that
 the previous run did not finish. Each rank uploads some of the files on its node. About once per
-second, all ranks exchange errors, and tell each other whether they have more files to upload.
+second, all ranks exchange errors, and whether they have more files to upload.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-# By default, the newest checkpoint is kept, and the previous checkpoint until the newest is
+# The newest checkpoint is kept by default, and the previous checkpoint until the newest is
 # complete.
 _KEPT = 2
 _LOOK_S = 10.0

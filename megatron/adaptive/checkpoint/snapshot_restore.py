@@ -50,9 +50,9 @@ def write(order: Mapping[str, Any]) -> None:
 
     Args:
         order: Settings of the command. ``checkpoints`` is the folder of checkpoints.
-            ``is_pipeline`` tells whether a ``Pipeline`` uses this folder. ``step`` is the step of
+            ``is_pipeline`` states whether a ``Pipeline`` uses this folder. ``step`` is the step of
             the snapshots. ``lease`` is the number of the manager's lease, or 0 if there is no
-            lease. ``index`` is the index of this node. ``has_common`` tells whether this node
+            lease. ``index`` is the index of this node. ``has_common`` states whether this node
             writes the files that exist once per checkpoint. ``parts`` lists the snapshot files,
             each with its path (``file``) and the indices of the sets of tensors to write from it
             (``needs``).

@@ -186,7 +186,7 @@ class Agent:
             pass_fds=(forkserver_end.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # In a separate session, the ranks do not receive Ctrl-C.
+            start_new_session=True,  # The ranks must not receive Ctrl-C.
         )
         forkserver_end.close()
         reader, self._orders = await asyncio.open_connection(sock=agent_end)

@@ -40,7 +40,7 @@ class FailedProbes:
     """Handles the nodes of a job that fail a probe, according to a policy.
 
     Args:
-        policy: What to do with a node that fails a probe: ``report`` or ``exclude``.
+        policy: Reaction to a node that fails a probe: ``report`` or ``exclude``.
         stragglers: Object that chooses layouts and stores which nodes are excluded.
         members: Nodes of the job. When a node passes its check, the event ``passed`` is put into
             the queue of this object.

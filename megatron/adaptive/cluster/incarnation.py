@@ -210,10 +210,10 @@ def is_trainer(script: Path) -> bool:
 
 
 Policy = Literal["ignore", "replan", "exclude"]
-"""What to do with a node that stays slow: nothing, move layers away, or exclude the node."""
+"""Reaction to a node that stays slow: nothing, move layers away, or exclude the node."""
 
 ProbePolicy = Literal["report", "exclude"]
-"""What to do with a node that fails its probe: report it, or exclude it until it passes."""
+"""Reaction to a node that fails its probe: report it, or exclude it until it passes."""
 
 NodeProgram = Literal["script", "restore", "check"]
 """Program that a manager may request a node to run.
@@ -268,8 +268,8 @@ class JobSpec:
         copy_every: Number of steps between in-memory copies of the training state; 0 for no copies.
         copy_bytes: Maximum size of the copies on a node in bytes, or ``None`` to use the available
             memory.
-        on_straggler: What to do with a node that stays slow.
-        on_failed_probe: What to do with a node that fails a probe of the running job.
+        on_straggler: Reaction to a node that stays slow.
+        on_failed_probe: Reaction to a node that fails a probe of the running job.
         is_pipeline: Whether the script trains a ``Pipeline`` and parses its own arguments.
     """
 

@@ -83,7 +83,7 @@ class Incarnation:
         reason: Reason why the previous incarnation ended; ``start`` for a job's first incarnation.
         resumed: Iteration of the checkpoint from which the incarnation resumed.
         lost_steps: Number of completed steps that have to be repeated.
-        source: Where the training state comes from: ``start``, ``checkpoint``, ``checkpoint on the
+        source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the
             nodes' own disks`` or ``copies in memory``. If a newer state could not be used, the
             reason follows.
         marks_ns: Time of each of the events ``notice``, ``ended``, ``planned`` and ``begun``, by

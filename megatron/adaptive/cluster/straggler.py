@@ -36,7 +36,7 @@ class Stragglers:
     """Tracks slow and excluded nodes of a job, and chooses layouts that suit these nodes.
 
     Args:
-        policy: What to do with a slow node: ``ignore``, ``replan`` (fewer layers) or ``exclude``.
+        policy: Reaction to a slow node: ``ignore``, ``replan`` (fewer layers) or ``exclude``.
         chooser: Object that chooses the layout for a list of nodes.
         arguments: The user's arguments for the trainer.
     """

@@ -222,7 +222,7 @@ class DelayedCall(LayerCall):
         before = {parameter: parameter.grad for parameter in (*weights, *biases)}
         computed = self.delayed.pop()
         self.delayed.pop = lambda: computed
-        # In fp8, the bias gradients were already computed in B, but backward_dw() still expects a
+        # The bias gradients of fp8 were already computed in B, but backward_dw() still expects a
         # tensor for each bias.
         absent = computed[0][1] is None
         for parameter in before:

@@ -154,8 +154,8 @@ class RunningDiagnosis:
         # Use the user's Weights & Biases run, if there is one.
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is not None and notes:
-            # With commit=False, the values become part of the user's next call of log(), which
-            # determines the step number.
+            # The argument commit=False makes the values part of the user's next call of log(),
+            # which determines the step number.
             run.log({f"gain/{entry['name']}": entry["gain"] for entry in notes}, commit=False)
 
     def _note_slow(self, note: Callable[..., None], answer: Mapping[str, Any]) -> None:

@@ -515,9 +515,9 @@ class Executor:
         )
 
     def _acknowledge(self, action: Action, received: torch.Tensor | None, state: RankState) -> None:
-        """Tells a frozen previous stage that its output has arrived, if it waits for this.
+        """Informs a frozen previous stage that its output has arrived, if it waits for this.
 
-        Such a stage gets no gradient that would tell it this.
+        Such a stage gets no gradient from which it would learn this.
         """
         target = state.acknowledged(action)
         if target is None or received is None:
