@@ -1,5 +1,5 @@
-"""Provides code that is shared by benchmarks, studies, soak tests and the GPU check.
+"""Provides code that benchmarks, studies, soak tests and the GPU check share.
 
-Contains tables of measurements with goals, and ranks that train a small GPT or sleep instead of
-computing. This package imports nothing from the programs that use it.
+The package contains tables of measurements with goals, and ranks that train a small GPT or sleep
+instead of computing. It imports nothing from the programs that use it.
 """

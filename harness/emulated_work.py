@@ -1,12 +1,14 @@
 """Emulates one rank's stages: actions sleep for a random duration and check their inputs.
 
-All runtimes call :class:`RankWork`, so that they do the same work. :class:`EmulatedRank` runs this
-work with the project's own schedules, over real channels. Messages are ``[16] float64``::
+Every compared runtime calls :class:`RankWork`, so all runtimes do the same work.
+:class:`EmulatedRank` runs this work with this project's schedules, over real channels. Messages are
+tensors ``[16] float64``::
 
     [0] microbatch   [1] sum of (stage + 1) over all stages so far   [2] time at which it was sent
 
-Forward and backward messages both carry such a sum. Therefore a stage that is skipped, runs twice
-or receives the tensor of a different microbatch raises an error instead of making a step faster.
+Forward and backward messages both carry such a sum. Therefore an error is raised if a stage is
+skipped, runs twice or receives the tensor of a different microbatch. Such a fault cannot make a
+step look faster.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _AT_ONCE_S = 0.001
 
 
 class WorkError(Exception):
-    """Raised if a runtime does not run each action exactly once with the right input."""
+    """Raised if a runtime did not run each action exactly once with the right input."""
 
 
 def number_of(tensor: torch.Tensor) -> int:
@@ -41,12 +43,12 @@ def number_of(tensor: torch.Tensor) -> int:
 
 
 def seconds_of(work: Workload) -> Seconds:
-    """Returns the durations of the actions in ``work``, in seconds."""
+    """Returns the duration in seconds of each action in ``work``, ``[kind][stage][microbatch]``."""
     return dict(zip(ActionKind, (work.durations_ps / PS_PER_S).tolist(), strict=True))
 
 
 class Span(NamedTuple):
-    """An action or a part of an action that ran, with its ``time.monotonic`` times."""
+    """An action, or a part of an action, with the ``time.monotonic`` times of its start and end."""
 
     kind: ActionKind
     stage: int
@@ -64,15 +66,16 @@ class RankWork:
         rank: Position of this rank in the pipeline.
         seconds: Durations of all actions, ``[kind][stage][microbatch]``.
         sleeper: Object that makes this rank sleep.
-        delay_s: Function that returns how many seconds a message between two ranks takes. A stage
-            does not start before its input would have arrived. A runtime that has already chosen
-            the action waits only for this input, as with a slow link. ``None`` if the transport
-            itself delays messages.
-        frozen_stages: Number of leading stages that run forward passes only, and keep nothing.
+        delay_s: Function that takes the sender's and the receiver's rank, and returns how many
+            seconds a message between them takes. A stage waits until its input would have arrived.
+            ``None`` if the transport itself delays messages.
+        frozen_stages: Number of stages at the start of the pipeline that run only forward passes
+            and keep no activations.
 
     Attributes:
-        spans: Actions that ran, in the order in which they ran.
-        peak: Largest number of activations held at once, counted in microbatches of the whole rank.
+        spans: Actions of this rank, in the order in which they ran.
+        peak: Largest amount of activations that this rank held at once. The activations of one
+            microbatch on all trained stages of this rank count as 1.
     """
 
     def __init__(
@@ -104,12 +107,12 @@ class RankWork:
                     self._delays[kind, stage] = delay_s(placement.locate(sender)[0], rank)
 
     def forward(self, stage: int, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
-        """Runs a forward pass and returns a tensor for the next stage, shaped like ``received``.
+        """Runs a forward pass. Returns the next stage's input, with the shape of ``received``.
 
         Args:
             stage: Index of a stage of this rank.
-            received: Output of the previous stage. On the first stage, it is the stage's data or
-                ``None``.
+            received: Output of the previous stage. On the first stage, it is the data of the
+                microbatch, or ``None``.
             microbatch: Index of the microbatch.
 
         Raises:
@@ -129,13 +132,13 @@ class RankWork:
     def backward(
         self, stage: int, gradient: torch.Tensor | None, microbatch: int, *, whole: bool
     ) -> torch.Tensor:
-        """Runs the backward pass for inputs, and returns a gradient for the previous stage.
+        """Runs the backward pass for inputs, and returns the gradient for the previous stage.
 
         Args:
             stage: Index of a stage of this rank.
-            gradient: Gradient of the stage's output; ``None`` on the last stage.
+            gradient: Gradient of the stage's output, or ``None`` on the last stage.
             microbatch: Index of the microbatch.
-            whole: Whether to run the backward pass for weights first.
+            whole: Whether to run the backward pass for weights before the backward pass for inputs.
 
         Raises:
             WorkError: The gradient belongs to a different backward pass.
@@ -148,7 +151,7 @@ class RankWork:
         return self.input_gradient(stage, microbatch, gradient)
 
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Checks ``gradient``, and waits until it would have arrived.
+        """Waits until ``gradient`` would have arrived, and checks that it belongs to this pass.
 
         Raises:
             WorkError: The gradient belongs to a different stage or microbatch.
@@ -156,18 +159,22 @@ class RankWork:
         self._take(ActionKind.B, stage, microbatch, gradient, time.monotonic())
 
     def input_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Runs the backward pass for inputs after ``take_gradient``. Returns their gradient."""
+        """Runs the backward pass for inputs after :meth:`take_gradient`.
+
+        Returns the gradient of the stage's input.
+        """
         start = time.monotonic()
         output = self._added(gradient, stage)
         self._spend(ActionKind.B, stage, microbatch, start)
         return self._stamped(output)
 
     def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
-        """Runs ``fraction`` of the backward pass for weights.
+        """Runs the share ``fraction`` of the backward pass for weights.
 
         If the previous action was a part of the same pass, this part starts at the planned end of
-        the previous part. Otherwise the delay of each sleep would add up, although it is not work.
-        On a GPU, the next part is already queued when the previous part ends, so there is no gap.
+        the previous part. Otherwise the small delays of all sleeps would add up, although they are
+        not work. A GPU has no such delays, because the next part is already queued when the
+        previous part ends.
         """
         start_s = time.monotonic()
         last = self.spans[-1] if self.spans else None
@@ -178,16 +185,16 @@ class RankWork:
 
     @staticmethod
     def fresh(microbatch: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the first forward or backward pass of ``microbatch``."""
+        """Returns a tensor like ``like``, the input of the first stage that runs ``microbatch``."""
         tensor = torch.zeros_like(like)
         tensor.view(-1)[0] = microbatch
         return tensor
 
     def check_complete(self) -> None:
-        """Checks that each action ran exactly once, possibly in several parts.
+        """Checks that each action ran exactly once, as a whole or in parts that add up to it.
 
         Raises:
-            WorkError: An action did not run, ran more than once or ran only in part.
+            WorkError: An action did not run, ran only in part, or ran more than once.
         """
         spent: dict[tuple[ActionKind, int, int], float] = {}
         for kind, stage, microbatch, fraction, _, _ in self.spans:
@@ -209,10 +216,10 @@ class RankWork:
     def _take(
         self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
     ) -> float:
-        """Waits until an input would have arrived, and checks it. Returns the start time."""
+        """Waits until ``received`` would have arrived, and checks it. Returns the start time."""
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
-        # Earlier stages have added to the sum of a forward message, later stages to the sum of a
-        # backward message.
+        # Earlier stages have added to the sum in a forward message, and later stages have added to
+        # the sum in a backward message.
         due = stage * (stage + 1) / 2
         if kind is ActionKind.B:
             due = self._num_stages * (self._num_stages + 1) / 2 - due - (stage + 1)
@@ -230,7 +237,7 @@ class RankWork:
     def _spend(
         self, kind: ActionKind, stage: int, microbatch: int, start_s: float, fraction: float = 1.0
     ) -> None:
-        """Sleeps until the end of an action that started at ``start_s``."""
+        """Sleeps until the end of an action that started at ``start_s``, and records the action."""
         self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
         self._sleeper.until(self._due_s)
         end_s = time.monotonic()
@@ -252,10 +259,10 @@ class EmulatedStages(IdleStages):
     """Model chunks whose actions sleep for the durations that :class:`RankWork` defines.
 
     Args:
-        work: Emulated work of this rank in the step.
+        work: Emulated work of this rank in one step.
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
-        split: Whether backward passes for weights are separate actions.
+        split: Whether the backward passes for weights are separate actions.
     """
 
     def __init__(self, work: RankWork, placement: Placement, rank: int, *, split: bool) -> None:
@@ -270,7 +277,7 @@ class EmulatedStages(IdleStages):
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Sleeps for the duration of a backward pass: B, plus W unless W is a separate action."""
+        """Sleeps for a backward pass: for B, and also for W unless W is a separate action."""
         stage = self._stages[chunk]
         result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
         return result if stage else None
@@ -281,12 +288,12 @@ class EmulatedStages(IdleStages):
 
 
 class EmulatedStep(NamedTuple):
-    """Holds the measurements of a step.
+    """Measurements of one step.
 
     Attributes:
-        seconds: Duration of the step, which is the same on all ranks.
-        peak: Largest number of activations that any rank held at once.
-        times: Times of this rank's actions.
+        seconds: Duration of the step in seconds, which is the same on all ranks.
+        peak: Largest size of the activations that any rank held at the same time.
+        times: Times of the actions of this rank.
     """
 
     seconds: float
@@ -295,14 +302,14 @@ class EmulatedStep(NamedTuple):
 
 
 class EmulatedRank:
-    """Runs one rank through steps of several schedules, using the channels of each placement.
+    """Runs one rank through steps of several schedules, with separate channels for each placement.
 
     Args:
-        position: Pipeline rank of this process. Replicas of the same pipeline rank have consecutive
-            global ranks.
-        replica: Index of this rank's pipeline replica.
+        position: Rank of this process in its pipeline. If there are several replicas, the processes
+            with the same position have consecutive global ranks.
+        replica: Index of the pipeline replica to which this rank belongs.
         replicas: Number of pipeline replicas.
-        varies: Whether messages differ in shape, as with frozen stages.
+        varies: Whether messages differ in shape, as they do with frozen stages.
     """
 
     def __init__(
@@ -326,15 +333,20 @@ class EmulatedRank:
         sizes: Sequence[float] | None = None,
         unit: float = 1.0,
     ) -> EmulatedStep:
-        """Runs a step that starts on all ranks at once. All ranks must call this together.
+        """Runs one step, which starts on all ranks at once, and returns its measurements.
+
+        All ranks must call this together.
 
         Args:
             candidate: Schedule and its settings.
             seconds: Durations of all actions, in seconds.
             num_microbatches: Number of microbatches.
-            num_slices: Number of slices of each microbatch; ``None`` to use the candidate's number.
-            sizes: Activation size of each item, relative to the mean; ``None`` if all are equal.
-            unit: Activation size of an average microbatch, in the unit of the result.
+            num_slices: Number of slices of each microbatch, or ``None`` to use the number of
+                ``candidate``.
+            sizes: Activation size of each microbatch or slice, relative to the mean. ``None`` if
+                all sizes are equal.
+            unit: Activation size of an average microbatch. The result's ``peak`` is in the same
+                unit.
         """
         placement = candidate.placement
         if placement not in self._channels:

@@ -1,4 +1,4 @@
-"""Lists a program's descendant processes, and kills them if a signal stops the program."""
+"""Lists the descendants of a process, and kills them if a signal stops this program."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the PIDs of the children of ``pid``, or an empty list if it has exited.
+    """Returns the PIDs of the children of the process ``pid``, or an empty list if it has exited.
 
-    Callers poll this function often, and each call of ``psutil`` would read the state of every
-    process on the machine.
+    Callers use this function often. ``psutil`` would be too slow, because each of its calls reads
+    the state of every process on the machine.
     """
     children: list[int] = []
     with contextlib.suppress(OSError):
@@ -29,7 +29,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Returns the PIDs of all descendants of ``pid``. Parents come before their children."""
+    """Returns the PIDs of all descendants of the process ``pid``, with parents before children."""
     family = children_of(pid)
     for member in family:
         family += children_of(member)
@@ -38,12 +38,12 @@ def descendants_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def ending_all() -> Iterator[None]:
-    """Kills all processes that the ``with`` block started if a signal stops this program.
+    """Kills all processes that were started in this context if a signal stops this program.
 
-    In the block, SIGTERM and SIGHUP raise ``SystemExit`` with the exit status 128 + the signal
-    number, so that context managers and ``finally`` clauses run. Then all processes that were
-    descendants of this process when the signal arrived are killed. Until then, further signals are
-    ignored.
+    In the context, SIGTERM and SIGHUP raise ``SystemExit`` with the exit status 128 + the signal
+    number, so that context managers and ``finally`` clauses run. After that, the processes that
+    were descendants of this process when the signal arrived are killed. Further signals are ignored
+    until then.
 
     Python handles signals only in the main thread. In other threads, this context manager does
     nothing.
@@ -51,7 +51,7 @@ def ending_all() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # This import is here because the GPU check also starts on machines without psutil.
+    # This import is here because the GPU check also runs on machines without psutil.
     import psutil
 
     family: list[psutil.Process] = []
@@ -67,7 +67,7 @@ def ending_all() -> Iterator[None]:
                 family.append(psutil.Process(pid))
         raise SystemExit(128 + number)
 
-    # A program started by nohup must keep ignoring SIGHUP.
+    # A program that was started by nohup must continue to ignore SIGHUP.
     handled = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     former = {each: signal.signal(each, stop) for each in handled}
     try:

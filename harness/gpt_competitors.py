@@ -1,8 +1,8 @@
 """Compares several pipeline runtimes on the same chunks of a small GPT.
 
-The competitors take steps alternately within one job, so that other load on the machine slows all
-of them equally. At the end, every competitor runs the same microbatches with the same weights, and
-their losses and gradients are compared.
+The compared runtimes (competitors) take steps alternately within one job, so that other load on the
+machine slows all of them equally. At the end, every competitor runs the same microbatches with the
+same weights, and their losses and gradients are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.report import Row
 WARMUPS = 2
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 Function = Callable[[Any], list[Any]]
-"""Function that runs a step's microbatches, completes the gradients, and returns the losses."""
+"""Function that runs a step's microbatches, completes gradients, and returns the losses."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,10 @@ class Job:
     """Settings of a job whose ranks run several competitors alternately.
 
     Attributes:
-        flags: Trainer flags that determine the chunks, except for the model's size.
-        competitors: Names of the competitors. The first is the reference for losses and gradients.
+        flags: Trainer flags that determine the model chunks, without the flags for the model's
+            size.
+        competitors: Names of the competitors. The losses and gradients of the others are compared
+            with those of the first.
         ranks: Number of ranks.
     """
 
@@ -39,8 +41,8 @@ class Job:
 class CompetingRank(TrainingRank):
     """Runs one rank of a job that compares competitors.
 
-    The name ``megatron`` stands for megatron-core's schedule. Any other name is one of this
-    project's schedules, run as in the trainer; subclasses may support more names.
+    The name ``megatron`` selects megatron-core's schedule. Any other name is the name of one of
+    this project's schedules, which runs as in the trainer. Subclasses may support more names.
 
     Args:
         job: Settings of the job.
@@ -61,11 +63,12 @@ class CompetingRank(TrainingRank):
         self._functions = {name: self.function_of(name) for name in job.competitors}
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs the competitors alternately and compares their results.
+        """Runs the competitors alternately for ``rounds`` rounds, and compares their results.
 
         Returns:
-            ``times`` lists the seconds of each round for each competitor, with ``None`` for rounds
-            in which the competitor did not run. ``differences`` is the result of :meth:`compare`.
+            Dictionary with two entries. ``times`` lists the seconds of each round for each
+            competitor, with ``None`` for rounds in which the competitor did not run.
+            ``differences`` is the result of :meth:`compare`.
         """
         times: dict[str, list[float | None]] = {name: [] for name in self._functions}
         for index in range(-WARMUPS, rounds):
@@ -75,7 +78,7 @@ class CompetingRank(TrainingRank):
         return {"times": times, "differences": self.compare()}
 
     def order_of(self, index: int) -> list[str]:
-        """Returns the names of the competitors that run in round ``index``, in order.
+        """Returns the names of the competitors in the order in which they run in round ``index``.
 
         Args:
             index: Index of the round; negative for a warm-up round.
@@ -83,13 +86,13 @@ class CompetingRank(TrainingRank):
         return rotated(list(self._functions), index)
 
     def compare(self) -> dict[str, dict[str, float]]:
-        """Compares all competitors with the same weights. All ranks must call this together.
+        """Compares losses and gradients of all competitors. All ranks must call this together.
 
         Returns:
-            ``loss`` and ``gradient`` of each competitor, compared with the first competitor.
-            ``loss`` is the largest relative difference of a microbatch's loss. ``gradient`` is the
-            norm of the gradients' difference divided by the norm of the first competitor's
-            gradients.
+            Dictionary with the entries ``loss`` and ``gradient`` for each competitor. ``loss`` is
+            the largest relative difference between a microbatch's loss and that of the first
+            competitor. ``gradient`` is the norm of the difference from the first competitor's
+            gradients, divided by the norm of those gradients.
         """
         import torch
         import torch.distributed as dist
@@ -103,7 +106,7 @@ class CompetingRank(TrainingRank):
             losses = torch.zeros(self._microbatches, dtype=torch.float64)
             for index, values in enumerate(function(microbatches)):
                 (losses[index],) = (value.double().cpu() for value in values.values())
-            # Only one rank has losses.
+            # Only one rank has losses, so the sum over all ranks gives every rank the losses.
             dist.all_reduce(losses, group=group)
             gradients = [
                 parameter.main_grad.double().cpu()  # type: ignore[attr-defined]
@@ -123,24 +126,24 @@ class CompetingRank(TrainingRank):
         return differences
 
     def close(self) -> None:
-        """Shuts down the job. All ranks must call this together."""
+        """Closes all channels and shuts down the job. All ranks must call this together."""
         for wiring in self._wirings:
             wiring.close()
         super().close()
 
     def read(self) -> list[Any] | None:
-        """Reads all microbatches of a step, so that reading is not included in its time."""
+        """Returns all microbatches of a step, read in advance so that reading is not timed."""
         microbatches = super().read()
         return None if microbatches is None else list(microbatches)
 
     def function_of(self, name: str) -> Function:
-        """Returns the function that runs one step of the competitor ``name``."""
+        """Returns a function that runs one step of the competitor ``name``."""
         if name == "megatron":
             return self.fed(self._run.forward_backward)
         return self.fed(self.engine_of(name))
 
     def fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
-        """Returns a function that runs ``forward_backward`` and takes only the microbatches.
+        """Returns a function that takes microbatches and runs ``forward_backward`` on them.
 
         Args:
             forward_backward: Function with the signature of megatron-core's schedule functions.
@@ -164,11 +167,11 @@ class CompetingRank(TrainingRank):
         return run
 
     def engine_of(self, schedule: str, **transport: Any) -> Callable[..., list[Any]]:
-        """Returns this project's engine for ``schedule``, with separate channels.
+        """Returns this project's engine for ``schedule``, with channels that only this engine uses.
 
         Args:
             schedule: Name of the schedule.
-            transport: Fields of ``TransportConfig``.
+            transport: Fields of ``TransportConfig``, by name.
         """
         from megatron.core import parallel_state
 
@@ -210,7 +213,10 @@ class CompetingRank(TrainingRank):
         self._run.optimizer.zero_grad()
 
     def step_s(self, name: str) -> float:
-        """Returns how many seconds a step of ``name`` takes, including the optimizer's update."""
+        """Runs one step of ``name``, and returns its duration in seconds.
+
+        The step includes the optimizer's update.
+        """
         microbatches = self.read()
         self.prepare(name)
 
@@ -225,7 +231,7 @@ class CompetingRank(TrainingRank):
 def rotated(names: list[str], index: int) -> list[str]:
     """Returns ``names`` rotated by ``index``, so that each round starts with a different name.
 
-    Otherwise the same competitor would always run after a slow competitor.
+    Without this, the same competitor would always run directly after a slow competitor.
     """
     first = index % len(names) if names else 0
     return names[first:] + names[:first]
@@ -234,16 +240,16 @@ def rotated(names: list[str], index: int) -> list[str]:
 def difference_row(
     where: str, quantity: str, values: Iterable[float], limit: float, note: str
 ) -> Row:
-    """Returns a row with the largest of several relative differences.
+    """Returns a row with the largest of the relative differences ``values``.
 
     Args:
-        where: Name of the job or jobs.
+        where: Name of the job or jobs, for the text of the row.
         quantity: ``loss`` or ``gradient``.
         values: Differences of all competitors.
         limit: Largest allowed difference.
         note: Text for the row's note.
     """
-    # The function max would ignore NaN, which exceeds every limit.
+    # The function max would ignore NaN, although NaN exceeds every limit.
     worst = max(values, key=lambda value: (math.isnan(value), value))
     text = f"{where}: largest relative difference of the {quantity} on equal weights"
     return Row(what=text, value=worst, goal=limit, note=note)

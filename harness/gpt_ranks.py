@@ -21,10 +21,10 @@ GPT = (
 ).split()
 """Trainer flags of the small GPT, without its width and its pipeline settings."""
 MICROBATCHES = 8
-"""Number of microbatches per step with these flags."""
+"""Number of microbatches per step with the flags in :data:`GPT`."""
 
 _ORDERS = ((True, False, False, True), (False, True, True, False))
-"""Order of runs with and without the feature in a round. A constant drift affects both equally."""
+"""Order of runs with and without the feature per round. A constant drift affects both equally."""
 
 
 class MeasuringRank(Protocol):
@@ -33,10 +33,13 @@ class MeasuringRank(Protocol):
     is_first: bool
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs ``rounds`` rounds and returns the same result on all ranks."""
+        """Measures ``rounds`` rounds, and returns the same measurements on all ranks."""
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns additional entries for ``result``, which the first rank adds after closing."""
+        """Returns additional entries for ``result``.
+
+        The first rank calls this after :meth:`close`, and adds the entries to the result.
+        """
 
     def close(self) -> None:
         """Shuts down the job. All ranks must call this together."""
@@ -45,7 +48,7 @@ class MeasuringRank(Protocol):
 def measure(
     script: str, ranks: int, rounds: int, *arguments: str, limit_s: float
 ) -> dict[str, Any]:
-    """Starts ranks that run a measuring script, and returns the first rank's result.
+    """Starts ranks that run ``script``, and returns the measurements of the first rank.
 
     Args:
         script: Path of a script that calls :func:`rank_main`.
@@ -55,7 +58,7 @@ def measure(
         limit_s: Seconds after which all processes are killed.
 
     Raises:
-        RuntimeError: A rank failed, or the time limit was exceeded.
+        RuntimeError: A rank failed, or the ranks took longer than ``limit_s``.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
@@ -66,10 +69,13 @@ def measure(
 
 
 def rank_main(make: Callable[..., MeasuringRank]) -> None:
-    """Runs one rank with the arguments that :func:`measure` passes on the command line.
+    """Creates one rank by ``make``, and runs it with the arguments that :func:`measure` passed.
+
+    The first rank writes the result to a JSON file.
 
     Args:
-        make: Function that creates the rank from a folder for its files and additional arguments.
+        make: Function that creates the rank. It takes a folder for the rank's files, and the
+            additional arguments.
     """
     rounds, output, *arguments = sys.argv[1:]
     rank = make(Path(output).parent / "written", *arguments)
@@ -116,10 +122,10 @@ class GptRank:
         self.is_first = bool(self._job.is_first)
 
     def load(self, **checkpoint: Any) -> Any:
-        """Loads a checkpoint and returns its progress.
+        """Loads a checkpoint, and returns the training progress that the checkpoint contains.
 
         Args:
-            checkpoint: Checkpoint settings that replace those of the command line.
+            checkpoint: Checkpoint settings that replace the settings from the command line.
         """
         from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
@@ -159,7 +165,7 @@ class TrainingRank(GptRank):
         self._iteration = 0
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs ``rounds`` rounds and returns the same result on all ranks."""
+        """Measures ``rounds`` rounds, and returns the same measurements on all ranks."""
         raise NotImplementedError
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +195,10 @@ class TrainingRank(GptRank):
         processor_s: Callable[[], float] = time.process_time,
         steps: int = 1,
     ) -> tuple[float, float]:
-        """Runs ``work`` on all ranks. Returns the elapsed and the CPU seconds per step."""
+        """Runs ``work`` on all ranks at once.
+
+        Returns the elapsed seconds and this rank's CPU seconds, both divided by ``steps``.
+        """
         import torch.distributed as dist
 
         group = self._job.control_group
@@ -203,17 +212,19 @@ class TrainingRank(GptRank):
     def turns(
         self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
     ) -> dict[str, Any]:
-        """Alternates timed runs with and without the feature, after one warm-up run of each.
+        """Alternates timed runs with and without a feature, after one warm-up run of each.
 
         Args:
-            rounds: Number of rounds; each round has two runs with the feature and two without.
-            turn: Function that makes one run, with the feature if its argument is true. It returns
-                the elapsed seconds and this rank's CPU seconds.
+            rounds: Number of rounds. Each round has two runs with the feature and two runs without
+                it.
+            turn: Function that makes one run, with the feature if its argument is true. The
+                function returns the elapsed seconds and this rank's CPU seconds.
             name: Name of the feature, used as ``NAME`` in the result.
 
         Returns:
-            Dictionary of lists with an entry per round. ``NAME_s`` and ``plain_s`` are mean
-            seconds. ``NAME_cpu_s`` and ``plain_cpu_s`` are CPU seconds, summed over all ranks.
+            Dictionary of lists with one entry per round. ``NAME_s`` and ``plain_s`` are the mean
+            seconds of a run. ``NAME_cpu_s`` and ``plain_cpu_s`` are CPU seconds, summed over all
+            ranks.
         """
         import torch
         import torch.distributed as dist
@@ -234,7 +245,7 @@ class TrainingRank(GptRank):
         }
 
     def progress(self, iteration: int) -> Any:
-        """Returns the progress that a checkpoint saved after ``iteration`` would contain."""
+        """Returns the progress that a checkpoint would contain if saved after ``iteration``."""
         from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
 
         return Progress(

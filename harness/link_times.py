@@ -8,19 +8,19 @@ from typing import Any, Protocol
 
 
 class Link(Protocol):
-    """Bidirectional connection between two processes that carries messages."""
+    """Bidirectional connection that carries messages between two processes."""
 
     def expect(self, nbytes: int, count: int) -> None:
         """Prepares to receive ``count`` messages of ``nbytes`` bytes, for example posts buffers."""
 
     def send(self, payload: Any) -> None:
-        """Starts sending ``payload``. May wait until older messages have been sent."""
+        """Starts sending ``payload``. May wait until previous messages have been sent."""
 
     def settle(self) -> None:
-        """Waits until the buffers of all sent payloads may be reused."""
+        """Waits until the buffers of all sent messages may be reused."""
 
     def receive(self) -> Any:
-        """Waits for the next message and returns it. The buffer is valid until the next call."""
+        """Waits for the next message and returns it. Its buffer is valid until the next call."""
 
     def close(self) -> None:
         """Closes the link. Both processes must call this together."""
@@ -29,13 +29,16 @@ class Link(Protocol):
 def stream_s(
     link: Link, sources: Sequence[Any], messages: int, *, token: Any, sends: bool
 ) -> float | None:
-    """Returns the seconds per message of a one-way stream, or ``None`` on the receiver.
+    """Measures a stream of messages in one direction. Returns the seconds per message.
+
+    Returns ``None`` on the receiver.
 
     Args:
         link: Link between the two processes.
-        sources: Payloads, which are sent in rotation.
+        sources: Payloads of the messages, which are sent in rotation.
         messages: Number of messages.
-        token: Small payload that the receiver sends when it is ready, and again when it is done.
+        token: Small payload that the receiver sends when it is ready, and again when it has
+            received all messages.
         sends: Whether this process is the sender.
     """
     if not sends:
@@ -58,13 +61,13 @@ def stream_s(
 
 
 def half_round_trip_s(link: Link, payload: Any, *, rounds: int, warmups: int, sends: bool) -> float:
-    """Returns the mean time in seconds of a message in one direction (half of a round trip).
+    """Returns the mean duration in seconds of half a round trip, that is, of one message.
 
     Args:
         link: Link between the two processes.
         payload: Message to send.
         rounds: Number of measured round trips.
-        warmups: Number of round trips before the measurement starts.
+        warmups: Number of additional round trips before the measurement starts.
         sends: Whether this process sends first.
     """
     link.expect(payload.nbytes, warmups + rounds)

@@ -1,4 +1,4 @@
-"""Runs programs and ranks with a timeout, and ensures that none of their processes stay behind."""
+"""Runs programs and ranks with a time limit, and ensures that none of their processes remain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.report import ROOT
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns the environment for programs of this checkout, extended by ``variables``."""
+    """Returns the environment for programs of this checkout, with ``variables`` added."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     # Without this variable, the C++ part of torch prints warnings when an elastic job stops ranks.
@@ -27,8 +27,8 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Kills ``process`` and all its descendants, including ranks in separate sessions."""
-    # This import is here because the GPU check also starts on machines without psutil.
+    """Kills ``process`` and all its descendants, including ranks that have separate sessions."""
+    # This import is here because the GPU check also runs on machines without psutil.
     import psutil
 
     try:
@@ -51,12 +51,12 @@ def run_ranks(
 
     Args:
         command: Path of the script and its arguments.
-        ranks: Number of ranks; a single rank is started without a launcher.
+        ranks: Number of ranks. A single rank is started without a launcher.
         limit_s: Seconds after which all processes are killed.
         variables: Additional environment variables.
 
     Raises:
-        RuntimeError: A rank failed, or the timeout passed.
+        RuntimeError: A rank failed, or the ranks took longer than ``limit_s``.
     """
     launcher = [sys.executable]
     if ranks > 1:
@@ -85,7 +85,10 @@ def train(
     limit_s: float,
     variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Trains as :func:`run_ranks` does. Returns the lines of the progress file."""
+    """Runs a training job like :func:`run_ranks`, and returns its parsed progress file.
+
+    The job writes the file to ``folder``. The result has one dictionary for each line.
+    """
     run_ranks([*command, "--progress-dir", str(folder)], ranks, limit_s, variables)
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
@@ -93,7 +96,7 @@ def train(
 def run_module(
     module: str, *arguments: object, limit_s: float, prefix: Sequence[str] = (), **variables: str
 ) -> Any:
-    """Runs the module ``module`` as a program, and returns the JSON value that it prints.
+    """Runs the module ``module`` as a program, and returns the JSON value that the program prints.
 
     Args:
         module: Name of the module.
@@ -103,7 +106,7 @@ def run_module(
         variables: Additional environment variables.
 
     Raises:
-        RuntimeError: The program failed, or the timeout passed.
+        RuntimeError: The program failed, or took longer than ``limit_s``.
     """
     command = [*prefix, sys.executable, "-m", module, *map(str, arguments)]
     try:
@@ -123,19 +126,20 @@ def run_module(
 
 
 def fork_ranks(module: str, ranks: int, limit_s: float, *arguments: Any) -> Any:
-    """Forks ranks from a process that has imported ``module``, and connects them over gloo.
+    """Forks ranks from a process that has imported ``module``, and connects the ranks over gloo.
 
     Args:
-        module: Name of the module, whose ``run_rank`` is called with the rank and the arguments.
+        module: Name of a module with a function ``run_rank``, which is called with the rank and
+            ``arguments``.
         ranks: Number of ranks.
         limit_s: Seconds after which all processes are killed.
         arguments: Additional arguments of ``run_rank``.
 
     Returns:
-        Result of ``run_rank`` on rank 0, decoded from JSON.
+        Result of ``run_rank`` on rank 0, which must be a JSON value.
 
     Raises:
-        RuntimeError: A rank failed, or the timeout passed.
+        RuntimeError: A rank failed, or the ranks took longer than ``limit_s``.
     """
     # The forkserver process does not inherit sys.path.
     os.environ["PYTHONPATH"] = str(ROOT)
@@ -153,7 +157,7 @@ def fork_ranks(module: str, ranks: int, limit_s: float, *arguments: Any) -> Any:
             process.start()
         end_s = time.monotonic() + limit_s
         try:
-            # If a rank fails, the other ranks wait forever.
+            # If one rank fails, the other ranks would wait forever.
             while any(process.exitcode != 0 for process in processes):
                 if any(process.exitcode for process in processes):
                     statuses = [process.exitcode for process in processes]

@@ -22,8 +22,7 @@ from harness.families import ending_all
 
 ROOT = Path(__file__).resolve().parents[1]
 BUSY = 0.1
-"""Share of the processors' time. If other programs use more than this, measured times are
-unreliable.
+"""Share of the CPU time. If other programs use more than this, times are unreliable.
 """
 
 
@@ -33,10 +32,10 @@ class Row:
 
     Attributes:
         what: Name of the measured value.
-        value: Median of the samples; ``None`` if there is no measurement.
-        unit: Unit of the value; empty for counts and ratios.
-        goal: Limit for the value; ``None`` if the value is only reported.
-        least: Whether the goal is a lower limit; otherwise it is an upper limit.
+        value: Median of the samples, or ``None`` if there is no measurement.
+        unit: Unit of the value, or an empty string for counts and ratios.
+        goal: Limit for the value, or ``None`` if there is no limit.
+        least: Whether the goal is a lower limit. Otherwise the goal is an upper limit.
         samples: Values of all repetitions.
         note: Additional information, or the reason why there is no value.
         optional: Whether the value may be missing, for example because a library is not installed.
@@ -53,7 +52,10 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the value meets its goal; ``None`` if there is nothing to compare."""
+        """Returns whether the value meets its goal.
+
+        Returns ``None`` if there is no goal, or if an optional value is missing.
+        """
         if self.goal is None or (self.value is None and self.optional):
             return None
         if self.value is None:
@@ -62,7 +64,7 @@ class Row:
 
     @property
     def line(self) -> str:
-        """The row as a line of a Markdown table."""
+        """Returns the row as a line of a Markdown table."""
         value = "not measured" if self.value is None else f"{self.value:.3g} {self.unit}".strip()
         if len(self.samples) > 1:
             low, high = quartiles(self.samples)
@@ -74,7 +76,7 @@ class Row:
         return f"| {self.what} | {value} | {goal} | {state} | {self.note} |"
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the row in the form in which the JSON file stores it."""
+        """Returns the row as a dictionary, in the form in which the JSON file contains it."""
         return {**vars(self), "samples": list(self.samples), "met": self.met}
 
 
@@ -91,24 +93,30 @@ class Result:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: Result) -> None:
-        """Appends the rows and facts of ``other`` to this result."""
+        """Appends the rows and the additional values of ``other`` to this result."""
         self.rows += other.rows
         self.facts.update(other.facts)
 
 
 def measured(what: str, samples: Sequence[float], **fields: Any) -> Row:
-    """Returns a row with the median of ``samples``. ``fields`` are fields of :class:`Row`."""
+    """Returns a row for ``what`` with the median of ``samples``.
+
+    ``fields`` are further fields of :class:`Row`. Without samples, the row has no value.
+    """
     value = statistics.median(samples) if samples else None
     return Row(what=what, value=value, samples=tuple(samples), **fields)
 
 
 def missing(what: str, reason: str, **fields: Any) -> Row:
-    """Returns a row without a value and with a reason. ``fields`` are fields of :class:`Row`."""
+    """Returns a row named ``what`` that has no value, but a note with the reason.
+
+    ``fields`` are further fields of :class:`Row`.
+    """
     return Row(what=what, value=None, note=reason, optional=True, **fields)
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Returns the quotients of ``numerators`` and ``denominators``, element by element."""
+    """Returns each element of ``numerators`` divided by the same element of ``denominators``."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
@@ -125,7 +133,7 @@ def markdown(rows: Iterable[Row]) -> str:
 
 
 def one_line(error: object) -> str:
-    """Returns the message of ``error`` as one line that fits into the note of a row."""
+    """Returns the message of ``error`` as one line that fits into a cell of the table."""
     return " ".join(str(error).split()).replace("|", "/")[:300]
 
 
@@ -135,8 +143,8 @@ def parser_of(
     """Returns a parser with the options that all measuring programs share.
 
     Args:
-        doc: Docstring of the program; its first line becomes the description.
-        parts: Names of the parts that can be run separately.
+        doc: Docstring of the program, whose first line becomes the description.
+        parts: Names of the parts that the user can select. If empty, there is no option ``--part``.
         quick: Help text of ``--quick``.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
@@ -176,15 +184,18 @@ def describe_machine() -> dict[str, Any]:
 
 
 def others_busy(seconds: float = 1.0) -> float:
-    """Returns the CPU usage (0 to 1) during ``seconds`` seconds in which this process sleeps."""
-    # This import is here because the GPU check also starts on machines without psutil.
+    """Sleeps for ``seconds``, and returns the CPU usage (0 to 1) of the machine in that time."""
+    # This import is here because the GPU check also runs on machines without psutil.
     import psutil
 
     return psutil.cpu_percent(seconds) / 100
 
 
 def attempt(name: str, part: Callable[[], Result]) -> Result:
-    """Runs ``part``. If it raises, returns a row that misses its goal and contains the error."""
+    """Runs ``part`` and returns its result.
+
+    If the part raises an error, the result is a row that contains the error and misses its goal.
+    """
     try:
         return part()
     except Exception as error:
@@ -201,14 +212,14 @@ def measure(
 ) -> int:
     """Runs the parts that are selected on the command line, or all parts, one after another.
 
-    Prints the table of each part when the part is done, and the missed goals at the end. The JSON
-    file is written after every part, because a later part may hang. If SIGTERM or SIGHUP stops a
-    part, all processes that the part started are killed.
+    Prints the table of each part as soon as the part is done, and the missed goals at the end. The
+    JSON file is written after every part, because a later part may hang. If SIGTERM or SIGHUP stops
+    a part, all processes that the part started are killed.
 
     Args:
-        parts: Functions that run the parts, by the names of the parts.
-        options: Command line, as parsed by :func:`parser_of`.
-        finish: Function that may add rows after the last part.
+        parts: Functions that run the parts, by the name of the part.
+        options: Options that a parser from :func:`parser_of` has parsed.
+        finish: Function that is called with the total result after the last part. It may add rows.
         facts: Additional values for the JSON file.
 
     Returns:
@@ -239,7 +250,7 @@ def measure(
 
 
 def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
-    """Appends the results of a run as a table to the Markdown page ``page``.
+    """Appends the rows of ``total`` as a table to the Markdown page ``page``.
 
     Args:
         page: Path of the page, such as ``docs/results/2026-11-cpu-2-cores.md``.
@@ -259,7 +270,7 @@ def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
 
 
 def commit_of(folder: Path = ROOT) -> str:
-    """Returns the commit of the checkout ``folder``, with a note if files have changed since.
+    """Returns the commit ID of the checkout ``folder``, with a note if files have changed since.
 
     Returns "unknown" if ``folder`` is not a checkout.
     """

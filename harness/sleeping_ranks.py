@@ -35,8 +35,8 @@ _PR_SET_TIMERSLACK = 29
 def sharpen_timers() -> bool:
     """Makes sleeps of this thread end within microseconds of the requested time.
 
-    Ranks also get real-time priority if the system allows it. Otherwise, a rank that wakes up may
-    wait for milliseconds until another program's time slice ends.
+    Ranks also get real-time priority if the system allows it. Without this priority, a rank that
+    wakes up may wait for milliseconds until the time slice of a different program ends.
 
     Returns:
         Whether ranks have real-time priority.
@@ -50,26 +50,27 @@ def sharpen_timers() -> bool:
 
 
 class Sleeper:
-    """Sleeps until a given time, by waking up a little early and then spinning."""
+    """Sleeps until a little before a given time, and then runs a busy loop until that time."""
 
     def __init__(self) -> None:
         self._late_s = 100e-6
 
     def until(self, moment_s: float) -> None:
-        """Waits until the ``time.monotonic`` time ``moment_s``, if it has not passed yet."""
+        """Waits until ``time.monotonic`` reaches ``moment_s``, or returns at once if it has."""
         left_s = moment_s - time.monotonic()
         if left_s > self._late_s:
             wake_s = moment_s - self._late_s
             time.sleep(left_s - self._late_s)
             late_s = time.monotonic() - wake_s
-            # Track the usual delay, but ignore a single long delay, as on a busy core.
+            # Adjust the estimate of the usual delay slowly, so that a single long delay on a busy
+            # core has little effect.
             self._late_s += 5e-6 if late_s > self._late_s else -1e-6
         while time.monotonic() < moment_s:
             pass
 
 
 class IdleStages:
-    """Chunks that neither compute nor store anything, with the interface ``Stages``."""
+    """Chunks that neither compute nor store anything. They implement the interface ``Stages``."""
 
     _nothing = torch.zeros(1)
 
@@ -103,13 +104,14 @@ class Channels:
 
     Args:
         placement: Placement of the stages.
-        position: Pipeline rank of this process. Replicas of the same pipeline rank have consecutive
-            global ranks.
-        replica: Index of this rank's pipeline replica.
+        position: Rank of this process in its pipeline. If there are several replicas, the processes
+            with the same position have consecutive global ranks.
+        replica: Index of the pipeline replica to which this rank belongs.
         replicas: Number of pipeline replicas.
-        recorder: Recorder of the executor.
-        agree: Function that creates this rank's agreement from its completion queue.
-        varies: Whether messages differ in shape. Then each takes two sends.
+        recorder: Object that records the executor's actions for a trace, or ``None``.
+        agree: Function that takes this rank's completion queue, and returns the object by which
+            ranks agree on decisions.
+        varies: Whether messages differ in shape. If true, each message takes two sends.
     """
 
     def __init__(
@@ -149,21 +151,24 @@ class Channels:
         )
 
     def delay(self, delays_s: dict[int, float]) -> None:
-        """Delays messages by ``delays_s``, by sender's rank. No message may be in flight."""
+        """Delays each message by the seconds in ``delays_s`` for its sender's rank.
+
+        Call this only while no message is in flight.
+        """
         is_slow = any(delays_s.values())
         self._transport.completions = DelayedQueue(delays_s) if is_slow else self._plain
 
     def close(self) -> None:
-        """Closes the transport. All ranks must call this together."""
+        """Closes the agreement and the transport. All ranks must call this together."""
         self.agreement.close()
         self._transport.close()
 
 
 class DelayedQueue(CompletionQueue):
-    """Delivers each message after a delay that depends on its sender.
+    """Queue that delivers each message after a delay that depends on the sender of the message.
 
     Args:
-        delays_s: Delay in seconds, by the sender's global rank.
+        delays_s: Delays in seconds, by the sender's global rank.
     """
 
     def __init__(self, delays_s: dict[int, float]) -> None:
@@ -174,7 +179,7 @@ class DelayedQueue(CompletionQueue):
         self._changed = threading.Condition()
 
     def put(self, item: Item | Exception) -> None:
-        """Adds the message ``item`` to the queue. See :class:`CompletionQueue`."""
+        """Adds ``item``, which leaves the queue after its delay. See :class:`CompletionQueue`."""
         due_s = time.monotonic()
         if isinstance(item, Arrival):
             payload = item.take()
@@ -188,11 +193,17 @@ class DelayedQueue(CompletionQueue):
             self._changed.notify()
 
     def poll(self) -> Item | None:
-        """Returns a message whose delay has passed, or ``None``. See :class:`CompletionQueue`."""
+        """Returns a message whose delay has passed, or ``None`` if there is none.
+
+        See :class:`CompletionQueue`.
+        """
         return self.wait(0.0)
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Waits for a message whose delay has passed. See :class:`CompletionQueue`."""
+        """Waits until ``deadline_s`` for a message whose delay has passed. Returns it, or ``None``.
+
+        See :class:`CompletionQueue`.
+        """
         with self._changed:
             while True:
                 now_s = time.monotonic()

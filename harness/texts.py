@@ -1,4 +1,4 @@
-"""Generates text in many scripts for programs that measure or compare tokenizers."""
+"""Generates text in many scripts, for programs that measure or compare tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCRIPTS = (
 
 
 def mixed_text(megabytes: float) -> list[str]:
-    """Returns ``megabytes`` MB of source files and of random words, each in one script."""
+    """Returns at least ``megabytes`` MB of text: source files, and random words in many scripts."""
     draw = random.Random(1)
     documents, left = [], megabytes * 1e6
     for path in source_files(Path(sysconfig.get_path("stdlib"))):

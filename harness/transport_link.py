@@ -17,19 +17,19 @@ from megatron.adaptive.transport.kind import Payloads
 from megatron.adaptive.transport.liveness import here
 
 LIMIT_S = 60.0
-"""Timeout for a message, in seconds."""
+"""Largest time in seconds to wait for a message."""
 _LABEL = Label(0, Action(ActionKind.F, 0, 0))
 
 
 class TransportLink:
-    """Implements ``Link`` over one transport. Both processes must create this object together.
+    """Implements ``Link`` by one transport. Both processes must create this object together.
 
     Args:
         name: Name of the transport, such as ``shm``.
         rank: Rank of this process, 0 or 1.
-        slot_bytes: Size of a slot; each message must fit into one slot.
+        slot_bytes: Size of a slot in bytes. Each message must fit into one slot.
         slots: Number of slots.
-        fixed: Whether all messages fill a slot exactly, which makes gloo faster.
+        fixed: Whether all messages have exactly the size of a slot, which makes gloo faster.
         address: Address at which the other process can reach this process.
 
     Attributes:
@@ -67,7 +67,7 @@ class TransportLink:
         self._peer = 1 - rank
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Does nothing, because these transports receive any message.
+        """Does nothing, because these transports receive messages without preparation.
 
         Args:
             nbytes: Size of each expected message.
@@ -79,11 +79,11 @@ class TransportLink:
         self.transport.send(self._peer, _LABEL, payload)
 
     def settle(self) -> None:
-        """Waits until the buffers of all sent tensors may be reused."""
+        """Waits until the memory of all sent tensors may be reused."""
         self.transport.flush(LIMIT_S)
 
     def receive(self) -> torch.Tensor:
-        """Waits for the next tensor. Its memory is valid until the next call."""
+        """Waits for the next tensor and returns it. Its memory is valid until the next call."""
         arrival: Any = self.transport.completions.wait(time.monotonic() + LIMIT_S)
         if arrival is None:
             raise TimeoutError(f"no message arrived within {LIMIT_S:g} s")
@@ -96,7 +96,7 @@ class TransportLink:
 
 
 def _gather(value: Any) -> list[Any]:
-    """Returns the list of ``value`` from both processes."""
+    """Gathers ``value`` from both processes, and returns the two values, ordered by rank."""
     values: list[Any] = [None, None]
     dist.all_gather_object(values, value)
     return values

@@ -5,8 +5,10 @@ engine, and :func:`add_arguments` adds the engine's flags; see ``docs/plugin.md`
 trains any module in which :class:`CutPoint` marks the possible stage boundaries, and
 :class:`Profiler` measures such a module; see ``docs/cutpoint.md``. :func:`record_trace` records a
 user's own training loop, so that the what-if analysis can estimate how much time a change would
-save; see ``docs/traces.md``. Importing this module is fast, because each name is loaded at its
-first use.
+save; see ``docs/traces.md``.
+
+Importing this package is fast, because a module is imported only when one of its names is used for
+the first time.
 """
 
 from __future__ import annotations

@@ -35,13 +35,15 @@ _HELP = ("-h", "--help")
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A subcommand, or one mode of a subcommand.
+    """A subcommand, or one of the modes of a subcommand.
 
     Attributes:
         name: Words to type after ``python -m megatron.adaptive``, such as ``train single``.
-        function: Function to run, as ``module.function``. The module is in the package ``cli``.
+        function: Function that runs the subcommand, written as ``module.function``. The module is
+            in the package ``cli``.
         summary: Short description, printed in the list of subcommands.
-        former: Name in earlier versions, or an empty string if the name has not changed.
+        former: Name of the subcommand in earlier versions, or an empty string if the name has not
+            changed.
     """
 
     name: str
@@ -200,17 +202,17 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         ),
     ),
 }
-"""Maps each section title in ``--help`` to the subcommands that the section lists."""
+"""Subcommands that each section of ``--help`` lists, by the title of the section."""
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
     subcommand.name: subcommand for section in SECTIONS.values() for subcommand in section
 }
-"""Maps the name of each subcommand and mode to its description."""
+"""Descriptions of all subcommands and modes, by name."""
 
 FORMER: Mapping[str, Subcommand] = {
     subcommand.former: subcommand for subcommand in SUBCOMMANDS.values() if subcommand.former
 }
-"""Maps the former name of each renamed subcommand to the subcommand."""
+"""Renamed subcommands, by the name that they had in earlier versions."""
 
 
 _ADVICE = {
@@ -228,7 +230,7 @@ which one to take:
 
 train recipe, elastic and rank run the same trainer; train flags lists its flags."""
 }
-"""Maps a subcommand to the text that its help prints after the list of modes."""
+"""Text that the help of a subcommand prints after the list of modes, by the subcommand's name."""
 
 
 def _modes(group: str) -> list[Subcommand]:
@@ -267,7 +269,7 @@ def _versions() -> str:
 
 
 def main() -> int:
-    """Runs the subcommand on the command line, and returns the exit status."""
+    """Runs the subcommand that the command line selects, and returns the exit status."""
     open_streams()
     return run_cli(_run)
 
@@ -275,8 +277,8 @@ def main() -> int:
 def program() -> int:
     """Runs :func:`main` as the whole program, and returns the exit status.
 
-    Python needs some time to exit, in particular after an import of torch. A signal during this
-    time ends the program with one line that states the signal.
+    Python needs some time to exit, in particular if torch has been imported. If a signal arrives
+    during this time, the program ends with one line that states the signal.
     """
     status = main()
     from_now_end_at_once()
@@ -338,7 +340,10 @@ def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
 
 
 def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
-    """Returns the mode whose current or former name is most similar to ``word``, or ``""``."""
+    """Returns the full name of the mode most similar to ``word``, or ``""`` if no mode is similar.
+
+    The current and the former names of ``modes`` are compared with ``word``.
+    """
     targets = {}
     for mode in modes:
         targets[mode.former] = mode.name
@@ -351,11 +356,12 @@ def _check_misspelt_mode(name: str, word: str) -> None:
     """Raises an error if ``word`` is probably a misspelt mode of the subcommand ``name``.
 
     Args:
-        name: Subcommand that may be called without a mode.
-        word: First word after the subcommand, which is a misspelt mode or the folder of a run.
+        name: Name of a subcommand that may be used without a mode.
+        word: First word after the subcommand. It is either a misspelt mode or the folder of a run.
 
     Raises:
-        ConfigError: No file or folder is named ``word``, and a mode has a similar name.
+        ConfigError: No file or folder has the name ``word``, and one of the modes has a similar
+            name.
     """
     if word.startswith("-") or "/" in word or os.path.exists(word):
         return
@@ -369,7 +375,7 @@ def _renamed(subcommand: Subcommand, arguments: Sequence[str]) -> ConfigError:
 
 
 def _start(subcommand: Subcommand, arguments: Sequence[str]) -> int | None:
-    """Runs the function of ``subcommand`` with ``arguments`` and returns its exit status."""
+    """Runs the function of ``subcommand`` with ``arguments``, and returns the exit status."""
     module, _, function = subcommand.function.partition(".")
     try:
         with interrupts_end_at_once():

@@ -56,12 +56,12 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
 MAPPED_FROM_BYTES = 32 << 20
-"""Size in bytes from which a CPU tensor is outside the heap. It is the maximum of glibc."""
+"""Size in bytes from which a CPU tensor is not on the heap. glibc allows no larger value."""
 
 _ANCHOR_FOR_NS = 1_000_000_000
-"""Time in nanoseconds after which a newer CUDA event becomes the clock's reference (anchor)."""
+"""Nanoseconds after which :class:`CudaClock` uses a newer CUDA event as its reference (anchor)."""
 _MOST_DRIFT_NS = 2_000_000
-"""Maximum plausible drift of the device's clock, in nanoseconds, while an anchor is in use."""
+"""Largest plausible drift, in nanoseconds, of the device's clock while one anchor is in use."""
 _NO_DELAY_NS = 1 << 62
 
 # The flag cudaHostRegisterPortable locks the pages for all CUDA contexts of the process.
@@ -73,12 +73,11 @@ class Accelerator:
     """The device on which this process computes.
 
     Attributes:
-        device: Device of parameters and activations.
+        device: Device that holds the parameters and activations.
         backend: Backend of ``torch.distributed`` for collectives, ``nccl`` or ``gloo``.
-        name: Product name of the GPU, or ``CPU`` without CUDA.
+        name: Product name of the GPU, or ``CPU`` if the device is a CPU.
         shares: Number of ranks that compute on this GPU, or 1 on a CPU.
-        asked_backend: Backend that the user selected, or ``None`` if the user did not select a
-            backend.
+        asked_backend: Backend that the user selected, or ``None`` if the user selected no backend.
     """
 
     device: torch.device
@@ -89,17 +88,20 @@ class Accelerator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks also use this GPU, so that measured times include their work."""
+        """Returns whether other ranks also use this GPU.
+
+        Measured times then include the work of these ranks.
+        """
         return self.shares > 1
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the device is a CUDA GPU."""
+        """Returns whether the device is a CUDA GPU."""
         return self.device.type == "cuda"
 
     @property
     def gpu_uuid(self) -> str:
-        """ID of the GPU as in ``nvidia-smi -L``, or ``""`` on a CPU or if it is unknown."""
+        """Returns the GPU's ID as in ``nvidia-smi -L``, or ``""`` if there is no known ID."""
         if not self.is_cuda:
             return ""
         properties: Any = torch.cuda.get_device_properties(self.device)
@@ -111,35 +113,41 @@ class Accelerator:
         make_current(self.device)
 
     def synchronize(self) -> None:
-        """Waits until all work queued on the device is complete. Does nothing on a CPU."""
+        """Waits until the device has completed all queued work. Does nothing on a CPU."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def memory_in_use_bytes(self) -> int:
-        """Returns the size in bytes of all tensors on the GPU, or of the resident set on a CPU."""
+        """Returns how many bytes all tensors on the GPU use, or the whole process uses on a CPU."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.device)
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """Returns the peak memory use of this process, in bytes."""
+        """Returns the largest number of bytes that were in use at once.
+
+        These are the bytes that :meth:`memory_in_use_bytes` counts.
+        """
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
-        # Linux updates the peak with a delay, so the peak can be below the current size.
+        # Linux updates the peak with a delay, so the reported peak can be below the current size.
         return max(_peak_resident_bytes(), self.memory_in_use_bytes())
 
     def clock(self) -> CpuClock | CudaClock:
-        """Returns a clock that measures when work on this device was completed."""
+        """Returns a clock that measures when the device has completed a piece of work."""
         return CudaClock() if self.is_cuda else CpuClock()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies ``tensor`` to this device and returns the copy, asynchronously if it is pinned."""
+        """Returns a copy of ``tensor`` on this device.
+
+        If ``tensor`` is pinned, this method does not wait until the copy is complete.
+        """
         return tensor.to(self.device, non_blocking=True)
 
 
 def _peak_resident_bytes() -> int:
     """Returns the peak resident memory of this process, in bytes."""
-    # ru_maxrss also includes the memory of the program that started this program.
+    # The value ru_maxrss also includes the memory of the program that started this process.
     for line in lines_of(Path("/proc/self/status")):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -147,14 +155,14 @@ def _peak_resident_bytes() -> int:
 
 
 class CpuClock:
-    """Measures times of CPU work, with the interface of :class:`CudaClock`.
+    """Measures when CPU work was completed, with the same methods as :class:`CudaClock`.
 
-    A mark (a point in the sequence of work) is simply the time from ``time.monotonic_ns``, because
-    CPU work is complete when the call returns.
+    A mark (a point in the sequence of work) is the time that ``time.monotonic_ns`` returns, because
+    CPU work is complete as soon as its call returns.
     """
 
     def mark(self) -> int:
-        """Returns the current monotonic time in nanoseconds."""
+        """Returns the current monotonic time in nanoseconds, which serves as a mark."""
         return time.monotonic_ns()
 
     def resolve_ns(self, mark: int) -> int:
@@ -162,32 +170,34 @@ class CpuClock:
         return mark
 
     def is_passed(self, mark: int) -> bool:
-        """Returns ``True``, because the work before ``mark`` is complete."""
+        """Returns ``True``, because all work before ``mark`` is already complete."""
         return True
 
     def wait(self, mark: int) -> None:
-        """Returns immediately, because the work before ``mark`` is complete."""
+        """Returns immediately, because all work before ``mark`` is already complete."""
 
 
 class CudaMark(NamedTuple):
-    """Event in a CUDA stream, with the host's time at which the event was recorded."""
+    """Event in a CUDA stream, and the host time at which the program recorded the event."""
 
     event: torch.cuda.Event
     host_ns: int
 
 
 class CudaClock:
-    """Measures times of GPU work by events in the current CUDA stream, without synchronizing.
+    """Measures when GPU work was completed, by events in the current CUDA stream.
 
-    A mark is such an event. The time of an event is the known host time of a reference event (the
-    anchor), plus the time that CUDA measured between the two events. The first anchor is recorded
-    while the device is idle. CUDA returns elapsed times as 32-bit floats in milliseconds. After
-    some minutes, such a float is too coarse to time a kernel, so about every second a mark becomes
-    the new anchor.
+    The host does not wait for the GPU.
+
+    A mark is such an event. The host time of a mark is computed from a reference event (the
+    anchor), whose host time is known: CUDA measures the time between the two events. The first
+    anchor is recorded while the device is idle. CUDA returns elapsed times as 32-bit floats in
+    milliseconds. After some minutes, such a float is too coarse to time a kernel. Therefore, about
+    once a second, a mark becomes the new anchor.
 
     The clocks of device and host drift apart. The device cannot pass a mark before the host has
-    recorded it, but it passes some marks immediately afterwards. So the smallest delay during the
-    last second is an estimate of the drift.
+    recorded the mark, but it passes some marks immediately afterwards. So the smallest delay during
+    the last second is an estimate of the drift.
     """
 
     def __init__(self) -> None:
@@ -200,8 +210,8 @@ class CudaClock:
 
     def mark(self) -> CudaMark:
         """Records an event in the current stream and returns it as a mark."""
-        # A thread that waits for a blocking event sleeps, so that receiver threads can use its CPU
-        # core.
+        # Waiting for a blocking event lets the thread sleep, so that receiver threads can use its
+        # CPU core.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         host_ns = time.monotonic_ns()
         event.record()
@@ -210,13 +220,13 @@ class CudaClock:
     def resolve_ns(self, mark: CudaMark) -> int:
         """Returns the host time in nanoseconds at which the device passed ``mark``.
 
-        The device must have passed the mark.
+        Call this method only after the device has passed the mark.
         """
         passed_ns = int(self._anchor.elapsed_time(mark.event) * 1e6)
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            # A larger delay is not drift. It means that the device was always busy, so that every
+            # A larger delay does not come from drift. The device was always busy, so that every
             # mark had to wait.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
@@ -236,30 +246,30 @@ class CudaClock:
 
 
 def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
-    """Locks (pins) pages of host memory, so that a GPU can access them by DMA.
+    """Locks (pins) pages of host memory, so that a GPU can access the memory by DMA.
 
     ``torch.cuda.cudart().cudaHostUnregister`` unlocks the pages again.
 
     Args:
         address: Address of the first byte of the memory.
         size_bytes: Size of the memory in bytes.
-        device: GPU, which must be the current CUDA device.
+        device: GPU that will access the memory. It must be the current CUDA device.
 
     Returns:
-        Whether the pages are locked. The driver refuses to lock them if the limit on locked memory
-        is reached.
+        Whether the pages are now locked. The driver refuses to lock pages beyond the limit on
+        locked memory.
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE)) == 0:
         return True
-    # CUDA reports the failed call once more, as an error of the next kernel. Launch a kernel here
-    # to consume this error, so that the caller's next kernel does not fail.
+    # CUDA reports the failed call a second time, as an error of the next kernel. Launch a kernel
+    # here to consume this error, so that the caller's next kernel does not fail.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
     return False
 
 
 class _LockedMemory(mmap.mmap):
-    """Owns host memory, and unlocks its pages once no object refers to it."""
+    """Holds host memory, and unlocks the memory's pages when no object refers to it any more."""
 
     address = 0  # This is the address of the locked pages, or 0 while the pages are not locked.
 
@@ -272,16 +282,17 @@ class _LockedMemory(mmap.mmap):
 def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
     """Allocates page-locked (pinned) host memory, which a GPU can access by DMA.
 
-    The memory has exactly the requested size, while torch rounds pinned memory up to a power of
-    two.
+    The memory has exactly the size ``size_bytes``. torch itself would round the size of pinned
+    memory up to a power of two.
 
     Args:
         size_bytes: Size of the memory in bytes.
-        device: GPU, which must be the current CUDA device.
+        device: GPU that will access the memory. It must be the current CUDA device.
 
     Returns:
-        Tensor ``[size_bytes] uint8``. Its pages stay locked as long as the tensor or a view of it
-        exists. If the driver refuses to lock more memory, the pages are not locked.
+        Tensor ``[size_bytes] uint8``. Its pages stay locked as long as the tensor or a view of the
+        tensor exists. If the driver refuses to lock more memory, the tensor is returned with
+        unlocked pages.
     """
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -295,12 +306,12 @@ def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
 def make_current(device: torch.device) -> None:
     """Makes ``device`` the calling thread's current CUDA device. Does nothing for a CPU.
 
-    Every thread that uses CUDA must call this function first, because the current device of a new
-    thread is GPU 0. If such a thread left a ``torch.cuda.stream()`` block, torch would create a
-    context on GPU 0, which takes about 0.5 GB per process.
+    Every thread that uses CUDA must call this function first, because GPU 0 is the current device
+    of a new thread. Otherwise, when such a thread leaves a ``torch.cuda.stream()`` context, torch
+    creates a CUDA context on GPU 0, which takes about 0.5 GB per process.
 
     Args:
-        device: Device of this process. If it is a GPU, its index must be set.
+        device: Device of this process. If the device is a GPU, its index must be set.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -324,14 +335,15 @@ def default_generator(device: torch.device) -> torch.Generator:
 def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
     """Chooses the device of this process and makes it the current CUDA device.
 
-    If a node has more processes than GPUs, several processes share a GPU. They then communicate
-    over gloo, because NCCL does not support two ranks on one device. A process does not always know
-    whether its GPU is shared, so :func:`agree_on_sharing` later chooses the final backend.
+    If a node has more processes than GPUs, several processes share a GPU. These processes
+    communicate over gloo, because NCCL does not support two ranks on one device. A process cannot
+    always find out whether its GPU is shared, so :func:`agree_on_sharing` later chooses the final
+    backend.
 
     Args:
         local_rank: Index of the process on its node, from 0.
-        backend: Backend that the user selected, ``nccl`` or ``gloo``, or ``None`` to choose it by
-            hardware.
+        backend: Backend that the user selected, ``nccl`` or ``gloo``. ``None`` chooses the backend
+            that suits the hardware.
 
     Raises:
         SetupError: The user selected ``nccl``, but there are fewer GPUs than ranks. Or
@@ -361,13 +373,14 @@ def agree_on_sharing(
 ) -> Accelerator:
     """Counts the ranks that share this rank's GPU, and chooses the backend of the job.
 
-    Collective over all ranks. A launcher may show only one GPU to each rank, as Slurm does with
-    ``--gpus-per-task``. A rank then cannot know on its own whether another rank has the same GPU.
+    All ranks must call this function together. A launcher may show only one GPU to each rank, as
+    Slurm does with ``--gpus-per-task``. A rank then cannot find out alone whether a second rank
+    uses the same GPU.
 
     Args:
-        accelerator: Device of this rank, from :func:`detect`.
-        store: Key-value store of the job, through which ranks exchange the identities of their
-            GPUs. The store's timeout applies to the wait for other ranks.
+        accelerator: Device of this rank, as returned by :func:`detect`.
+        store: Key-value store of the job, through which the ranks exchange the IDs of their GPUs.
+            The store's timeout limits how long this rank waits for the other ranks.
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
 
@@ -397,7 +410,7 @@ def agree_on_sharing(
 
 
 def _identity(device: torch.device) -> str:
-    """Returns a string that identifies the GPU ``device`` among the GPUs of all machines."""
+    """Returns a string that identifies the GPU ``device`` among all GPUs of all machines."""
     properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "uuid"):
         return str(properties.uuid)
@@ -408,10 +421,11 @@ def _identity(device: torch.device) -> str:
 
 
 def _require_devices(backend: str | None, ranks: int) -> None:
-    """Checks that the machine has the GPUs that the user requested for its ``ranks`` ranks.
+    """Checks that this machine has the GPUs that the user requested for the ``ranks`` ranks on it.
 
     Args:
-        backend: Backend that the user selected, ``nccl`` or ``gloo``, or ``None``.
+        backend: Backend that the user selected, ``nccl`` or ``gloo``. ``None`` if the user selected
+            no backend.
         ranks: Number of ranks on this node.
 
     Raises:
@@ -437,7 +451,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
 
 
 def why_no_gpu() -> str:
-    """Returns a line that states why torch finds no GPU, and what to do about it."""
+    """Returns a text that states why torch finds no GPU, and what the user can do about it."""
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is built without CUDA; install a torch with CUDA "
@@ -471,28 +485,30 @@ def why_no_gpu() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep freed memory for later tensors. Does nothing with CUDA.
+    """Lets the C library keep freed memory for later tensors. Does nothing if there is a GPU.
 
     By default, the C library returns the top of the heap to the system in nearly every backward
     pass, and then gets the memory back page by page. In a GPT of hidden size 256, this causes 2,000
-    page faults per backward pass, which take 3-5% of its time. The setting applies to the whole
-    process, so call this function when training begins, not when a module is imported.
+    page faults per backward pass, which take 3-5% of the backward pass's time.
+
+    The setting applies to the whole process. Therefore, call this function when training begins,
+    not when a module is imported.
     """
     if torch.cuda.is_available():
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # Some C libraries do not have mallopt.
+    if mallopt is not None:  # Some C libraries do not have the function mallopt.
         mallopt(_M_TRIM_THRESHOLD, _HEAP_KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
 
 
 def quiet_libraries() -> None:
-    """Silences library warnings about which users can do nothing.
+    """Silences warnings of libraries about which users can do nothing.
 
     These warnings are about missing optional GPU packages and about internals of torch. Use this
-    function in this project's own processes, such as the trainer, and :func:`quiet_imports` in a
-    user's process. Call it before megatron-core is imported, because that import causes most of
-    these warnings.
+    function in processes of this project, such as the trainer, and use :func:`quiet_imports` in a
+    user's process. Call the function before megatron-core is imported, because that import causes
+    most of these warnings.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
@@ -502,7 +518,7 @@ def quiet_libraries() -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Silences the same warnings as :func:`quiet_libraries`, but only in the ``with`` block."""
+    """Silences the same warnings as :func:`quiet_libraries`, but only until the context exits."""
     logger = logging.getLogger("megatron.core")
     level = logger.level
     with warnings.catch_warnings():

@@ -6,8 +6,9 @@ works. The second kind rejects GPU tensors. The third kind passes the tensors' G
 sockets, which wrongly read host memory at those addresses. :data:`TREATMENTS` lists all
 collectives, and :func:`install` replaces those of the second and third kind.
 
-The replaced functions are methods of ``torch.distributed.ProcessGroup``, because all functions of
-``torch.distributed`` call these methods, however megatron-core has imported the functions.
+The replaced functions are methods of ``torch.distributed.ProcessGroup``. All functions of
+``torch.distributed`` call these methods, so it does not matter how megatron-core has imported the
+functions.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ _Method = Callable[..., Any]
 
 
 class _AllWorks:
-    """Handle of several collectives that replace a single collective.
+    """Handle for several collectives that together replace a single collective.
 
     Args:
-        works: ``torch.distributed`` handles of the collectives to wait for.
+        works: ``torch.distributed`` handles of the collectives.
     """
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits for all collectives. The timeout ``limit`` applies to each of them separately."""
+        """Waits until all collectives are complete. Each of them may take as long as ``limit``."""
         for work in self._works:
             work.wait(*limit)
         return True
@@ -45,12 +46,12 @@ class _AllWorks:
 
 
 class _Receive:
-    """Handle of a receive into host memory. :meth:`wait` copies the message to the GPU.
+    """Handle for receiving a message into host memory. :meth:`wait` copies the message to the GPU.
 
     Args:
-        work: ``torch.distributed`` handle of the receive into ``host``.
+        work: ``torch.distributed`` handle for receiving the message into ``host``.
         host: Tensors in host memory that receive the message.
-        tensors: The caller's GPU tensors, to which the message is copied.
+        tensors: GPU tensors of the caller, to which the message is copied.
     """
 
     def __init__(self, work: Any, host: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
@@ -59,11 +60,11 @@ class _Receive:
         self._tensors = tensors
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits for the message and copies it to the GPU in the current CUDA stream."""
+        """Waits for the message, and copies the message to the GPU in the current CUDA stream."""
         answer = bool(self._work.wait(*limit))
         for tensor, host in zip(self._tensors, self._host, strict=True):
             tensor.copy_(host)
-        # Drop the tensors, so that a second call does not copy the message again.
+        # Release the tensors, so that a second call does not copy the message again.
         self._host = []
         self._tensors = []
         return answer
@@ -73,7 +74,10 @@ class _Receive:
         return not self._tensors
 
     def _source_rank(self) -> int:
-        """Returns the sender's rank in the group. It is needed if any rank may be the sender."""
+        """Returns the sender's rank in the group.
+
+        torch calls this method if the message may come from any rank.
+        """
         return int(self._work._source_rank())
 
 
@@ -106,7 +110,7 @@ def _gather_lists_one_by_one(
     inputs: Sequence[torch.Tensor],
     *options: Any,
 ) -> _AllWorks:
-    # Each element contains the output tensors of one input, ordered by rank.
+    # Each element of this list contains the output tensors of one input, ordered by rank.
     lists = zip(*outputs, strict=True)
     pairs = zip(lists, inputs, strict=True)
     return _AllWorks([group.allgather([list(parts)], [part], *options) for parts, part in pairs])
@@ -130,7 +134,10 @@ def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *o
 def _scatter_unequal_sums(
     group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any
 ) -> Any:
-    """Reduces tensors of different sizes by one reduce per rank, because gloo rejects them."""
+    """Reduces and scatters tensors of different sizes by one reduce per rank.
+
+    gloo's reduce-scatter rejects tensors of different sizes.
+    """
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(inputs[0]):
         return original(group, outputs, inputs, *options)
     works = []
@@ -184,9 +191,10 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "reduce_scatter_single": None,
     "reduce_scatter_tensor_coalesced": None,
     "reduce_scatter_single_coalesced": None,
-    # gloo rejects GPU tensors in this method with "unsupported device type cuda".
+    # This method of gloo rejects GPU tensors with the error "unsupported device type cuda".
     "allreduce_coalesced": _reduce_one_by_one,
-    # gloo mistakes the GPU addresses of these tensors for addresses in host memory.
+    # These methods of gloo wrongly use the GPU addresses of the tensors as addresses in host
+    # memory.
     "allgather_coalesced": _gather_lists_one_by_one,
     "allgather_into_tensor_coalesced": _gather_one_by_one,
     "all_gather_single_coalesced": _gather_one_by_one,
@@ -197,19 +205,19 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "barrier": None,
     "monitored_barrier": None,
 }
-"""Maps each process group method to its replacement for calls with GPU tensors on gloo groups.
+"""Functions that replace process group methods if a gloo group gets GPU tensors, by method name.
 
 ``None`` means that the method works and is not replaced. The methods are those of
-``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names of the same methods in torch
-2.13.
+``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and those that torch 2.13 also offers under
+additional names.
 """
 
 
 def install() -> None:
     """Replaces the process group methods that gloo cannot run with GPU tensors.
 
-    The change applies to the whole process, and a second call does nothing. CPU tensors, and groups
-    of other backends, work as before.
+    The change applies to the whole process. CPU tensors, and groups of other backends, work as
+    before. A second call does nothing.
     """
     for name, treatment in TREATMENTS.items():
         original = getattr(dist.ProcessGroup, name, None)

@@ -15,11 +15,11 @@
         ├── PeerLostError    the process at the other end has exited or cannot be reached
         └── DeadlineError    nothing arrived within the timeout
 
-A message is one line that states what the user specified, what is wrong with it, and what to
-change. Messages from a distributed run also state rank, peer, stage, microbatch, elapsed time
-and timeout. Command-line programs print such an error on one line and exit with status 2. Any
-other exception is a bug, and its traceback is printed. A module may define a subclass that only
-it raises.
+A message is one line that states what the user specified, what is wrong with it, and what the user
+must change. Messages from a distributed run also state rank, peer, stage, microbatch, elapsed time
+and timeout. Command-line programs print such an error on one line and exit with status 2. Any other
+exception is a bug, so its traceback is printed. A module may define a subclass that is raised only
+in this module.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class CheckpointError(AdaptiveError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is damaged or incomplete. Another checkpoint of the run may be intact."""
+    """A checkpoint is damaged or incomplete. Other checkpoints of the run may be intact."""
 
 
 class ScheduleError(AdaptiveError):
-    """A pipeline schedule is invalid, or a run-time rule chose an action that cannot start."""
+    """A pipeline schedule is invalid, or a rule chose an action that cannot start yet."""
 
 
 class TraceError(AdaptiveError):
-    """Trace files are missing, belong to several runs, are truncated, or have a newer format."""
+    """Trace files are missing or truncated, belong to several runs, or have a newer format."""
 
 
 class DeviceMemoryError(AdaptiveError):

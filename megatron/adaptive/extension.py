@@ -1,7 +1,7 @@
-"""Gives access to the optional C++ extension ``megatron.adaptive._C``.
+"""Imports the optional C++ extension ``megatron.adaptive._C``.
 
-Only this module imports ``_C``, and only when a caller requests the extension, so that all Python
-code also works without the extension. If the import fails, this module remembers the reason.
+Only this module imports ``_C``, and only when a caller requests the extension. So all Python code
+also works without the extension. If the import fails, this module remembers the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 from megatron.adaptive.errors import SetupError
 
 _NAME = "megatron.adaptive._C"
-# Version of the interface between Python and C++. It must equal the number in
+# This is the version of the interface between Python and C++. It must equal the number in
 # csrc/bindings/module.cc. Increase both numbers if the Python code no longer works with an older
 # build of the extension.
 _INTERFACE = 6
@@ -40,10 +40,12 @@ def require(purpose: str) -> ModuleType:
     """Returns the extension, or raises an error if the extension is not usable.
 
     Args:
-        purpose: Name of the feature that needs the extension. The error message begins with it.
+        purpose: Name of the feature that needs the extension. The error message begins with this
+            name.
 
     Raises:
-        SetupError: The extension is not usable. The message states the reason and how to build it.
+        SetupError: The extension is not usable. The message states the reason and how to build the
+            extension.
     """
     module, reason = _attempt()
     if module is None:
@@ -53,7 +55,7 @@ def require(purpose: str) -> ModuleType:
 
 @functools.cache
 def _attempt() -> tuple[ModuleType | None, str | None]:
-    # Cache the result, because callers ask often, and a failed import would fail again.
+    # Cache the result, because callers ask often, and because a failed import would fail again.
     try:
         module = importlib.import_module(_NAME)
     except ModuleNotFoundError as error:
@@ -72,7 +74,7 @@ def _attempt() -> tuple[ModuleType | None, str | None]:
 
 
 def _builds_for_others() -> str:
-    """Returns a note about builds for other Python versions, or ``""`` without such builds."""
+    """Returns a note that lists builds for other Python versions, or ``""`` if there are none."""
     names = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
     names = [name for name in names if name[2:] not in EXTENSION_SUFFIXES]
     if not names:

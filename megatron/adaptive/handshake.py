@@ -9,15 +9,15 @@ a message before it has checked the other side's proof::
       the visitor's proof    ────────────────────>
       length, MAC, payload   <───────────────────>  length, MAC, payload
 
-Proofs and keys are computed by HMAC-SHA256 with the secret as key, from the purpose of the
-connection and both nonces. Therefore a proof is useless in another connection, and sending back the
-other side's proof proves nothing. The MAC (message authentication code) of a message also covers
-the index of the message, so no message can be repeated, dropped or reordered. Nothing is encrypted,
-so messages must not contain secrets.
+Proofs and keys are computed by HMAC-SHA256, with the secret as key, from the purpose of the
+connection and both nonces. Therefore a proof is useless in any other connection, and an attacker
+who sends the received proof back proves nothing. The MAC (message authentication code) of a message
+also covers the index of the message, so no message can be repeated, dropped or reordered. Nothing
+is encrypted, so messages must not contain secrets.
 
-:class:`Handshake` and :class:`Session` only compute bytes, which their callers send and receive.
-:class:`Gate` is the only part of this package's Python code that accepts TCP connections. It passes
-on a connection only after the peer has proved that it knows the secret.
+:class:`Handshake` and :class:`Session` only compute bytes; their callers send and receive these
+bytes. In this package's Python code, only :class:`Gate` accepts TCP connections. It passes a
+connection on only after the peer has proved that it knows the secret.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
 _LENGTH = struct.Struct("!I")
 _COUNT = struct.Struct("!Q")
 HEAD_BYTES = _LENGTH.size + _MAC_BYTES
-"""Size in bytes of the header before each payload: the payload's length and its MAC."""
+"""Size in bytes of the header before each payload. It contains the payload's length and MAC."""
 LONGEST = 1 << 22
 """Maximum size of a payload in bytes."""
 _Payload = TypeVar("_Payload", bytes, memoryview)
 
 
 class StrangerError(ConnectionError):
-    """Raised if the other side did not prove that it knows the secret."""
+    """Raised if the other side of a connection did not prove that it knows the secret."""
 
 
 def new_secret() -> str:
-    """Returns a new random secret of 256 bits, as hexadecimal text."""
+    """Returns a new random secret of 256 bits, as text of hexadecimal digits."""
     return secrets.token_hex(32)
 
 
@@ -93,7 +93,7 @@ class Session:
         self._sent = self._received = 0
 
     def head(self, payload: bytes | memoryview) -> bytes:
-        """Returns the header (length and MAC) that must be sent before ``payload``.
+        """Returns the header (length and MAC) to send before the message ``payload``.
 
         Raises:
             ValueError: The payload is longer than :data:`LONGEST`.
@@ -120,7 +120,7 @@ class Session:
         return int(length)
 
     def open(self, head: bytes, payload: _Payload) -> _Payload:
-        """Checks that ``payload`` is the other side's next message, and returns it.
+        """Checks that ``payload`` is the next message of the other side, and returns ``payload``.
 
         Raises:
             StrangerError: The message was changed, repeated or reordered.
@@ -139,20 +139,20 @@ def _mac(key: bytes, number: int, payload: bytes | memoryview) -> bytes:
 
 
 class Handshake:
-    """Proves to the other side that this side knows the secret, and checks the other side's proof.
+    """Lets both sides of a connection prove to each other that they know the secret.
 
-    Each connection needs its own handshake object. First send :attr:`first`. While :attr:`wanted`
-    is not 0, read that number of bytes, pass them to :meth:`advance`, and send the bytes that it
+    Each connection needs a new object. First send :attr:`first`. While :attr:`wanted` is not 0,
+    read that number of bytes, pass them to :meth:`advance`, and send the bytes that the method
     returns. After that, :attr:`session` is set.
 
     Args:
-        secret: Secret of the job. With an empty secret, every handshake fails.
-        purpose: Text that states the purpose of the connection. It must be the same on both sides.
+        secret: Secret of the job. If the secret is empty, every handshake fails.
+        purpose: Text that states the purpose of the connection. Both sides must use the same text.
         visiting: Whether this side opened the connection.
 
     Attributes:
-        first: Bytes to send at the start. Empty on the listener's side.
-        wanted: Number of bytes to read and pass to the next :meth:`advance`, or 0 after the
+        first: Bytes to send at the start, or no bytes if this side is the listener.
+        wanted: Number of bytes that the next call of :meth:`advance` needs, or 0 after the
             handshake.
         session: Object that signs and checks later messages, or ``None`` during the handshake.
     """
@@ -168,10 +168,10 @@ class Handshake:
         self.session: Session | None = None
 
     def advance(self, data: bytes) -> bytes:
-        """Processes the bytes ``data`` from the peer, and returns the bytes to send.
+        """Processes the bytes ``data`` from the other side, and returns the bytes to send.
 
         Raises:
-            StrangerError: The other side did not prove the job's secret.
+            StrangerError: The other side did not prove that it knows the job's secret.
         """
         if len(data) != self.wanted:
             raise StrangerError("the connection ended before the job's secret was proved")
@@ -210,7 +210,7 @@ class SealedSocket:
 
     Args:
         connection: Connected socket on which the handshake is complete.
-        session: Keys and message counts, from the handshake on this socket.
+        session: Object from the handshake, which signs and checks the messages on this socket.
     """
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
@@ -227,14 +227,14 @@ class SealedSocket:
         self.socket.sendall(self.session.seal(payload))
 
     def receive(self, most: int = LONGEST) -> bytes:
-        """Waits for the next message and returns its payload.
+        """Waits for the next message, and returns the payload of the message.
 
         Args:
-            most: Maximum accepted size of the payload in bytes.
+            most: Largest accepted size of the payload in bytes.
 
         Raises:
             OSError: The connection ended, the socket's timeout passed, the message is too long, or
-                the peer did not send the message.
+                the message does not come from the peer.
         """
         head = read_exactly(self.socket, HEAD_BYTES)
         length = self.session.length(head)
@@ -243,19 +243,22 @@ class SealedSocket:
         return self.session.open(head, read_exactly(self.socket, length))
 
     def send_memory(self, *parts: memoryview) -> None:
-        """Sends ``parts``, whose sizes the receiver knows, in messages of limited size."""
+        """Sends the memory blocks ``parts`` in messages of at most :data:`LONGEST` bytes.
+
+        The receiver must know the sizes of the blocks.
+        """
         for piece in _pieces(parts):
             self.socket.sendall(self.session.head(piece))
             self.socket.sendall(piece)
 
     def receive_memory(self, *parts: memoryview) -> None:
-        """Fills ``parts`` with the bytes that the peer sent by :meth:`send_memory`.
+        """Fills ``parts`` with the bytes that the peer has sent by :meth:`send_memory`.
 
         Do not use the bytes before this method has returned, because some bytes may not be verified
         yet.
 
         Raises:
-            OSError: The connection ended, or the peer did not send a message.
+            OSError: The connection ended, or a message does not come from the peer.
         """
         for piece in _pieces(parts):
             head = read_exactly(self.socket, HEAD_BYTES)
@@ -269,7 +272,7 @@ def _pieces(parts: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Reads exactly ``size`` bytes from a blocking socket.
+    """Reads exactly ``size`` bytes from the blocking socket ``connection``, and returns the bytes.
 
     Raises:
         OSError: The connection ended before all bytes had arrived.
@@ -290,23 +293,23 @@ def _fill(connection: socket.socket, rest: memoryview) -> None:
 def dial(
     address: tuple[str, int], secret: str, purpose: str, within_s: float, *, is_early: bool = False
 ) -> SealedSocket:
-    """Connects to a listener of the job and completes the handshake.
+    """Connects to a listener of the job, completes the handshake, and returns the socket.
 
-    Retries if the connection is lost during the handshake, because a listener with too many
-    visitors drops some of them.
+    If the connection is lost during the handshake, this function connects again, because a listener
+    with too many visitors drops some of the visitors.
 
     Args:
         address: Host and port of the listener.
         secret: Secret of the job.
-        purpose: Text that states the purpose of the connection. It must be the same on both sides.
-        within_s: Time limit in seconds for connection and handshake. It is also the timeout of the
-            returned socket.
+        purpose: Text that states the purpose of the connection. Both sides must use the same text.
+        within_s: Time limit in seconds for connection and handshake. The returned socket has the
+            same timeout.
         is_early: Whether the listener may not have received the secret yet. If true, this function
-            also retries if the listener's proof is wrong.
+            connects again after a wrong proof.
 
     Raises:
         StrangerError: The listener did not prove that it knows the secret.
-        OSError: No process listens at this address.
+        OSError: No process listens at ``address``.
     """
     end_s = time.monotonic() + within_s
     while True:
@@ -336,13 +339,13 @@ def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
     """Returns a socket that listens on one address of this machine, or on all of its addresses.
 
     Args:
-        host: Address or host name of this machine to listen on. If it is empty, or belongs to
-            another machine, the socket listens on all IPv4 and IPv6 addresses.
+        host: Address or host name of this machine, to which the socket is bound. If the value is
+            empty, or names a different machine, the socket listens on all IPv4 and IPv6 addresses.
         port: Port number, or 0 to let the kernel choose a free port.
         backlog: Maximum number of connections that wait in the kernel until they are accepted.
 
     Raises:
-        OSError: The port is not usable.
+        OSError: The port cannot be used.
     """
     if host and (local := _local_address(host)) is not None:
         family, address = local
@@ -359,15 +362,15 @@ def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
 def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
     """Returns the address family and the address of ``host``, or ``None``.
 
-    ``None`` means that ``host`` is another machine, or that its name has several addresses.
+    ``None`` means that ``host`` is a different machine, or that the name has several addresses.
     """
     with contextlib.suppress(OSError):
         entries = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         resolved = {(entry[0], str(entry[4][0])) for entry in entries}
         if len(resolved) == 1:
             ((family, address),) = resolved
-            # Debian resolves a machine's own name to a loopback address. Do not listen on it,
-            # because other machines cannot reach it, unless the caller passed that address.
+            # Debian resolves a machine's own name to a loopback address, which other machines
+            # cannot reach. Do not listen on that address unless the caller passed it.
             if not is_loopback(address) or host in (address, "localhost"):
                 with socket.socket(family) as probe:
                     probe.bind((address, 0))
@@ -377,7 +380,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""Divisor of the limit on open files. The quotient is the maximum number of unauthenticated peers.
+"""Limit on open files, divided by the largest allowed number of unauthenticated peers.
 """
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
@@ -387,24 +390,24 @@ _REPORT_S = 60.0
 class Gate:
     """Accepts connections in a thread, and admits visitors that prove that they know the secret.
 
-    A visitor is a connected peer that has not yet proved that it knows the secret. It must do so
-    within five seconds, and may send about a hundred bytes before that. The gate handles all
-    visitors concurrently. If there are too many, it drops one of them.
+    A visitor is a connected peer that has not yet proved that it knows the secret. The visitor must
+    do so within five seconds, and may send about a hundred bytes until then. The gate handles all
+    visitors concurrently. If there are too many visitors, the gate drops one.
 
     Args:
-        listening: Listening socket. The gate takes ownership of it and closes it at the end.
-        secret: Function that returns the job's current secret. While the secret is empty, no
-            visitor is admitted.
-        purpose: Text that states the purpose of the connections. It must be the same on both sides.
+        listening: Listening socket, which the gate closes at the end.
+        secret: Function that returns the job's current secret. While the secret is empty, the gate
+            admits no visitor.
+        purpose: Text that states the purpose of the connections. Both sides must use the same text.
         admit: Function that is called with each admitted connection, whose socket is blocking and
-            has no timeout. The function runs in the gate's thread, so it must return quickly. If it
-            raises an exception, the gate closes the connection.
-        report: Function that prints a line about rejected visitors. It is called at most once a
-            minute.
+            has no timeout. The function runs in the gate's thread, so it must return quickly. If
+            the function raises an exception, the gate closes the connection.
+        report: Function that prints a line about rejected visitors. The gate calls it at most once
+            a minute.
 
     Attributes:
         port: Port on which the gate listens.
-        most: Maximum number of visitors (unauthenticated peers) at the same time.
+        most: Largest number of visitors at the same time.
     """
 
     def __init__(
@@ -420,10 +423,10 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        # Maps the task that waits for a visitor's proof to the address of the visitor, starting
-        # with the oldest visitor.
+        # Each key is a task that waits for a visitor's proof, and each value is the visitor's
+        # address. The oldest visitor comes first.
         self._waiting: dict[asyncio.Task[Session | None], str] = {}
-        # These tasks were cancelled to make room, but have not closed their connections yet.
+        # These tasks were cancelled to make room, but have not yet closed their connections.
         self._dropped: set[asyncio.Task[Session | None]] = set()
         self._is_closed = False
         self._refused = 0
@@ -433,7 +436,7 @@ class Gate:
         self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))
         self.port = int(listening.getsockname()[1])
         self._accepting: asyncio.Task[None]  # The gate's thread creates this task.
-        # The event loop needs files and the thread may not start, so undo everything then.
+        # Creating the event loop or starting the thread may fail, so undo everything in that case.
         with contextlib.ExitStack() as undo:
             undo.callback(listening.close)
             self._loop = asyncio.new_event_loop()
@@ -443,7 +446,7 @@ class Gate:
             undo.pop_all()
 
     def close(self) -> None:
-        """Stops listening but leaves admitted connections open. A second call does nothing.
+        """Stops listening, but keeps admitted connections open. A second call does nothing.
 
         Visitors that have not been admitted yet are disconnected.
         """
@@ -455,7 +458,7 @@ class Gate:
             self._thread.join(_CLOSE_S)
 
     def _stop(self) -> None:
-        # The loop runs only while this task exists.
+        # The event loop runs only while this task exists.
         self._accepting.cancel()
 
     def _run(self) -> None:
@@ -487,14 +490,14 @@ class Gate:
             visitors = [*self._waiting, *self._dropped]
             for task in visitors:
                 task.cancel()
-            # The tasks end before this returns, and have closed their connections then.
+            # Wait until all tasks have ended, because a task closes its connection when it ends.
             await asyncio.gather(*visitors, return_exceptions=True)
 
     async def _next_visitor(self) -> tuple[socket.socket, Any]:
-        """Waits for the next connection, and returns its socket and the address of the peer.
+        """Waits for the next connection, and returns its socket and the peer's address.
 
-        This method does not use asyncio's ``sock_accept``, which writes a traceback to the log if
-        it is cancelled just when a connection arrives.
+        asyncio's ``sock_accept`` is not used, because it writes a traceback to the log if it is
+        cancelled just when a connection arrives.
         """
         while True:
             try:
@@ -515,7 +518,7 @@ class Gate:
             self._loop.remove_reader(self._listening)
 
     async def _attend(self, connection: socket.socket, address: str) -> Session | None:
-        """Returns the session of a visitor, or ``None`` if it does not prove the secret in time."""
+        """Waits for a visitor's proof, and returns its session, or ``None`` if the proof fails."""
         try:
             return await asyncio.wait_for(self._prove(connection), _PROVE_S)
         except asyncio.TimeoutError:
@@ -525,7 +528,7 @@ class Gate:
         return None
 
     def _end(self, connection: socket.socket, task: asyncio.Task[Session | None]) -> None:
-        """Admits the visitor of ``task`` if it proved the secret, or closes ``connection``."""
+        """Admits the visitor of ``task`` if it proved the secret. Else closes ``connection``."""
         self._waiting.pop(task, None)
         self._dropped.discard(task)
         is_admitted = False
@@ -540,9 +543,10 @@ class Gate:
                 connection.close()
 
     async def _prove(self, connection: socket.socket) -> Session | None:
-        """Completes the handshake with a visitor, and returns the session.
+        """Completes the handshake with the visitor on ``connection``, and returns the session.
 
-        Returns ``None`` if the visitor sent nothing, for example because it only tested the port.
+        Returns ``None`` if the visitor sent nothing, for example because the visitor only tested
+        whether the port is open.
         """
         shake = Handshake(self._secret(), self._purpose, visiting=False)
         while shake.wanted:
@@ -560,8 +564,8 @@ class Gate:
     def _make_room(self) -> None:
         """Drops the oldest visitor from the address with the most visitors.
 
-        An attacker's address usually has the most visitors, so a process of the job is seldom
-        dropped.
+        An attacker's address usually has the most visitors, so this seldom drops a process of the
+        job.
         """
         if self._waiting:
             crowd = Counter(self._waiting.values()).most_common(1)[0][0]
@@ -586,5 +590,8 @@ class Gate:
 
 
 def to_log(log: Any) -> Callable[[str], None]:
-    """Returns a function that logs lines as warnings in ``log``, for the argument ``report``."""
+    """Returns a function that logs a text as a warning in the logger ``log``.
+
+    Pass this function as the argument ``report`` of :class:`Gate`.
+    """
     return lambda text: log.warning("%s", text.removeprefix("warning: "))

@@ -9,8 +9,8 @@ import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
-# Nobody uses this address, which is reserved for documentation. Connecting a UDP socket sends
-# nothing, but makes the kernel choose the source address of the default route.
+# This address is reserved for documentation, so no machine has it. Connecting a UDP socket to it
+# sends nothing, but makes the kernel choose the source address of the default route.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 
@@ -21,9 +21,9 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses() -> dict[str, list[str]]:
-    """Returns the addresses of each network interface that is up, with IPv4 addresses first.
+    """Returns the addresses of each active network interface, by the name of the interface.
 
-    Addresses that require a scope (``fe80::1%eth0``) are omitted.
+    IPv4 addresses come first. Addresses that require a scope (``fe80::1%eth0``) are omitted.
     """
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     by_interface = {}
@@ -39,7 +39,7 @@ def addresses() -> dict[str, list[str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the interface with ``address``, or ``None`` if no interface has it."""
+    """Returns the name of the interface that has ``address``, or ``None`` if there is none."""
     return next((name for name, listed in addresses().items() if address in listed), None)
 
 
@@ -47,14 +47,15 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
     """Returns the address at which other nodes can reach this node.
 
     Args:
-        interface: Name of the network interface to use. ``None`` tries the interface of the route
-            to ``peer``, then the interface of the default route, then the first interface that is
-            up.
-        peer: Address or host name of another node of the job, or ``None`` if it is unknown.
-        alone: Whether the whole job runs on this machine, so that a loopback address is sufficient.
+        interface: Name of the network interface to use. With ``None``, this function tries the
+            interface of the route to ``peer``, then the interface of the default route, and then
+            the first active interface.
+        peer: Address or host name of a different node of the job, or ``None`` if no such address is
+            known.
+        alone: Whether the whole job runs on this machine. A loopback address is then sufficient.
 
     Raises:
-        ConfigError: The interface does not exist or has no address.
+        ConfigError: The network interface ``interface`` does not exist or has no address.
         SetupError: The node has only loopback addresses.
     """
     if interface is not None:
@@ -84,11 +85,11 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
 
 
 def interface_towards(interface: str | None, peer: str) -> str:
-    """Returns the name of the network interface that a job uses, or ``""`` if it is unknown.
+    """Returns the name of the network interface that a job uses, or ``""`` if the name is unknown.
 
     Args:
-        interface: Name of an interface that the user selected, or ``None`` for the route's
-            interface.
+        interface: Name of the interface that the user selected. ``None`` selects the interface of
+            the route to ``peer``.
         peer: Address or host name of a node of the job.
     """
     source = None if interface else _source_towards(peer)
@@ -96,7 +97,7 @@ def interface_towards(interface: str | None, peer: str) -> str:
 
 
 def _source_towards(host: str = _ANYWHERE) -> str | None:
-    """Returns the source address of packets to ``host``, or ``None`` if there is no route."""
+    """Returns the source address of packets to ``host``, or ``None`` if there is no route to it."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(
             host, _PORT, type=socket.SOCK_DGRAM

@@ -65,17 +65,18 @@ _FACTORIES = (
     "zeros",
     "zeros_like",
 )
-# Maps the result of ``Tensor.type()`` for a GPU tensor to the result for a CPU tensor.
+# Each key is the result of ``Tensor.type()`` for a GPU tensor, and each value is the result for a
+# CPU tensor.
 _TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("BFloat16", "Float", "Half")
 }
 
 
 def install() -> bool:
-    """Lets megatron-core run without CUDA. Does nothing with CUDA or on a second call.
+    """Lets megatron-core run without CUDA. Does nothing if there is a GPU, or on a second call.
 
-    Must be called before the first import of ``megatron.core``. Only modules of Megatron-LM get the
-    substitutes. torch is unchanged for all other modules.
+    Call this function before the first import of ``megatron.core``. Only modules of Megatron-LM get
+    the substitutes. torch is unchanged for all other modules.
 
     Returns:
         Whether the substitutes are installed.
@@ -110,7 +111,7 @@ def install() -> bool:
 
 
 def install_for_trainer() -> bool:
-    """Lets Megatron-LM's own trainer also run without CUDA. Does nothing with CUDA.
+    """Lets Megatron-LM's own trainer also run without CUDA. Does nothing if there is a GPU.
 
     Importing ``megatron.training.initialize`` after :func:`install` calls this function.
 
@@ -121,8 +122,8 @@ def install_for_trainer() -> bool:
         return False
     finder = _installed()
     assert finder is not None
-    # The trainer requires CUDA_DEVICE_MAX_CONNECTIONS=1 for GPUs with a compute capability below
-    # 10, so report 10.
+    # The trainer requires the setting CUDA_DEVICE_MAX_CONNECTIONS=1 for GPUs with a compute
+    # capability below 10. Report 10, so that the setting is not required.
     properties = types.SimpleNamespace(name="CPU", major=10, minor=0)
     # The trainer creates process groups and seeds only if there is at least one device.
     finder.substitutes("torch.cuda").update(
@@ -137,9 +138,10 @@ def include_program(namespace: dict[str, Any]) -> None:
     """Also gives the substitutes to the modules of a program that uses Megatron-LM.
 
     The program consists of the calling module, the modules in the same folder, and the modules in
-    the folder that contains Megatron-LM (such as ``gpt_builders.py``). Only those that have
-    imported something from Megatron-LM get substitutes. Modules that are imported later get them
-    from :func:`renew_program`. Does nothing unless :func:`install` has installed the substitutes.
+    the folder that contains Megatron-LM (such as ``gpt_builders.py``). A module gets the
+    substitutes only if it has imported something from Megatron-LM. Modules that are imported later
+    get the substitutes from :func:`renew_program`. This function does nothing unless
+    :func:`install` has installed the substitutes.
 
     Args:
         namespace: Global names of the calling module, that is, its ``globals()``.
@@ -152,8 +154,8 @@ def include_program(namespace: dict[str, Any]) -> None:
 def renew_program() -> None:
     """Gives the substitutes to modules that a program imported since :func:`include_program`.
 
-    Must be called before the first training step. These modules have already run, so their global
-    names that refer to functions of torch are changed to refer to the substitutes.
+    Call this function before the first training step. The code of these modules has already run, so
+    the function replaces their global names that refer to functions of torch.
     """
     finder = _installed()
     if finder is not None:
@@ -163,8 +165,8 @@ def renew_program() -> None:
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a copy of ``function`` whose stack frames look like those of the import system.
 
-    The module ``warnings`` skips such frames. Without the copy, a warning for the code that imports
-    a module would refer to this file.
+    The module ``warnings`` skips such frames. Without the copy, a warning about code that imports a
+    module would refer to this file.
     """
     code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")
     return types.FunctionType(
@@ -173,10 +175,10 @@ def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Names(dict[str, Any]):
-    """Dictionary of substitutes by name, which looks up any other name in the original module.
+    """Dictionary of substitutes by name. Any other name is looked up in the original module.
 
-    This is a dictionary, because looking up a key in a dictionary calls no Python code.
-    megatron-core looks up names of torch a hundred times in each layer.
+    A dictionary is used because looking up a key runs no Python code, and megatron-core looks up
+    names of torch a hundred times in each layer.
     """
 
     # Each original module gets its own subclass, because Python looks up special methods in the
@@ -185,7 +187,7 @@ class _Names(dict[str, Any]):
 
 
 def _stand_in(module: types.ModuleType) -> tuple[types.ModuleType, dict[str, Any]]:
-    """Returns a stand-in for ``module``, and the dictionary of the stand-in's substitutes."""
+    """Returns a module that stands in for ``module``, and the dictionary of its substitutes."""
     missing = {"__missing__": module.__getattribute__}
     names: dict[str, Any] = type("_Names", (_Names,), missing)()
     methods = {
@@ -201,10 +203,11 @@ class Finder(importlib.abc.MetaPathFinder):
 
     Attributes:
         builtins: Built-in names for modules of Megatron-LM, with an ``__import__`` that returns
-            stand-ins. A module whose ``__builtins__`` is this dictionary has the substitutes.
-        constants: Maps string constants in the code of Megatron-LM to their replacements.
-        adaptations: Maps the name of a module of Megatron-LM to the function that changes this
-            module immediately after its import.
+            stand-ins. A module uses the substitutes if its ``__builtins__`` is this dictionary.
+        constants: Replacements for string constants in the code of Megatron-LM, by the original
+            string.
+        adaptations: Functions that change a module of Megatron-LM immediately after its import, by
+            the name of the module.
     """
 
     def __init__(self) -> None:
@@ -222,7 +225,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self.substitutes("torch")["distributed"] = self._modules["torch.distributed"]
 
     def substitutes(self, module: str) -> dict[str, Any]:
-        """Returns the substitutes in a torch ``module`` by name. Callers may add substitutes."""
+        """Returns the substitutes in torch's ``module``, by name. Callers may add substitutes."""
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
@@ -230,17 +233,17 @@ class Finder(importlib.abc.MetaPathFinder):
         self._modules[module.__name__] = module
 
     def remove_module(self, name: str) -> types.ModuleType:
-        """Removes and returns the module ``name``, which :meth:`add_module` has added."""
+        """Removes and returns the module ``name``, which was added by :meth:`add_module`."""
         return self._modules.pop(name)
 
     def calls_from(self, frame: types.FrameType) -> bool:
-        """Returns whether ``frame`` runs the code of a module that uses the substitutes."""
+        """Returns whether ``frame`` runs code of a module that uses the substitutes."""
         return frame.f_globals.get("__builtins__") is self.builtins
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the import spec of a module of Megatron-LM, or ``None`` for any other module."""
+        """Returns the import spec of ``fullname``, or ``None`` if it is not part of Megatron-LM."""
         if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
         # Do this at every import, because the program may use torch between two imports.
@@ -252,14 +255,14 @@ class Finder(importlib.abc.MetaPathFinder):
                 spec = find(fullname, path, target)
             if spec is not None:
                 break
-        # Only modules with Python source need substitutes. Other loaders load C modules and
+        # Only modules with Python source need substitutes. All other loaders are for C modules and
         # namespace packages.
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(self, spec.loader)
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Gives the substitutes to the program whose running module has these global names."""
+        """Gives the substitutes to a program. ``namespace`` has the global names of its module."""
         if not any(program is namespace for program in self._programs):
             self._programs.append(namespace)
         self.renew_program()
@@ -278,7 +281,7 @@ class Finder(importlib.abc.MetaPathFinder):
                     namespace[name] = replaced[id(value)]
 
     def _replacements(self) -> dict[int, Any]:
-        """Returns stand-ins and substitutes by the ``id`` of the torch object that they replace."""
+        """Returns all stand-ins and substitutes, by the ``id`` of the torch object they replace."""
         replaced: dict[int, Any] = {}
         for name, names in self._substitutes.items():
             module = sys.modules[name]
@@ -290,7 +293,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return replaced
 
     def _modules_of_program(self) -> list[dict[str, Any]]:
-        """Returns the global names of each module that may belong to the user's program."""
+        """Returns the global names of each module that may be part of the user's program."""
         if not self._programs:
             return []
         files = [program.get("__file__") for program in self._programs]
@@ -316,7 +319,7 @@ class Finder(importlib.abc.MetaPathFinder):
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
-        """Works like ``__import__``, but returns a module's stand-in if there is one."""
+        """Works like ``__import__``, but returns the stand-in of ``name`` if there is one."""
         # For "import a.b", __import__ returns a. For "from a.b import c", it returns a.b.
         returned = name if fromlist else name.partition(".")[0]
         stand_in = None if level else self._modules.get(returned)
@@ -334,7 +337,7 @@ class _Loader(SourceFileLoader):
         self._finder = finder
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        """Returns a module's code with replaced constants, without changing ``__pycache__``."""
+        """Returns the code of a module with replaced constants. ``__pycache__`` is not changed."""
         code = super().get_code(fullname)
         return None if code is None else _with_constants(code, self._finder.constants)
 
@@ -346,7 +349,7 @@ class _Loader(SourceFileLoader):
 
     @_as_part_of_import
     def exec_module(self, module: types.ModuleType) -> None:
-        """Runs a module's code, and then the module's adaptation if there is one."""
+        """Runs the code of ``module``, and then the function that adapts it, if there is one."""
         super().exec_module(module)
         adapt = self._finder.adaptations.get(module.__name__)
         if adapt is not None:
@@ -354,7 +357,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
-    """Replaces strings in a constant of a code object and in its nested constants."""
+    """Returns ``constant`` of a code object with all strings replaced, also in nested constants."""
     if isinstance(constant, str):
         return replacements.get(constant, constant)
     if isinstance(constant, types.CodeType):
@@ -376,7 +379,8 @@ def _is_own(name: str) -> bool:
 
 
 def _is_installed(file: str) -> bool:
-    # Compare strings, because pathlib would take 0.25 s for the thousands of modules of a program.
+    # This compares strings, because pathlib would take 0.25 s for the thousands of modules of a
+    # program.
     return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
 
 
@@ -395,19 +399,19 @@ def _uses_megatron(namespace: dict[str, Any]) -> bool:
 
 
 def _substitute_current_device(finder: Finder) -> None:
-    """Makes ``current_device()`` return the CPU, because megatron-core uses it as ``device=``."""
+    """Makes ``current_device()`` return the CPU. megatron-core passes the result as ``device``."""
     finder.substitutes("torch.cuda")["current_device"] = lambda: _CPU
 
 
 def _substitute_synchronize(finder: Finder) -> None:
-    """Makes ``torch.cuda.synchronize()`` do nothing, because CPU calls are synchronous."""
+    """Makes ``torch.cuda.synchronize()`` do nothing, because work on a CPU is already complete."""
     finder.substitutes("torch.cuda").update(
         synchronize=lambda device=None: None, empty_cache=lambda: None
     )
 
 
 class _NoStream:
-    """Stands in for a CUDA stream or event. It never waits, because CPU calls are synchronous."""
+    """Stands in for a CUDA stream or event. Never waits, because CPU work is already complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -418,7 +422,7 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> _NoStream:
-        """Returns an event that is already complete."""
+        """Returns an object that stands in for an event that is already complete."""
         return self
 
 
@@ -457,8 +461,8 @@ def _substitute_factories(finder: Finder) -> None:
 def _substitute_tensor_moves(finder: Finder) -> None:
     """Makes ``Tensor.cuda()`` and ``Module.cuda()`` leave tensors on the CPU.
 
-    This applies only to calls from modules of Megatron-LM. For other callers, torch's own methods
-    run, which raise an error on a machine without CUDA.
+    This applies only to calls from modules of Megatron-LM. All other callers get torch's methods,
+    which raise an error on a machine without CUDA.
     """
 
     def unless_called_by_megatron(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -493,7 +497,7 @@ def _substitute_random_state(finder: Finder) -> None:
             manual_seed=lambda seed: torch.manual_seed(seed),
         )
     # megatron-core sets the random state of `default_generators[device.index]` through _lazy_call.
-    # torch would delay that call until CUDA is initialized, which never happens here.
+    # torch would delay that call until CUDA is initialized, but CUDA is not available.
     finder.substitutes("torch.cuda").update(
         _lazy_call=lambda call, **kwargs: call(),
         default_generators=_AnyIndex(torch.default_generator),
@@ -503,9 +507,9 @@ def _substitute_random_state(finder: Finder) -> None:
 def _substitute_compiler(finder: Finder) -> None:
     """Makes ``torch.compile`` return functions of Megatron-LM uncompiled.
 
-    On a CPU, the first call of a compiled function takes half a minute. Calling ``torch.compile``
-    already loads the compiler, which takes a third of the time that a process needs to start. Set
-    the environment variable ``TORCHDYNAMO_DISABLE=0`` to turn compilation on again.
+    On a CPU, the first call of a compiled function takes half a minute. A call of ``torch.compile``
+    loads the compiler, which alone takes a third of the time that a process needs to start. Set the
+    environment variable ``TORCHDYNAMO_DISABLE=0`` to turn compilation on again.
     """
 
     def compile_if_asked(model: Any = None, **options: Any) -> Any:
@@ -519,14 +523,14 @@ def _substitute_compiler(finder: Finder) -> None:
 def _substitute_grouped_products(finder: Finder) -> None:
     """Provides a package ``grouped_gemm`` with the only function that megatron-core calls.
 
-    The real package computes the matmuls of all experts in one kernel, to save kernel launches. A
-    CPU launches no kernels, so one matmul per expert is as fast.
+    The real package computes the matrix products of all experts in one kernel, to save kernel
+    launches. A CPU launches no kernels, so one product per expert is as fast.
     """
 
     def products(
         rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
     ) -> torch.Tensor:
-        """Multiplies each expert's rows by its matrix: ``[n, k], [e, k, m] -> [n, m]``."""
+        """Multiplies each expert's rows by the expert's matrix: ``[n, k], [e, k, m] -> [n, m]``."""
         parts = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
         return torch.cat([part @ (matrix.t() if trans_b else matrix) for part, matrix in parts])
 
@@ -538,8 +542,8 @@ def _substitute_grouped_products(finder: Finder) -> None:
 def _substitute_exchanged_parts(finder: Finder) -> None:
     """Makes ``all_to_all_single`` accept tensors as the sizes of the exchanged parts.
 
-    If the sizes are on a GPU, megatron-core converts them to numbers. If they are on a CPU, it
-    leaves them as tensors, which torch rejects.
+    megatron-core converts such sizes to numbers only if the sizes are on a GPU. On a CPU, it passes
+    them as tensors, which torch rejects.
     """
 
     def number(value: Any) -> Any:
@@ -548,8 +552,8 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
     @functools.wraps(dist.all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
         named = {name: number(value) for name, value in options.items()}
-        # The function is looked up at each call, because this package temporarily replaces it while
-        # it runs a pair of microbatches at the same time.
+        # The function is looked up at each call, because this package replaces the function while a
+        # pair of microbatches runs at the same time.
         return dist.all_to_all_single(output, input, *map(number, rest), **named)
 
     finder.substitutes("torch.distributed")["all_to_all_single"] = exchange
@@ -583,7 +587,8 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     def reduce_scatter(
         output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
     ) -> Any:
-        # A positional argument may select an operation other than the sum computed below.
+        # A positional argument may select an operation that is not the sum, which is computed
+        # below.
         if args or not differ(parts, options):
             return dist.reduce_scatter(output, parts, *args, **options)
         received = output.new_empty(len(parts), *output.shape)
@@ -601,8 +606,8 @@ def _substitute_unequal_parts(finder: Finder) -> None:
 def _adapt_trainer(finder: Finder) -> None:
     """Lets Megatron-LM's own trainer start without CUDA.
 
-    Its ``initialize_megatron`` raises an assertion error unless ``allow_no_cuda`` is set. Up to
-    release 0.16, it also runs the CUDA compiler, to compile kernels that no longer exist.
+    The trainer's ``initialize_megatron`` raises an assertion error unless ``allow_no_cuda`` is set.
+    Up to release 0.16, it also runs the CUDA compiler for kernels that no longer exist.
     """
 
     def initialize(module: Any) -> None:
@@ -617,7 +622,7 @@ def _adapt_trainer(finder: Finder) -> None:
 
 
 def _allowing_no_cuda(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``initialize_megatron`` to set ``allow_no_cuda``, however the caller passes it.
+    """Wraps ``start`` (``initialize_megatron``), so that ``allow_no_cuda`` is always set.
 
     The position of this parameter differs between releases.
     """
@@ -633,7 +638,7 @@ def _allowing_no_cuda(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _AnyIndex(tuple[Any, ...]):
-    """Tuple of one element, which is returned for every index, even for a ``torch.device``."""
+    """Tuple of one element, which it returns for every index, even for a ``torch.device``."""
 
     def __new__(cls, element: Any) -> _AnyIndex:
         return super().__new__(cls, (element,))

@@ -1,5 +1,5 @@
 """Saves a run's state atomically, and loads it with any parallel sizes.
 
-Contains checkpoint folders, the background writer thread, checkpoints on the nodes' local disks,
-in-memory snapshots, and the format of megatron-core's distributed checkpoints.
+This package contains checkpoint folders, the background writer thread, checkpoints on the nodes'
+local disks, in-memory snapshots, and the format of megatron-core's distributed checkpoints.
 """

@@ -6,11 +6,11 @@
     manifest.json { ..., "files": {name: size}, "blocks": {name: "<16 digits for each block>"},
                     "checksum": "<32 digits>" }                        xxh3, 128 bits, of all above
 
-Block checksums are computed while a file is written. They are compared while it is read, before any
-byte of the block is used. The manifest ends with a checksum of the rest of its text. The same
-checksums protect files in shared storage, files on the nodes' local disks, uploads from local
-disks, and in-memory snapshots. They detect damage but not tampering: anybody who can write a file
-can also write its checksum.
+Block checksums are computed while a file is written. When the file is read, the checksum of a block
+is compared before any byte of the block is used. The manifest ends with a checksum of the rest of
+its text. The same checksums protect files in shared storage, files on the nodes' local disks,
+uploads from local disks, and in-memory snapshots. They detect damage but not tampering, because
+anybody who can write a file can also write its checksum.
 
 This module does not import torch. It treats all files as bytes.
 """
@@ -54,7 +54,7 @@ class Checksums:
         self._block = xxhash.xxh3_64()
 
     def update(self, data: Any) -> None:
-        """Adds the bytes-like object ``data`` to the stream."""
+        """Appends the bytes-like object ``data`` to the stream."""
         left = memoryview(data).cast("B")
         while left:
             room = BLOCK_BYTES - self.size % BLOCK_BYTES
@@ -66,7 +66,7 @@ class Checksums:
                 self._block.reset()
 
     def result(self) -> FileSum:
-        """Returns the number of bytes added so far, and the checksums of their blocks."""
+        """Returns the number of bytes appended so far, and their blocks' checksums."""
         hashes = list(self._done)
         if self.size % BLOCK_BYTES:
             hashes.append(self._block.hexdigest())
@@ -94,7 +94,7 @@ def sum_of_file(path: Path) -> FileSum:
 
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
-    """Writes ``data`` to the unbuffered file ``file`` and adds it to the checksums ``sums``.
+    """Writes ``data`` to the unbuffered file ``file``, and appends it to the checksums in ``sums``.
 
     Returns:
         Number of bytes written.
@@ -113,13 +113,13 @@ def write_summed(file: Any, sums: Checksums, data: Any) -> int:
 
 
 class CheckedFile:
-    """Reads a file, and verifies the checksum of each block before returning the block's bytes.
+    """Reads a file, and verifies the checksum of each block before using the block.
 
     Args:
-        paths: Paths of copies of the file. If a block is damaged in one copy, this block and all
+        paths: Paths of copies of the file. If a block is damaged in a copy, this block and all
             later blocks are read from the next copy.
-        expected: Size of the file in bytes, and the checksums of its blocks. If the checksums are
-            missing, as in checkpoints of earlier versions, only the size is verified.
+        expected: Size of the file in bytes, and the checksums of its blocks. Without checksums, as
+            in checkpoints of earlier versions, only the size is verified.
     """
 
     def __init__(self, paths: Sequence[Path], expected: FileSum) -> None:
@@ -130,12 +130,12 @@ class CheckedFile:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks in the file."""
+        """Returns the number of blocks in the file."""
         return -(-self.size // BLOCK_BYTES)
 
     @staticmethod
     def blocks_of(offset: int, length: int) -> range:
-        """Returns the indices of the blocks that contain the ``length`` bytes after ``offset``."""
+        """Returns the indices of the blocks that contain ``length`` bytes from ``offset`` on."""
         end = -(-(offset + length) // BLOCK_BYTES) if length else 0
         return range(offset // BLOCK_BYTES, end)
 
@@ -163,7 +163,7 @@ class CheckedFile:
             into = into[len(target) :]
 
     def block(self, number: int) -> memoryview:
-        """Returns the content of block ``number``. The view is valid until another block is read.
+        """Returns the content of block ``number``. The view is valid until the next block is read.
 
         Raises:
             DamagedCheckpointError: If the block is damaged in all copies.
@@ -178,7 +178,7 @@ class CheckedFile:
         return view
 
     def close(self) -> None:
-        """Closes the file. Can be called more than once."""
+        """Closes the file. Safe to call more than once."""
         descriptor, self._file = self._file, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -187,7 +187,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Reads a block into ``view`` from the first copy in which the block is undamaged."""
+        """Reads block ``number`` into ``view``, from the first copy in which it is undamaged."""
         while True:
             try:
                 return self._fetch(number, view)
@@ -231,18 +231,18 @@ def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
 
 
 def sealed(lines: Sequence[str]) -> str:
-    """Returns a manifest made of ``lines`` (lines of JSON) and their checksum."""
+    """Returns the text of a manifest that consists of ``lines`` (JSON) and their checksum."""
     text = "{\n" + ",\n".join(lines)
     return text + _seal(text.encode())
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Returns whether the manifest ``raw`` ends with the correct checksum of the text before it."""
+    """Returns whether the manifest ``raw`` ends with the correct checksum of its other text."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
 
 
 def seal_of(file: Path) -> str:
-    """Returns the checksum at the end of the manifest ``file``, or ``""`` if it cannot be read."""
+    """Returns the checksum at the end of the manifest ``file``, or ``""`` if it is unreadable."""
     try:
         with open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -261,13 +261,13 @@ def _seal(text: bytes) -> str:
 def find_damage(
     folder: Path, files: Mapping[str, int], blocks: Mapping[str, str], report: Callable[[str], None]
 ) -> None:
-    """Reads ``files`` completely, and reports which of them are missing or damaged.
+    """Reads all ``files`` completely, and reports each file that is missing or damaged.
 
     Args:
         folder: Folder of the files.
         files: Size in bytes of each file, by name.
-        blocks: Concatenated checksums of each file's blocks, by name. If a file has no checksums,
-            as in checkpoints of earlier versions, only its size is compared.
+        blocks: Concatenated checksums of the blocks of each file, by name. If a file has no
+            checksums, as in checkpoints of earlier versions, only its size is compared.
         report: Function that is called with a line of text for each damaged file.
     """
     for name, size in files.items():

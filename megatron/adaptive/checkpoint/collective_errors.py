@@ -1,7 +1,7 @@
 """Raises an error on all ranks if a save or a load fails on one rank.
 
-Otherwise the other ranks would wait for the failed rank. After each action that can fail, all ranks
-exchange their errors over gloo, and then raise the same error.
+Otherwise, the other ranks would wait for the failed rank. After each action that may fail, all
+ranks exchange their errors over gloo, and then raise the same error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.adaptive.errors import (
 
 _Result = TypeVar("_Result")
 
-# Types of errors that a full disk, a damaged file or missing permissions can cause. Any other type
-# indicates a bug, so the rank on which it occurs raises it with its traceback.
+# A full disk, a damaged file or missing permissions can cause these types of errors. Any other type
+# indicates a bug, so the rank on which it occurs raises the error with its traceback.
 _EXPECTED = (
     AdaptiveError,
     OSError,
@@ -36,13 +36,13 @@ _EXPECTED = (
 )
 
 
-# If the types of errors differ between ranks, all ranks raise the first type in this list that
-# occurred.
+# If the types of errors differ between ranks, all ranks raise the first of these types that
+# occurred on any rank.
 _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
 
 class RankGroup:
-    """Runs actions on all ranks. If an action fails on any rank, all ranks raise the same error.
+    """Runs actions on all ranks. If an action fails on one rank, all ranks raise the same error.
 
     All ranks must call each method together. Each method raises PeerLostError if another rank has
     exited.
@@ -58,16 +58,16 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0."""
+        """Returns whether this process is rank 0."""
         return self.rank == 0
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks in the group."""
         return dist.get_world_size(self.group)
 
     def any(self, flag: bool) -> bool:
-        """Returns whether ``flag`` is True on at least one rank."""
+        """Returns whether ``flag`` is true on at least one rank."""
         is_set = torch.tensor([int(flag)])
         if self.size > 1:
             with naming_lost_peers():
@@ -75,16 +75,19 @@ class RankGroup:
         return bool(is_set)
 
     def gather(self, value: _Result) -> list[_Result]:
-        """Returns the ``value`` arguments of all ranks, ordered by rank."""
+        """Returns a list of the values ``value`` of all ranks, ordered by rank."""
         with naming_lost_peers():
             return gather(value, self.group)
 
     def first(self, action: Callable[[], object]) -> None:
-        """Runs ``action`` on rank 0. If it fails, raises the error on all ranks."""
+        """Runs ``action`` on rank 0 only. If it fails, all ranks raise its error."""
         self.together(lambda: action() if self.rank == 0 else None)
 
     def on_first(self, action: Callable[[], _Result]) -> _Result:
-        """Runs ``action`` on rank 0, and returns its result or raises its error on all ranks."""
+        """Runs ``action`` on rank 0 only, and returns its result on all ranks.
+
+        If the action fails, all ranks raise its error.
+        """
         # Ranks other than 0 have the result None until from_first() broadcasts it.
         result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
@@ -96,14 +99,14 @@ class RankGroup:
 
         Args:
             action: Function to run on this rank.
-            name_ranks: Whether the error message lists the ranks that failed.
+            name_ranks: Whether the error message contains the ranks that failed.
 
         Raises:
-            CheckpointError: If ``action`` failed for any other expected reason than those below.
-            DamagedCheckpointError: If ``action`` detected damaged data on any rank.
-            ConfigError: If every rank that failed raised ConfigError.
-            RuntimeError: If ``action`` failed on another rank because of a bug. The other rank
-                raises the original error.
+            CheckpointError: ``action`` failed for an expected reason that is not listed below.
+            DamagedCheckpointError: ``action`` detected damaged data on any rank.
+            ConfigError: All ranks on which ``action`` failed raised ConfigError.
+            RuntimeError: ``action`` failed on another rank because of a bug. That rank raises the
+                original error.
         """
         failure: Exception | None = None
         result: _Result | None = None
@@ -127,12 +130,12 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # Keep the original error, which has the same text.
+            raise failure  # Keep the original error, because it has the same text.
         raise merged from failure
 
 
 def _kind(error: Exception) -> type[Exception]:
-    """Returns the type of the error that all ranks raise if one rank raises ``error``."""
+    """Returns the type of error that all ranks raise if a rank raises ``error``."""
     if not isinstance(error, _EXPECTED) or isinstance(error, torch.OutOfMemoryError):
         return RuntimeError
     special = (DamagedCheckpointError, ConfigError)
@@ -147,7 +150,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Joins error messages into one line, without repeating equal messages.
+    """Joins error messages into one line, and includes equal messages only once.
 
     Args:
         failures: Error message of each failed rank, by rank.

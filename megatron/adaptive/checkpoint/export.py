@@ -64,11 +64,12 @@ _About = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Exported(NamedTuple):
-    """Holds an open checkpoint and the configuration of its model."""
+    """Open checkpoint and the configuration of its model."""
 
     path: Path
     reader: CheckpointReader
-    config: TrainerConfig  # vocab_size is the number of rows in the Hugging Face embedding
+    # vocab_size in these settings is the number of rows in the Hugging Face embedding.
+    config: TrainerConfig
     like: Path
     model: HuggingFaceModel
     tensors: Mapping[str, CoreTensor]
@@ -83,16 +84,16 @@ def _opened(
     files: Sequence[str],
     hf_family: str | None,
 ) -> Iterator[_Exported]:
-    """Opens a checkpoint to export, and creates the output folder.
+    """Opens a checkpoint for an export, and creates the output folder.
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint; ``None`` for the latest checkpoint.
-        like: Hugging Face folder with the configuration; ``None`` for the folder from which the run
-            loaded the model.
-        output: Folder to create. It may already exist.
-        files: Names of the files to write. The output folder must not contain any of them.
-        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
+        step: Iteration of the checkpoint, or ``None`` for the latest checkpoint.
+        like: Hugging Face folder with the model's configuration, or ``None`` to use the folder from
+            which the run loaded the model.
+        output: Folder to create, if it does not exist yet.
+        files: Names of the files to write. The output folder must not contain any of these files.
+        hf_family: Value of ``--hf-family``, or ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not match the configuration, or is damaged.
@@ -134,12 +135,13 @@ def _opened(
 
 
 class _HuggingFaceTensors:
-    """Assembles Hugging Face tensors from a checkpoint.
+    """Assembles Hugging Face tensors from the tensors in a checkpoint.
 
     Args:
         reader: Reader of the checkpoint.
-        tensors: Shape and sources of each tensor of megatron-core, by name.
-        copies: Name of the original tensor for each Hugging Face tensor that is a duplicate.
+        tensors: Shape and sources of each megatron-core tensor, by name.
+        copies: Name of the original tensor for each Hugging Face tensor that duplicates another
+            tensor.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class _HuggingFaceTensors:
             self.about[copied] = self.about[name]
 
     def read_hugging_face(self, name: str) -> torch.Tensor:
-        """Reads the whole Hugging Face tensor ``name`` from the checkpoint."""
+        """Reads the whole Hugging Face tensor ``name`` from the checkpoint and returns it."""
         kind, shape = self.about[name]
         target = torch.empty(shape, dtype=kind)
         parts = []
@@ -194,17 +196,17 @@ def export_folder(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint; ``None`` for the latest checkpoint.
-        like: Hugging Face folder with configuration and tokenizer; ``None`` for the folder that the
-            run loaded. If that folder is gone, the copy of its files next to the checkpoints is
-            used.
+        step: Iteration of the checkpoint, or ``None`` for the latest checkpoint.
+        like: Hugging Face folder with configuration and tokenizer, or ``None`` to use the folder
+            that the run loaded. If that folder no longer exists, the copy of its files next to the
+            checkpoints is used.
         output: Folder to write. It may exist, but must not contain a model.
         kind: ``model`` exports a model without adapters. ``adapters`` exports adapters in PEFT's
             format, with their original configuration if the run loaded them. ``merged`` exports the
             model with the adapters added to its weights. If the checkpoint does not contain the
             model's weights, they are read from ``like``.
-        shard_bytes: Maximum size of a file in bytes. A tensor that is larger gets its own file.
-        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a separate file.
+        hf_family: Value of ``--hf-family``, or ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not match the configuration, the checkpoint is
@@ -214,7 +216,7 @@ def export_folder(
     with _opened(checkpoints, step, like, output, files, hf_family) as exported:
         if kind == "adapters":
             adapters = _adapters_of(exported)
-            no_limit = 1 << 62  # The adapters are not split, because PEFT reads only a single file.
+            no_limit = 1 << 62  # Do not split the adapters, because PEFT reads only a single file.
             write_folder(
                 output,
                 adapters.about,
@@ -236,7 +238,7 @@ def export_folder(
 
 
 def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for a model without adapters.
+    """Returns the tensors to export for a model that has no adapters.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.
@@ -259,7 +261,7 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
 
 
 def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for a model with the adapters merged into its weights.
+    """Returns the tensors to export for a model whose adapters are merged into its weights.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.
@@ -289,7 +291,7 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
 def _whole(exported: _Exported) -> _HuggingFaceTensors:
     family = exported.model.family
     copies = copies_of(exported.config, family)
-    # Export copies only if they are inside layers. An output matrix (head) that is tied to the
+    # Export a duplicate only if it is inside a layer. An output matrix (head) that is tied to the
     # embedding is not exported.
     copies = {copied: name for copied, name in copies.items() if family.is_in_layer(copied)}
     return _HuggingFaceTensors(exported.reader, exported.tensors, copies)
@@ -300,7 +302,7 @@ def _is_weight(name: str) -> bool:
 
 
 def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
-    """Returns the content of ``config.json`` for an exported model.
+    """Returns the content of ``config.json`` for an exported model, as bytes.
 
     Args:
         path: Path of the original ``config.json``.
@@ -317,16 +319,16 @@ def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
 def require_same(
     config: TrainerConfig, settings: Mapping[str, Any], where: str, path: Path
 ) -> None:
-    """Checks that a checkpoint's settings match those of a configuration file.
+    """Checks that the settings of a checkpoint match the settings in a configuration file.
 
     Args:
         config: Settings of the checkpoint.
         settings: Settings from the configuration file, by field name.
-        where: Name of the configuration file for the error message.
-        path: Path of the checkpoint for the error message.
+        where: Path of the configuration file, for the error message.
+        path: Path of the checkpoint, for the error message.
 
     Raises:
-        CheckpointError: If a setting differs. The message names the setting.
+        CheckpointError: A setting differs. The message contains the setting and both values.
     """
     expected_config = parse(_ANY_RUN, world_size=1, settings=settings)
     is_rotary = settings.get("position_embedding_type") == "rope"
@@ -334,8 +336,8 @@ def require_same(
         for name in names:
             saved = getattr(getattr(config, group), name)
             expected = getattr(getattr(expected_config, group), name)
-            # Rotary embeddings have no weights that depend on the number of positions, so this
-            # number may differ.
+            # The number of positions may differ, because rotary embeddings have no weights that
+            # depend on this number.
             is_free = name == "max_position_embeddings" and is_rotary
             if saved != expected and not is_free:
                 raise CheckpointError(
@@ -351,11 +353,11 @@ def adapter_tensors(
 
     Args:
         config: Settings of the model and of the adapters.
-        tensors: Shape and sources of each of the model's tensors, by megatron-core's name.
+        tensors: Shape and sources of each tensor of the model, by megatron-core's name.
 
     Returns:
-        Descriptions of two tensors for each weight that has an adapter, by the tensors' names in a
-        checkpoint.
+        Shape and sources of two tensors for each weight that has an adapter, by the names of these
+        tensors in a checkpoint.
     """
     rank = config.lora.lora_rank or 0
     adapters: dict[str, CoreTensor] = {}
@@ -381,10 +383,10 @@ def adapter_tensors(
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Loads adapters from the PEFT folder ``folder`` into ``chunks``, the chunks of this rank.
+    """Loads adapters from the PEFT folder ``folder`` into this rank's model ``chunks``.
 
     Raises:
-        AdaptiveError: If the adapters in the folder are for a different base model or different
+        AdaptiveError: The adapters in the folder belong to a different base model or different
             layers, or have a different rank (``--lora-rank``).
     """
     adapters = adapter_tensors(config, core_tensors(config, peft.base_of(config).family))
@@ -418,7 +420,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
 
 
 def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
-    """Returns the adapters in the checkpoint ``exported`` as Hugging Face tensors.
+    """Returns the adapters in the checkpoint ``exported``, as Hugging Face tensors.
 
     Raises:
         CheckpointError: If there are no adapters, or their shapes do not match the model.
@@ -442,7 +444,7 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
 def _adapter_config(exported: _Exported) -> bytes:
     """Returns the content of ``adapter_config.json`` for exported adapters.
 
-    If the run loaded the adapters and did not change their settings, the original file is returned.
+    If the run loaded the adapters and kept their settings, this is the original file.
     """
     lora = exported.config.lora
     loaded = None if lora.load_lora is None else Path(lora.load_lora)

@@ -22,19 +22,19 @@ A subfolder gets its final name only when it is complete::
                                               user's objects, such as a scheduler
         .metadata __0_0.distcp                tensors by name, for torch.distributed.checkpoint
 
-A checkpoint is written under a hidden name, flushed to disk with ``fsync``, and renamed. Only then
-is its iteration written to the tracker (``latest_checkpointed_iteration.txt``), if the folder has a
-tracker. The tracker therefore always names a complete checkpoint. A job that takes over the lease
-(``engine.folder_lease``) removes everything that earlier jobs left under hidden names. If an
+A checkpoint is written under a hidden name, flushed to disk with ``fsync``, and then renamed. After
+that, its iteration is written to the tracker (``latest_checkpointed_iteration.txt``), if the folder
+has a tracker. So the tracker always refers to a complete checkpoint. A job that takes over the
+lease (``engine.folder_lease``) removes everything that earlier jobs left under hidden names. If an
 earlier job was only suspended, it can no longer rename its checkpoint afterwards.
 
 The names of the trainer's folders and of the tracker are the same as in Megatron-LM. ``.metadata``
-and ``common.pt`` are pickles for Megatron-LM and torch; this program does not read them if there is
+and ``common.pt`` are pickles for Megatron-LM and torch. This program does not read them if there is
 an index. Checkpoints of earlier versions have no index, and are opened only if the caller trusts
 them.
 
-This module neither communicates with other ranks nor reads tensors. Only one process at a time may
-use it on a folder.
+This module does not communicate with other ranks and does not read tensors. Only one process at a
+time may use it on a folder.
 """
 
 from __future__ import annotations
@@ -67,10 +67,12 @@ _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
-PIPELINE_STATE = "state.values"  # This file contains the state of the user's objects.
+PIPELINE_STATE = "state.values"  # The state of the user's objects is stored in this file.
 _UNSEALED = 1  # Manifests up to this format version have no checksums.
-_SUMMED = frozenset({"blocks", "checksum"})  # Only manifests with checksums have these entries.
-_SHARD = ".distcp"  # This suffix marks tensor files, whose checksums are compared while reading.
+# Only manifests that contain checksums have these entries.
+_SUMMED = frozenset({"blocks", "checksum"})
+# This suffix marks files with tensors, whose checksums are compared when the tensors are read.
+_SHARD = ".distcp"
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -79,24 +81,24 @@ _TRACKER_DIGITS = 18
 
 
 class StepFolders:
-    """A folder with one subfolder per step. Each subfolder has a manifest that lists its files.
+    """Folder with one subfolder per step. Each subfolder has a manifest that lists its files.
 
     Args:
         path: Path of the folder. The folder need not exist.
 
     Attributes:
-        lease: Lease that lets only this job write to the folder; ``None`` to write without a lease.
+        lease: Lease that reserves the folder for this job, or ``None`` to write without a lease.
         manifest_name: Name of the manifest file. Only complete subfolders have this file.
     """
 
     manifest_name: ClassVar[str]
     _prefix: ClassVar[str] = "iter_"  # The names of all subfolders begin with this prefix.
     _digits: ClassVar[int] = 7  # The names of subfolders contain at least this number of digits.
-    # First entries of each manifest: the name of the format, if it has a name, and the newest
-    # version that can be read.
+    # Each manifest starts with these entries: the name of the format, if it has a name, and the
+    # newest version that can be read.
     _form: ClassVar[Mapping[str, Any]] = {}
-    _needed = frozenset({"files"})  # Each manifest must have these entries.
-    _schema: ClassVar[str] = "manifest"  # This is the name of the JSON schema for manifests.
+    _needed = frozenset({"files"})  # Each manifest must have at least these entries.
+    _schema: ClassVar[str] = "manifest"  # Name of the JSON schema for manifests.
     _trust = "--trust-checkpoint"
 
     def __init__(self, path: str | Path) -> None:
@@ -105,37 +107,37 @@ class StepFolders:
         self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
-        """Returns the path of the complete subfolder of ``step``."""
+        """Returns the path of the subfolder of ``step`` when it is complete."""
         return self.path / self._name(step)
 
     def partial_path(self, step: int) -> Path:
-        """Returns the hidden path of the subfolder of ``step`` while it is being written."""
+        """Returns the hidden path that the subfolder of ``step`` has while it is being written."""
         return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
-        """Returns the hidden path of the old subfolder of ``step`` while it is being replaced."""
+        """Returns the hidden path of the old subfolder of ``step`` while it is replaced."""
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
-        """Returns the paths of the complete subfolders by step, in ascending order."""
+        """Returns the path of each complete subfolder by step, in ascending order."""
         manifests = self.path.glob(f"{self._prefix}*/{self.manifest_name}")
         matches = ((self._complete.fullmatch(file.parent.name), file.parent) for file in manifests)
         return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
     def latest(self) -> int | None:
-        """Returns the step to resume from, or ``None`` if no subfolder is complete."""
+        """Returns the step from which to resume, or ``None`` if no subfolder is complete."""
         return max(self.steps(), default=None)
 
     def named(self) -> list[int]:
-        """Returns the steps that have a subfolder, whether complete or not, in ascending order."""
+        """Returns the steps that have a subfolder, even if incomplete, in ascending order."""
         names = (folder.name for folder in self.path.glob(f"{self._prefix}*"))
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps from which to try to resume if the user did not choose a step.
+        """Yields the steps to try to resume from, best first, if the user chose no step.
 
         The latest complete step comes first. If there is no tracker, a later step whose manifest is
-        missing comes first, so that the user learns of the damage. Earlier steps follow, newest
+        missing comes first, so that the user notices the damage. Earlier steps follow, newest
         first.
 
         Raises:
@@ -151,11 +153,11 @@ class StepFolders:
         yield from (step for step in reversed(named) if step < first)
 
     def _is_tracked(self) -> bool:
-        """Returns whether the folder has a tracker file, which contains the latest step."""
+        """Returns whether the folder has a tracker, a file that contains the latest step."""
         return False
 
     def begin(self, step: int) -> Path:
-        """Creates the partial folder of ``step``, after cleaning up with :meth:`clear`.
+        """Creates the partial folder of ``step`` and returns its path, after calling :meth:`clear`.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -168,9 +170,9 @@ class StepFolders:
         return partial
 
     def clear(self) -> None:
-        """Removes or restores the hidden folders that crashed runs left behind.
+        """Removes or restores the hidden folders that runs left behind when they crashed.
 
-        If an earlier job is still running, it can no longer rename its partial folder afterwards.
+        If an earlier job is still running, it can no longer rename its partial folder after this.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -191,18 +193,18 @@ class StepFolders:
     def commit(
         self, step: int, manifest: Mapping[str, Any], check: Callable[[], None] | None = None
     ) -> Path:
-        """Completes the partial checkpoint of ``step`` and makes it the latest checkpoint.
+        """Completes the partial checkpoint of ``step``, and makes it the latest checkpoint.
 
-        The caller must already have flushed all files except the manifest to disk, with
+        The caller must already have flushed all files, except for the manifest, to disk with
         :func:`sync`.
 
         Args:
             step: Step that was passed to :meth:`begin`.
-            manifest: Contents of the manifest. ``files`` contains the size of each file by name,
-                and defaults to the sizes in the partial folder. Checksums that are missing in
+            manifest: Entries of the manifest. ``files`` contains the size of each file by name, and
+                defaults to the sizes in the partial folder. Checksums that are missing in
                 ``blocks`` are computed and added.
             check: Function that is called after the last write and before the rename. If it raises
-                an error, the checkpoint stays partial.
+                an error, the checkpoint is not completed.
 
         Returns:
             Path of the complete checkpoint.
@@ -223,8 +225,8 @@ class StepFolders:
                 raise CheckpointError(f"{path} has {size} bytes instead of {files[name]}")
             if name not in blocks:
                 blocks[name] = sum_of_file(partial / name)[1]
-        # Insert line breaks here, because json.dumps with an indent runs in Python instead of C and
-        # would delay training.
+        # Insert line breaks here, because json.dumps with an indent runs in Python instead of C,
+        # and would delay training.
         body = {**self._form, **manifest, **self._form}
         body |= {"step": step, "files": files, "blocks": blocks, **self._order(step)}
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
@@ -240,7 +242,7 @@ class StepFolders:
             partial.rename(complete)
             sync(self.path)
             self._track(step)
-        # Another job took over the folder and removed the partial checkpoint.
+        # This error means that another job took over the folder and removed the partial checkpoint.
         except FileNotFoundError:
             with contextlib.suppress(OSError):
                 former.rename(complete)
@@ -274,12 +276,12 @@ class StepFolders:
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def read_manifest(self, path: Path, remedy: str = "restore it from a copy") -> dict[str, Any]:
-        """Returns the manifest in the subfolder ``path`` after checking that it is undamaged.
+        """Checks that the manifest in the subfolder ``path`` is undamaged, and returns its entries.
 
         Raises:
             CheckpointError: If the manifest was written by another program or in a newer format.
-            DamagedCheckpointError: If the manifest has changed since it was written. The error
-                message ends with ``remedy``.
+            DamagedCheckpointError: The manifest has changed since it was written. The error message
+                ends with ``remedy``.
         """
         file = path / self.manifest_name
         try:
@@ -321,7 +323,7 @@ class StepFolders:
         return manifest
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
-        """Returns the reason why a manifest with a correct checksum is invalid, or ``""``."""
+        """Returns the reason why ``body``, the entries of a manifest, is invalid, or ``""``."""
         try:
             check_form(body, self._schema, "it")
         except ConfigError as error:
@@ -341,13 +343,13 @@ class StepFolders:
     def verify(self, step: int) -> list[str]:
         """Reads all files of the checkpoint of ``step``, and verifies their sizes and checksums.
 
-        This requires neither a process group nor torch, and takes only a little longer than reading
-        the files.
+        No process group and no torch are needed for this. It takes only slightly longer than
+        reading the files.
 
         Returns:
-            List with a line for each damaged file. The line names the file and, if the file has
-            several blocks, the first damaged block. The list is empty if no file is damaged. Files
-            of earlier versions have no checksums, so only their sizes are verified.
+            A line of text for each damaged file. The line contains the name of the file and, if the
+            file has several blocks, the first damaged block. The list is empty if no file is
+            damaged. Files of earlier versions have no checksums, so only their sizes are verified.
         """
         path = self.complete_path(step).absolute()
         try:
@@ -361,10 +363,10 @@ class StepFolders:
         return problems
 
     def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
-        """Returns a subfolder's manifest after checking the subfolder's files.
+        """Checks the files in the subfolder ``path``, and returns the entries of its manifest.
 
-        Verifies the sizes of all files, and the checksums of all files except shards (files with
-        tensors). Checksums of shards are verified later, while the shards are read.
+        Verifies the sizes of all files, and the checksums of all files except for shards (files
+        with tensors). Checksums of shards are verified later, when the shards are read.
 
         Raises:
             CheckpointError: If the checkpoint was written by another program or in a newer format,
@@ -392,14 +394,14 @@ class StepFolders:
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
-        """Returns the error to raise because the subfolder ``path`` has no manifest."""
+        """Creates the error to raise if the subfolder ``path`` has no manifest."""
         return DamagedCheckpointError(
             f"{path} is incomplete ({self.manifest_name} is missing); {remedy}"
         )
 
     @property
     def _mark(self) -> str:
-        """Suffix of the hidden names that this job uses: a dot and the number of its lease."""
+        """Returns a suffix for the hidden names of this job: a dot and the number of its lease."""
         return "" if self.lease is None else f".{self.lease.number}"
 
     def _require_lease(self) -> None:
@@ -409,8 +411,8 @@ class StepFolders:
     def _discard(self, path: Path) -> None:
         """Removes the file or folder ``path``, to which another process may still be writing.
 
-        A folder is renamed first, so that the other process cannot rename it to its final name.
-        Errors while removing the folder's files are ignored.
+        A folder is first renamed, so that the other process cannot give it its final name. Errors
+        while removing the folder's files are ignored.
         """
         if path.is_file():
             path.unlink(missing_ok=True)
@@ -421,13 +423,16 @@ class StepFolders:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _order(self, step: int) -> Mapping[str, Any]:
-        """Returns manifest entries that identify the checkpoint that was saved before ``step``."""
+        """Returns additional entries for the manifest of ``step``.
+
+        They identify the checkpoint that was saved before.
+        """
         return {}
 
     def _track(self, step: int) -> None:
         """Records ``step`` as the latest step.
 
-        It is called before an earlier checkpoint of the same step is removed.
+        Called before an earlier checkpoint of the same step is removed.
         """
 
     def _name(self, step: int) -> str:
@@ -453,7 +458,7 @@ Manifest = Mapping[str, Any]
 
 
 class CheckpointFolder(StepFolders):
-    """A folder of the trainer's checkpoints.
+    """Folder of the trainer's checkpoints.
 
     Args:
         path: Path of the folder. The folder need not exist.
@@ -467,12 +472,13 @@ class CheckpointFolder(StepFolders):
     )
 
     def latest(self) -> int | None:
-        """Returns the iteration to resume from, or ``None`` if the folder has no checkpoint.
+        """Returns the iteration from which to resume, or ``None`` if there is no checkpoint.
 
-        This is the complete checkpoint that was written last. A run may stop after it renames a
-        checkpoint and before it updates the tracker. Therefore complete checkpoints that were saved
-        after the tracker's checkpoint are considered too. Other checkpoints of later iterations are
-        ignored, because they were written before a run went back with ``--ckpt-step``.
+        The result is the complete checkpoint that was written last. A run may stop after it has
+        renamed a checkpoint and before it has updated the tracker. So complete checkpoints that
+        were saved after the tracker's checkpoint are considered, too. Other checkpoints of later
+        iterations are ignored, because they were written before a run went back with
+        ``--ckpt-step``.
 
         Raises:
             CheckpointError: If the tracker does not contain an iteration, or the path is a file.
@@ -483,7 +489,7 @@ class CheckpointFolder(StepFolders):
         return super().latest() if tracked is None else self._last_after(tracked)
 
     def _tracked(self) -> int | None:
-        """Returns the iteration in the tracker, or ``None`` if there is no tracker."""
+        """Returns the iteration in the tracker, or ``None`` if the folder has no tracker."""
         tracker = self.path / _TRACKER
         if not os.path.lexists(tracker):
             return None
@@ -506,8 +512,8 @@ class CheckpointFolder(StepFolders):
         """Returns the last complete step in the chain of checkpoints that starts at ``tracked``.
 
         Each manifest contains the checksum of the previous checkpoint's manifest, so the
-        checkpoints form a chain. Manifests of earlier versions do not contain this checksum; their
-        checkpoints are considered later if the manifest is newer than the tracker file.
+        checkpoints form a chain. Manifests of earlier versions do not contain this checksum. Their
+        checkpoints are considered later than ``tracked`` if the manifest is newer than the tracker.
         """
         steps = self.steps()
         if tracked not in steps:
@@ -519,11 +525,11 @@ class CheckpointFolder(StepFolders):
         return last
 
     def _follows(self, path: Path, seal: str) -> bool:
-        """Returns whether a checkpoint was saved directly after the checkpoint with ``seal``.
+        """Returns whether the checkpoint ``path`` was saved directly after a given checkpoint.
 
         Args:
             path: Path of the checkpoint to check.
-            seal: Checksum of the earlier checkpoint's manifest.
+            seal: Checksum of the given checkpoint's manifest.
         """
         try:
             follows = self.read_manifest(path).get("follows")
@@ -538,7 +544,7 @@ class CheckpointFolder(StepFolders):
     def _order(self, step: int) -> Mapping[str, Any]:
         try:
             latest = self.latest()
-        except CheckpointError:  # The tracker is damaged and will be replaced.
+        except CheckpointError:  # The tracker is damaged, and will be replaced.
             latest = super().latest()
         if latest is None:
             return {"follows": ""}
@@ -569,16 +575,16 @@ class CheckpointFolder(StepFolders):
         return os.path.lexists(self.path / _TRACKER)
 
     def open(self, iteration: int, *, trust: bool = False) -> tuple[Path, Manifest]:
-        """Returns the path and the manifest of a checkpoint after checking that it is complete.
+        """Checks that a checkpoint is complete, and returns its path and manifest.
 
-        Verifies the checksums of all files except shards (files with tensors). Checksums of shards
-        are verified later, while the shards are read.
+        Verifies the checksums of all files except for shards (files with tensors). Checksums of
+        shards are verified later, when the shards are read.
 
         Args:
             iteration: Iteration of the checkpoint.
-            trust: Whether to accept checkpoints with pickles, from earlier versions or Megatron-LM.
-                For a checkpoint of Megatron-LM, the returned manifest only lists the existing
-                files.
+            trust: Whether to accept checkpoints that contain pickles, from earlier versions or
+                Megatron-LM. For a checkpoint of Megatron-LM, the returned manifest only lists the
+                files that exist.
 
         Raises:
             CheckpointError: If the checkpoint was written by another program or in a newer format,
@@ -619,12 +625,12 @@ class CheckpointFolder(StepFolders):
         return super()._lacks_manifest(path, remedy)
 
     def _is_megatrons(self, path: Path) -> bool:
-        """Returns whether ``path`` is a checkpoint of Megatron-LM in the torch_dist format."""
+        """Returns whether Megatron-LM wrote the checkpoint ``path`` in the torch_dist format."""
         has = {name: (path / name).exists() for name in (self.manifest_name, INDEX, _CORE_METADATA)}
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
-        """Returns advice for users whose checkpoint of ``iteration`` cannot be loaded."""
+        """Returns advice for a user whose checkpoint of ``iteration`` cannot be loaded."""
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
@@ -641,7 +647,7 @@ class CheckpointFolder(StepFolders):
 
 
 class PipelineFolder(StepFolders):
-    """A folder of a ``Pipeline``'s checkpoints.
+    """Folder of the checkpoints of a ``Pipeline``.
 
     Args:
         path: Path of the folder. The folder need not exist.
@@ -655,10 +661,10 @@ class PipelineFolder(StepFolders):
     _trust = "trust_checkpoint=True"
 
     def open(self, step: int | None, *, trust: bool = False) -> tuple[Path, dict[str, Any]]:
-        """Returns the path and the manifest of a checkpoint.
+        """Checks the files of a checkpoint, and returns its path and manifest.
 
         Args:
-            step: Step of the checkpoint; ``None`` for the newest checkpoint.
+            step: Step of the checkpoint, or ``None`` for the newest checkpoint.
             trust: Whether to also accept checkpoints of earlier versions, which contain pickles.
 
         Raises:
@@ -683,7 +689,7 @@ class PipelineFolder(StepFolders):
 
 
 def is_shard(name: str) -> bool:
-    """Returns whether file ``name`` contains tensors, whose checksums are verified on reading."""
+    """Returns whether the file ``name`` contains tensors. Its checksums are verified on reading."""
     return name.endswith(_SHARD)
 
 
@@ -692,12 +698,12 @@ STEP_PREFIXES = (CheckpointFolder._prefix, PipelineFolder._prefix)
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
-    """Returns the checkpoint folder for ``path`` and the steps to use, in ascending order.
+    """Finds the checkpoints at ``path``, and returns their folder and steps in ascending order.
 
     Args:
         path: Path of a folder of checkpoints or of a single checkpoint, written by the trainer or
             by a ``Pipeline``.
-        step: Step to use; ``None`` for all steps in the folder.
+        step: Step to use, or ``None`` for all steps in the folder.
 
     Raises:
         CheckpointError: If there is no such checkpoint.
@@ -721,15 +727,15 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
 def make_pipeline_manifest(
     head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the manifest entries of a ``Pipeline`` checkpoint, except for its format and files.
+    """Returns the manifest entries of a ``Pipeline`` checkpoint, except for format and files.
 
     Args:
         head: Entries that are the same on all ranks: ``step``, ``seed``, ``loss_scale`` and
             ``extra``, plus ``save_id`` if parts of the checkpoint may be on nodes' local disks.
-        parts: One mapping per rank, for ranks that together hold all parameters. ``kind`` is the
-            name of the optimizer, or ``None`` if there is no optimizer. ``groups`` lists each
-            parameter group's options and parameter names. ``plain`` contains the optimizer's
-            non-tensor values by name.
+        parts: One mapping per rank, for ranks that together have all parameters. ``kind`` is the
+            name of the optimizer, or ``None`` if there is no optimizer. ``groups`` lists the
+            options and the parameter names of each parameter group. ``plain`` contains the
+            optimizer's non-tensor values by name.
     """
     names = ("step", "seed", "loss_scale", "extra")
     groups = [group for part in parts for group in part["groups"]]
@@ -743,7 +749,7 @@ def make_pipeline_manifest(
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes ``files`` to ``folder`` and flushes them, so that they survive a power failure.
+    """Writes ``files`` (contents by name) to ``folder``, and flushes them to disk.
 
     Raises:
         OSError: If a file cannot be written.

@@ -10,9 +10,9 @@ Hugging Face modules. Each core tensor is assembled from rows of Hugging Face te
     linear_fc1    gate | up                                  gate_proj, up_proj, or one tensor
     others        the same rows; GPT-2's matrices transposed
 
-The run's settings determine the size of each tensor. A tensor with a different size, or that the
-model does not have, is therefore rejected before it is read. Padding rows of the embedding are zero
-in the core tensor and absent in the Hugging Face tensor. megatron-core decides how core tensors are
+The run's settings determine the size of each tensor. A tensor that has a different size, or that
+the model does not have, is rejected before it is read. Padding rows of the embedding are zero in
+the core tensor and absent in the Hugging Face tensor. megatron-core decides how core tensors are
 sharded. Each rank requests the regions of its shards, so any parallel sizes, partition and
 placement of stages are supported.
 """
@@ -46,8 +46,8 @@ from megatron.adaptive.data.tokenizer import padded_vocab_size
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.lora import MARK
 
-# Names of buffers that older versions of transformers saved. They are ignored, because the trainer
-# computes these buffers.
+# Older versions of transformers saved these buffers. They are ignored, because the trainer computes
+# these buffers.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 COMPANION_FILES = (
     "generation_config.json",
@@ -65,9 +65,9 @@ COMPANION_FILES = (
 )
 """Names of the files that are copied together with a model's ``config.json``, if they exist."""
 DESCRIPTION = "hugging_face"
-"""Name of a checkpoint folder's subfolder that contains the model's configuration and tokenizer."""
+"""Name of the subfolder that contains the model's configuration and tokenizer."""
 _SHARD = "__0_0.distcp"
-# Settings of megatron-core that affect the results of a model with given weights.
+# These settings of megatron-core affect the results of a model with given weights.
 CORE_MEANINGS = (
     "multi_latent_attention",
     "num_moe_experts",
@@ -90,15 +90,15 @@ _HEAD = "output_layer.weight"
 
 
 class ModuleSize(NamedTuple):
-    """Describes the size of a megatron-core module's weight.
+    """Size of the weight of a megatron-core module.
 
     Attributes:
-        blocks: Number of rows of each matrix (block) that is stacked in the module's weight.
+        blocks: Number of rows of each matrix (block) that is stacked in the weight of the module.
             Examples of blocks are the matrices for queries, keys and values.
         columns: Number of columns of the weight; 0 for a vector.
         has_bias: Whether the module has a bias.
         groups: Number of equal parts into which each block is divided. The parts are interleaved:
-            first part 0 of each block, then part 1, and so on.
+            the first part of each block comes first, then the second part of each block, and so on.
         experts: Number of experts that have such a module; 0 if the module is not part of an
             expert.
     """
@@ -116,7 +116,8 @@ class RowRun(NamedTuple):
     Attributes:
         row: Index of the first row in the core tensor.
         count: Number of rows.
-        expert: Index of the expert along the core tensor's first axis; 0 if there are no experts.
+        expert: Index of the expert along the first axis of the core tensor, or 0 if there are no
+            experts.
         name: Name of the Hugging Face tensor.
         first: Index of the first row in the Hugging Face tensor.
         transposed: Whether the Hugging Face tensor is stored transposed.
@@ -131,7 +132,7 @@ class RowRun(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Describes consecutive rows of a module's weight that belong to the same block.
+    """Consecutive rows of a module's weight that belong to the same block.
 
     Attributes:
         row: Index of the first row in the weight.
@@ -147,7 +148,7 @@ class _Run(NamedTuple):
 
 
 class RowRegion(NamedTuple):
-    """Describes a part of a requested region of a core tensor, and the source of its values.
+    """Part of a requested region of a core tensor, and the source of its values.
 
     Attributes:
         rows: Consecutive rows of the core tensor that contain the part.
@@ -163,7 +164,7 @@ class RowRegion(NamedTuple):
 
 
 class CoreTensor(NamedTuple):
-    """Describes the shape and the sources of a core tensor.
+    """Shape and sources of a core tensor.
 
     Attributes:
         experts: Number of experts along the first axis; 0 if the tensor has no expert axis.
@@ -179,13 +180,13 @@ class CoreTensor(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the whole tensor, before sharding."""
+        """Returns the shape of the whole tensor, before sharding."""
         lead = [self.experts] if self.experts else []
         return [*lead, self.height, *([self.columns] if self.columns else [])]
 
 
 def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
-    """Returns the size of each module by name, for the modules of the layer with index ``layer``.
+    """Returns the size of each module in the layer with the index ``layer``, by name.
 
     If ``layer`` is ``None``, returns the sizes of the modules outside of layers.
     """
@@ -228,7 +229,7 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
 
 
 def _attention_sizes(config: TrainerConfig, norm: ModuleSize) -> dict[str, ModuleSize]:
-    """Returns the sizes of the modules in a layer's attention, by name.
+    """Returns the size of each module in a layer's attention, by name.
 
     Args:
         config: Settings of the model.
@@ -266,12 +267,13 @@ def _attention_sizes(config: TrainerConfig, norm: ModuleSize) -> dict[str, Modul
 
 
 def _has_experts(config: TrainerConfig, layer: int) -> bool:
-    # Multi-token prediction layers are numbered after the last layer, and have its structure.
+    # Multi-token prediction layers are numbered after the last layer, and have the same structure
+    # as that layer.
     return config.expert_layers[min(layer, config.model.num_layers - 1)]
 
 
 def core_tensors(config: TrainerConfig, family: Family) -> dict[str, CoreTensor]:
-    """Describes the core tensors of a model, by their names in a checkpoint and in model order.
+    """Describes the megatron-core tensors of a model, in model order, by name in a checkpoint.
 
     Args:
         config: Settings of the model. ``vocab_size`` is the number of rows in the Hugging Face
@@ -317,10 +319,10 @@ def _predictions(config: TrainerConfig, family: Family) -> int:
 
 
 def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
-    """Returns the name of the original tensor for each duplicated Hugging Face tensor.
+    """Returns the name of the original tensor for each Hugging Face tensor that is a duplicate.
 
-    Duplicated tensors are an output matrix (head) that is tied to the embedding, and the copies of
-    embedding and head in each multi-token prediction layer.
+    Duplicates are an output matrix (head) that is tied to the embedding, and the embedding and head
+    in each multi-token prediction layer.
     """
     (embedding,) = family.outer_modules["embedding.word_embeddings"]
     (output,) = family.outer_modules["output_layer"]
@@ -337,9 +339,10 @@ def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
 
 
 def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
-    """Returns the name under which a checkpoint stores ``module`` of the layer ``layer``.
+    """Returns the name that the module ``module`` of the layer ``layer`` has in a checkpoint.
 
-    megatron-core saves some normalization layers under the name of the linear layer that follows.
+    megatron-core saves some normalization layers under the name of the linear layer that follows
+    them.
     """
     engine = config.model.transformer_impl != "local"
     latent = config.core.multi_latent_attention
@@ -366,11 +369,11 @@ def _add(
     """Adds a module's weight and bias to ``tensors``.
 
     Args:
-        tensors: Shape and sources of each core tensor, by name. Entries are added.
+        tensors: Shape and sources of each core tensor, by name. New entries are added.
         module: Name of the module in its layer.
         size: Size of the module's weight.
-        sources: Names of the Hugging Face modules that make up the module. There is either one name
-            for each block or a single name for all blocks.
+        sources: Names of the Hugging Face modules that make up the module: either one name for each
+            block, or a single name for all blocks.
         family: Family of the model, which defines how Hugging Face stores the model's matrices.
         saved: Name of the module in a checkpoint.
     """
@@ -393,12 +396,12 @@ def _add(
 
 
 def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
-    """Yields runs of consecutive rows of a module's weight that come from the same block.
+    """Yields groups of consecutive rows of a module's weight that belong to the same block.
 
     Args:
         size: Size of the module's weight.
         is_one: Whether the Hugging Face tensor has its rows in the same order. If so, all rows are
-            yielded as one run.
+            yielded as one group.
     """
     if is_one:
         yield _Run(0, sum(size.blocks), 0, 0)
@@ -412,7 +415,7 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
 
 
 def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes, by name, of the Hugging Face tensors that make up ``tensors``."""
+    """Returns the shape of each Hugging Face tensor that is part of ``tensors``, by name."""
     heights: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     order: dict[str, int] = {}
@@ -422,13 +425,13 @@ def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[in
             shape = (height, tensor.columns) if tensor.columns else (height,)
             shapes[run.name] = shape[::-1] if run.transposed else shape
             order.setdefault(run.name.rpartition(".")[0], len(order))
-    # Sort by module, in the model's order. The bias of a module follows its weight.
+    # Sort by module, in the order of the model. The bias of a module follows its weight.
     names = sorted(shapes, key=lambda name: (order[name.rpartition(".")[0]], name[-4:] == "bias"))
     return {name: shapes[name] for name in names}
 
 
 class HuggingFaceReader:
-    """Context manager that assembles core tensors from a Hugging Face folder.
+    """Assembles core tensors from a Hugging Face folder. Use it as a context manager.
 
     Args:
         folder: Folder of the Hugging Face model.
@@ -439,8 +442,8 @@ class HuggingFaceReader:
 
     Raises:
         ConfigError: If the trainer does not support the model.
-        CheckpointError: If the folder lacks tensors of the model, or has tensors that the model
-            does not have.
+        CheckpointError: The folder lacks tensors of the model, or has tensors that the model does
+            not have.
     """
 
     def __init__(self, folder: Path, config: TrainerConfig) -> None:
@@ -478,7 +481,7 @@ class HuggingFaceReader:
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
     def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
-        """Reads a region of a core tensor into ``target``, and sets its padding rows to zero.
+        """Reads a region of a core tensor into ``target``, and sets the padding rows to zero.
 
         Args:
             name: Name of the core tensor.
@@ -495,12 +498,12 @@ class HuggingFaceReader:
 
     @property
     def about(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each Hugging Face tensor, by name, in the model's order."""
+        """Returns the dtype and shape of each Hugging Face tensor, by name, in model order."""
         entries = {name: self._folder.tensors[stored] for name, stored in self._names.items()}
         return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
 
     def read_hugging_face(self, name: str) -> torch.Tensor:
-        """Reads the whole Hugging Face tensor ``name`` from the folder."""
+        """Reads the whole Hugging Face tensor ``name`` from the folder, and returns it."""
         dtype, shape = self.about[name]
         target = torch.empty(shape, dtype=dtype)
         columns = target if len(shape) > 1 else target[:, None]
@@ -508,11 +511,14 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Checks names and shapes. Returns each Hugging Face tensor's name in the folder."""
+        """Checks the tensors in the folder, and returns their names by Hugging Face name.
+
+        The names in the folder may lack a prefix. ``shapes`` contains the expected shapes by name.
+        """
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
-        # If a folder contains a model without its head, all names lack their first part
-        # (``model.``).
+        # All names lack their first part (``model.``) if the folder contains a model without its
+        # head.
         is_bare = not any(name.startswith(base) for name in there)
         names = {name: name.removeprefix(base) if is_bare else name for name in shapes}
         missing = [name for name, stored in names.items() if stored not in there]
@@ -544,7 +550,7 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether the tensor ``name`` duplicates another tensor of the model.
+        """Returns whether the tensor ``name`` is a copy of another tensor of the model.
 
         Raises:
             CheckpointError: If the values of the two tensors differ.
@@ -574,14 +580,14 @@ class HuggingFaceReader:
 
 
 def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
-    """Divides a region of a core tensor into parts that each come from one Hugging Face tensor.
+    """Divides a region of a core tensor into parts that each come from a single source tensor.
 
     Rows of the region that are vocabulary padding are set to zero.
 
     Args:
         tensor: Shape and sources of the core tensor.
         offset: Index of the region's first element along each axis of the core tensor.
-        target: Tensor with the shape of the region.
+        target: Tensor with the shape of the region, of which the parts are views.
 
     Yields:
         Parts of the region, each with a view of its memory in ``target``.
@@ -594,7 +600,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
     end = start[1] + target.shape[1]
     if end > tensor.height:
         target[:, max(0, tensor.height - begin) :].zero_()
-    # The division is exact, because tensor.rows is ordered by expert.
+    # This division has no remainder, because tensor.rows is ordered by expert.
     each = len(tensor.rows) // (tensor.experts or 1)
     for run in tensor.rows[each * start[0] : each * (start[0] + target.shape[0])]:
         low = max(begin, run.row)
@@ -605,10 +611,10 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
 
 
 def check_folder(folder: Path, config: TrainerConfig) -> None:
-    """Checks that ``folder`` contains the tensors of a model, reading only the files' headers.
+    """Checks that ``folder`` contains the tensors of a model. Reads only the headers of the files.
 
     Raises:
-        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
+        AdaptiveError: :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
             fewer rows than the embedding in the folder.
     """
     with HuggingFaceReader(folder, config) as reader:
@@ -616,7 +622,8 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
             reader.dtype(name)
         multiple = config.model.make_vocab_size_divisible_by
         ranks = config.parallel.tensor_model_parallel_size
-        # The vocab_size of NullTokenizer does not include the end-of-document token, so add it.
+        # The vocab_size of NullTokenizer does not include the end-of-document token, so add this
+        # token.
         ids = (config.data.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
         rows = padded_vocab_size(ids, multiple, ranks)
         _require_rows(rows, reader, config, folder)
@@ -625,7 +632,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
 def _require_rows(
     rows_here: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
 ) -> None:
-    """Raises ConfigError if the run's embedding has fewer rows than the embedding in the folder."""
+    """Raises ConfigError if ``rows_here``, the rows of the run's embedding, are too few."""
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
             f"--vocab-size {config.data.vocab_size} results in {rows_here} embedding rows, but "
@@ -634,10 +641,10 @@ def _require_rows(
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Loads weights from a Hugging Face folder into ``chunks``, the chunks of this rank.
+    """Loads weights from a Hugging Face folder into ``chunks``, the model chunks of this rank.
 
     Raises:
-        AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
+        AdaptiveError: :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
             fewer rows than the embedding in the folder.
     """
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
@@ -657,7 +664,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
 
     Args:
         folder: Folder of the Hugging Face model.
-        output: Folder for checkpoints, which must not contain any checkpoints yet.
+        output: Folder for the checkpoint, which must not contain any checkpoints yet.
         config: Settings of the model.
 
     Returns:
@@ -710,11 +717,11 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
 
 
 def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
-    """Returns the entries of a checkpoint's index, one for each tensor or each expert's part of it.
+    """Returns the index entries of a checkpoint: one per tensor, or one per expert of a tensor.
 
     Args:
         reader: Reader of the Hugging Face folder.
-        rows: Number of rows of the embedding, including padding.
+        rows: Number of rows of the embedding, including padding rows.
     """
     entries: list[Entry] = []
     for name, tensor in reader.tensors.items():
@@ -734,10 +741,11 @@ def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
 def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
     """Copies a model's configuration and tokenizer to the folder ``checkpoints``.
 
-    If ``checkpoints`` already has these files, they are not changed.
+    Existing copies of these files are not changed.
 
     Args:
-        sources: Folders to search. Files are copied from the first folder that has a configuration.
+        sources: Folders to search. Files are copied from the first folder that contains a
+            configuration.
         checkpoints: Folder of checkpoints.
 
     Raises:
@@ -757,10 +765,10 @@ def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
 
 
 def carry_flags(config: TrainerConfig) -> None:
-    """Writes the model's flags to the ``--save`` folder, from which ``evaluate`` builds the model.
+    """Writes the model's flags to the ``--save`` folder, so that ``evaluate`` can build the model.
 
-    If the run trains adapters, its checkpoints do not contain the base model's weights. The flags
-    then also specify the base model's folder. An existing file is not replaced.
+    If the run trains adapters, its checkpoints do not contain the weights of the base model. The
+    flags then also contain the folder of the base model. An existing file is not replaced.
 
     Raises:
         OSError: If the file cannot be written.

@@ -1,8 +1,8 @@
 """Builds a manifest for checkpoints that Megatron-LM wrote.
 
-Megatron-LM saves a run's command-line arguments with the state that all ranks share. The manifest
-contains the arguments that determine the model's weights and how they are used. They are compared
-with the settings of the run that loads the checkpoint, like those of this program's checkpoints.
+Megatron-LM saves the command-line arguments of a run with the state that all ranks share. The
+manifest contains the arguments that determine the model's weights and how they are used. These are
+compared with the settings of the run that loads the checkpoint, as for checkpoints of this program.
 Random states are not read, because dropout depends only on the seed and the position of each
 microbatch.
 """
@@ -17,7 +17,7 @@ from megatron.adaptive.checkpoint.folder import Manifest
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# Settings that determine which weights the model has, and their shapes.
+# These settings determine which weights the model has, and their shapes.
 SHAPES = (
     "num_layers",
     "hidden_size",
@@ -36,7 +36,7 @@ SHAPES = (
     "add_qkv_bias",
     "untie_embeddings_and_output_weights",
 )
-# Settings that change the computation but not the shapes of the weights. They may differ if
+# These settings change the computation, but not the shapes of the weights. They may differ if
 # --finetune is used.
 MEANINGS = (
     "parallel_residual",
@@ -56,7 +56,7 @@ MEANINGS = (
     "logit_softcap",
     "moe_router_group_best",
 )
-# Arguments of Megatron-LM that are copied to the manifest. The keys are the names of groups of
+# These arguments of Megatron-LM are copied to the manifest. The keys are the names of groups of
 # settings in this program.
 _COMPARED = {
     "model": (
@@ -78,17 +78,17 @@ _RESHARDABLE = "fully_reshardable"
 def make_manifest(
     path: Path, files: Mapping[str, int], common: Mapping[str, Any], config: TrainerConfig
 ) -> Manifest:
-    """Builds the manifest that a checkpoint written by Megatron-LM lacks.
+    """Builds the manifest that is missing in a checkpoint written by Megatron-LM.
 
     Args:
         path: Path of the checkpoint.
         files: Size in bytes of each file of the checkpoint, by name.
         common: State that all ranks share, as read from ``common.pt``.
-        config: Settings of the run that loads the checkpoint. They replace arguments that the
-            checkpoint lacks.
+        config: Settings of the run that loads the checkpoint. They are used for arguments that the
+            checkpoint does not contain.
 
     Raises:
-        CheckpointError: If ``common`` lacks a value that every checkpoint of Megatron-LM has.
+        CheckpointError: ``common`` lacks a value that every checkpoint of Megatron-LM contains.
     """
     try:
         arguments = vars(common["args"])
@@ -130,7 +130,8 @@ def require_reshardable(path: Path, content: Mapping[str, Any]) -> None:
         content: Content metadata of the checkpoint, from Megatron-LM.
 
     Raises:
-        CheckpointError: If the state can only be loaded with the parallel sizes of the saving run.
+        CheckpointError: The state can only be loaded with the parallel sizes of the run that saved
+            it.
     """
     if content.get(_SHARDING, _RESHARDABLE) != _RESHARDABLE:
         raise CheckpointError(

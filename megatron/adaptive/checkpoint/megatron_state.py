@@ -36,35 +36,34 @@ from megatron.adaptive.checkpoint.writer import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# Options for megatron-core. It then saves a key per layer, so that the checkpoint can be loaded
-# with any partition of the layers. It also saves optimizer state in the shape of the parameters, so
-# that the state can be loaded with any parallel sizes.
+# These options make megatron-core save a key per layer, so that the checkpoint can be loaded with
+# any partition of the layers. It also saves optimizer state in the shape of the parameters, so that
+# the state can be loaded with any parallel sizes.
 METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
 
-# Settings of a parameter group that, together with lr_mult, identify the group in a checkpoint for
-# megatron-core. From version 0.18 on, they include limits of the learning rate and the weight
-# decay.
+# megatron-core identifies a parameter group in a checkpoint by these settings and lr_mult. From
+# version 0.18 on, they include limits of the learning rate and the weight decay.
 _GROUP_KEYS = frozenset(
     "wd_mult is_expert_parallel is_decoupled_lr max_lr min_lr start_wd end_wd optimizer".split()
 )
 
 _LOG = logging.getLogger(__name__)
-# The state of a GPU generator is smaller than this limit, and the state of a CPU generator is
-# larger.
+# The state of a GPU generator is smaller than this number of bytes, and the state of a CPU
+# generator is larger.
 _GPU_STATE_BYTES = 64
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Keys under which the state of a second optimizer is saved: the optimizer for experts, or the
+# The state of a second optimizer is saved under these keys. It is the optimizer for experts, or the
 # optimizer for all weights that muon does not train.
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
-# Names the flags that set the scheduler's settings in a checkpoint, for error messages.
+# Error messages use these flags for the settings of the scheduler in a checkpoint.
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -79,7 +78,7 @@ _SCHEDULE_FLAGS = {
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Returns the number of rows of the embedding, also on ranks that do not hold the embedding."""
+    """Returns the number of rows of the embedding. Also works on ranks without the embedding."""
     return int(unwrap_model(chunks[0]).vocab_size)
 
 
@@ -103,7 +102,7 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 def sharded_model(
     chunks: Sequence[torch.nn.Module], metadata: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the weights of ``chunks`` with their offsets in the tensors of the whole model."""
+    """Returns the weights of ``chunks``, each with its position in the whole model."""
     return {
         f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
@@ -111,11 +110,11 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Removes duplicates of this rank's tensors from ``whole``, a state that will be saved.
+    """Returns the state ``whole``, which will be saved, without duplicates of this rank's tensors.
 
-    If the first and last stage are on the same rank, both copies of a tied embedding, and of its
-    optimizer state, have the same name. megatron-core selects one rank to write the tensors with
-    this name, and that rank would write both copies.
+    If the first and the last stage are on the same rank, both copies of a tied embedding, and of
+    its optimizer state, have the same name. megatron-core selects one rank to write the tensors
+    with this name, and this rank would write both copies.
     """
     kept: dict[tuple[str, tuple[int, ...]], ShardedTensor] = {}
     copies: set[int] = set()
@@ -134,11 +133,11 @@ def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Gives each tensor of the state ``loaded`` separate memory, and returns the changed state.
+    """Gives each tensor in ``loaded`` separate memory, and returns the changed state.
 
     If a rank has two tensors with the same name, such as the copies of a tied embedding,
-    megatron-core's parallel load returns the same memory for both. The optimizer would then update
-    that memory twice.
+    megatron-core's parallel load returns the same memory for both tensors. The optimizer would then
+    update this memory twice.
     """
     seen: set[int] = set()
 
@@ -156,7 +155,7 @@ def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
 def load_model(
     chunks: Sequence[torch.nn.Module], state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Copies the weights from the loaded state ``state`` into ``chunks``.
+    """Copies the weights from ``state``, a loaded state, into ``chunks``.
 
     Args:
         chunks: Model chunks of this rank, one for each of its pipeline stages.
@@ -164,14 +163,14 @@ def load_model(
         strict: Whether the state must contain all weights of the chunks.
     """
     for index, chunk in enumerate(chunks):
-        # An empty stage has no weights, and therefore no entry in the loaded state.
+        # An empty stage has no weights, so the loaded state has no entry for it.
         unwrap_model(chunk).load_state_dict(state.get(f"model{index}", {}), strict=strict)
 
 
 def sharded_optimizer(
     optimizer: Any, model_state: Mapping[str, Any], metadata: Mapping[str, Any], *, loading: bool
 ) -> dict[str, Any]:
-    """Returns the optimizer's state with offsets in the tensors of the whole model.
+    """Returns the optimizer's state, with the position of each tensor in the whole model.
 
     With expert parallelism, experts have a separate optimizer. With muon, all weights that muon
     does not train, such as biases, have a separate optimizer. The tensors of this second optimizer
@@ -182,16 +181,16 @@ def sharded_optimizer(
         optimizer: megatron-core's optimizer.
         model_state: Sharded weights, from :func:`sharded_model`.
         metadata: Metadata that was passed to :func:`sharded_model`.
-        loading: Whether the state is used to load a checkpoint. In that case, only shapes and
-            offsets matter.
+        loading: Whether the state is used to load a checkpoint. If so, only shapes and offsets
+            matter.
     """
     states: list[dict[str, Any]] = []
     for leaf in _leaves(optimizer):
         distributed = isinstance(leaf, DistributedOptimizer)
         fill_state(leaf)
         with _step_for_empty_rank(leaf):
-            # Non-distributed optimizers initialize missing state themselves if is_loading is True.
-            # This fails for SGD, and loses the step count of torch's Adam.
+            # Non-distributed optimizers create missing state themselves if is_loading is True. This
+            # fails for SGD, and loses the step count of torch's Adam.
             state: dict[str, Any] = leaf.sharded_state_dict(
                 model_state, is_loading=loading and distributed, metadata=dict(metadata)
             )
@@ -204,11 +203,11 @@ def sharded_optimizer(
 
 @dataclass(frozen=True, kw_only=True)
 class StateParts:
-    """Holds a rank's state, split into tensors, objects and common values.
+    """State of a rank, split into tensors, objects and common values.
 
     Attributes:
         pieces: Parts of tensors, by name and offset in the whole tensor.
-        objects: Lists of non-tensor values, by megatron-core's name.
+        objects: Lists of non-tensor values, by name in megatron-core.
         common: Values that all ranks share, by name.
     """
 
@@ -220,12 +219,12 @@ class StateParts:
     def of(
         cls, sharded_state_dict: dict[str, Any], common: dict[str, Any], *, is_whole: bool
     ) -> StateParts:
-        """Splits the state ``sharded_state_dict`` of megatron-core into parts.
+        """Splits ``sharded_state_dict``, a state of megatron-core, into parts.
 
         Args:
             sharded_state_dict: Nested dictionary whose leaves are shards.
             common: Values that all ranks share, by name.
-            is_whole: Whether to keep shards that another rank also writes.
+            is_whole: Whether to keep shards that are also written by another rank.
         """
         parts = cls(pieces={}, objects={}, common=common)
         by_name, _, _ = _replace_state_dict_keys_with_sharded_keys(
@@ -242,10 +241,10 @@ class StateParts:
         return parts
 
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
-        """Returns whether these parts can be reused to save later steps.
+        """Returns whether these parts can be reused for saving later steps.
 
-        They can be reused if each tensor shares memory with a weight or with optimizer state, and
-        all objects except the random states are empty.
+        This is the case if each tensor shares memory with a weight or with optimizer state, and all
+        objects except for the random states are empty.
         """
         empty = (data for name, data in self.objects.items() if not name.startswith(f"{RNG}/"))
         if not all(_is_nothing(value) for data in empty for value in data):
@@ -257,14 +256,20 @@ class StateParts:
 
 
 def _is_nothing(data: Any) -> bool:
-    """Returns whether a layer's extra state is empty, as it is without 8-bit formats."""
+    """Returns whether ``data``, a layer's extra state, is empty.
+
+    It is empty without 8-bit formats.
+    """
     if isinstance(data, io.BytesIO):
         return not data.getbuffer().nbytes
     return data is None or (isinstance(data, torch.Tensor) and not data.numel())
 
 
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
-    """Returns the memory addresses of all weights and optimizer state, to detect moved tensors."""
+    """Returns the memory addresses of all weights and optimizer state.
+
+    If tensors have moved since the last call, the addresses differ.
+    """
     return [tensor.data_ptr() for tensor in _state_tensors(chunks, optimizer)]
 
 
@@ -286,7 +291,7 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
-    """Updates the optimizer's non-tensor values in a state that is reused for a save.
+    """Updates the optimizer's non-tensor values in ``common``, a state that is saved again.
 
     Args:
         common: Part of the optimizer's state that all ranks share. It is changed in place.
@@ -314,25 +319,25 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Returns whether ``optimizer`` has parameters on this rank (an empty stage has none)."""
+    """Returns whether ``optimizer`` has parameters on this rank. It has none for an empty stage."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Copies a loaded state with the keys of :func:`sharded_optimizer` into ``optimizer``.
+    """Copies the loaded ``state``, with the keys of :func:`sharded_optimizer`, into ``optimizer``.
 
     Tensors and the step count come from the checkpoint. Hyperparameters, such as betas, weight
     decay multipliers and learning rate limits, keep the values of this run's settings.
     """
     first, *rest = _leaves(optimizer)
     second = state.pop(_second(optimizer), {})
-    _move_step_to_groups(state)  # Megatron-LM saves the step count outside of the groups.
+    _move_step_to_groups(state)  # Megatron-LM saves the step count outside of the parameter groups.
     step = _steps_of(state)
     if rest and not _has_muon(optimizer):
-        # Runs without expert parallelism do not save the groups of experts, so use this run's
-        # groups.
+        # Runs without expert parallelism do not save the groups of experts, so use the groups of
+        # this run.
         (leaf,) = rest
         tree = second.setdefault("optimizer", {}) if "optimizer" in leaf.state_dict() else second
         groups = leaf.optimizer.state_dict()["param_groups"]
@@ -352,7 +357,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
     inner = leaf.optimizer
     kept = [_without(group, "params", "step") for group in inner.param_groups]
     # Give each group a unique lr_mult. Saved and current groups have the same order on all ranks,
-    # but megatron-core matches them by their multipliers, which are equal for groups with and
+    # but megatron-core matches groups by their multipliers, which are equal for groups with and
     # without a decoupled learning rate.
     tree = state.get("optimizer", state)
     saved = tree["param_groups"]
@@ -363,7 +368,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
         group_here["lr_mult"] = group_saved["lr_mult"] = float(index)
         for name in _GROUP_KEYS.intersection(group_here, group_saved):
             group_saved[name] = group_here[name]
-    # Load param_state separately, because megatron-core would expect the step of Adam in it.
+    # Load param_state separately, because megatron-core would expect Adam's step count in it.
     shards = state.pop("param_state", None) if isinstance(leaf, DistributedOptimizer) else None
     with _step_for_empty_rank(leaf):
         leaf.load_state_dict(state)
@@ -375,7 +380,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
 
 
 def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> None:
-    """Checks that a checkpoint has the same number of parameter groups as this rank's optimizer.
+    """Checks that a checkpoint has as many parameter groups as this rank's optimizer.
 
     Args:
         optimizer: megatron-core's optimizer.
@@ -409,11 +414,10 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
 
 
 def _leaves(optimizer: Any) -> list[Any]:
-    """Returns the list of optimizers in the chain ``optimizer`` of megatron-core.
+    """Returns the list of optimizers in megatron-core's chained optimizer ``optimizer``.
 
-    Without expert parallelism and muon, there is one optimizer. With expert parallelism, a second
-    optimizer follows, for the experts. With muon, a second optimizer follows, for all weights that
-    muon does not train.
+    Usually, there is one optimizer. With expert parallelism, a second optimizer follows, for the
+    experts. With muon, a second optimizer follows, for all weights that muon does not train.
     """
     return list(optimizer.chained_optimizers)
 
@@ -423,7 +427,7 @@ def _has_muon(optimizer: Any) -> bool:
 
 
 def _second(optimizer: Any) -> str:
-    """Returns the key under which the state of the second optimizer in the chain is saved."""
+    """Returns the key under which the state of the second optimizer is saved."""
     return _SCALARS if _has_muon(optimizer) else _EXPERTS
 
 
@@ -436,10 +440,10 @@ def _is_torch_adam(leaf: Any) -> bool:
 
 
 def fill_state(leaf: Any) -> None:
-    """Creates the state of each parameter of ``leaf``, as the first step would.
+    """Creates the optimizer state of each parameter in ``leaf``, as the first step would.
 
-    A checkpoint then has the same entries before and after the first step. With float16, the first
-    step may be skipped for a dozen iterations because gradients overflow.
+    A checkpoint then has the same entries before and after the first step. With float16, no step
+    may happen in the first dozen iterations because gradients overflow.
     """
     inner = leaf.optimizer
     if leaf.init_state_fn is not None:
@@ -452,8 +456,8 @@ def fill_state(leaf: Any) -> None:
             if _is_torch_adam(leaf):
                 state = inner.state[parameter]
                 step = state.get("step", torch.tensor(float(group.get("step", 0))))
-                # Fused Adam requires the step count on the device. Other implementations of Adam
-                # save the step count from host memory.
+                # Fused Adam requires the step count to be on the device. Other implementations of
+                # Adam keep it in host memory.
                 state["step"] = step.to(parameter.device) if group.get("fused") else step
 
 
@@ -475,11 +479,11 @@ def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
-    """Gives the distributed optimizer a step count if this rank has no parameters.
+    """Gives the distributed optimizer ``leaf`` a step count if this rank has no parameters.
 
-    With torch's Adam, megatron-core reads the step count from the state of a parameter, which would
-    fail on a rank without parameters. A rank has no parameters if its stage is empty, or if there
-    are more data-parallel ranks than elements.
+    With torch's Adam, megatron-core reads the step count from the state of a parameter, which fails
+    on a rank without parameters. A rank has no parameters if its stage is empty, or if there are
+    more data-parallel ranks than elements.
     """
     key = "step of a rank without parameters"
     inner = leaf.optimizer
@@ -494,12 +498,12 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
 
 
 def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
-    """Loads the distributed optimizer's main weights and moments on this rank.
+    """Loads this rank's shards of the distributed optimizer's main weights and moments.
 
-    megatron-core copies each entry of a parameter's state. With torch's Adam, the state includes
-    the step count, which is not among the saved entries. megatron-core would also use a single step
-    tensor for all parameters, and each parameter would increment it. This function therefore sets
-    the step counts aside, and then gives each parameter its own copy.
+    megatron-core copies each entry of a parameter's state. With torch's Adam, this state includes
+    the step count, which is not among the saved entries. megatron-core would also use the same step
+    tensor for all parameters, and each parameter would increment it. So this function sets the step
+    counts aside, and then gives each parameter a separate copy.
     """
     inner = leaf.optimizer
     torch_adam = _is_torch_adam(leaf)
@@ -510,15 +514,15 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
 
 def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Sets the schedules of learning rate and weight decay to the number of samples in ``saved``.
+    """Sets the schedules of learning rate and weight decay to the progress in ``saved``.
 
     Raises:
-        CheckpointError: If the schedule differs from the checkpoint's schedule, and no flag selects
-            one of the two schedules.
+        CheckpointError: The schedule differs from the schedule in the checkpoint, and no flag
+            selects one of these two schedules.
     """
     settings_here = scheduler.state_dict()
     if _constant_decay(settings_here) and _constant_decay(saved):
-        # Ignore the number of steps, which has no effect on a constant weight decay.
+        # Ignore the number of steps, because it has no effect on a constant weight decay.
         saved = {**saved, "wd_incr_steps": settings_here["wd_incr_steps"]}
     different = [name for name in _SCHEDULE_FLAGS if saved[name] != settings_here[name]]
     free = scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler
@@ -537,7 +541,8 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
         if group["default_config"]:
             group["max_lr"] = scheduler.max_lr
             group["min_lr"] = scheduler.min_lr
-    scheduler.step(0)  # This call updates the groups' weight decay, which loading does not change.
+    # Loading does not change the weight decay of the groups, so update it with this call.
+    scheduler.step(0)
 
 
 def _constant_decay(state: Mapping[str, Any]) -> bool:
@@ -545,7 +550,7 @@ def _constant_decay(state: Mapping[str, Any]) -> bool:
 
 
 def sharded_rng(config: TrainerConfig) -> ShardedObject:
-    """Returns the random states of this rank, for runs with the same parallel sizes."""
+    """Returns the random states of this rank. Runs with the same parallel sizes can load them."""
     shape, position = _mesh_position(config)
     state = {
         "python": random.getstate(),
@@ -558,10 +563,10 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
 
 
 def load_rng(state: Mapping[str, Any]) -> None:
-    """Sets the random states of this rank to ``state``.
+    """Restores the random states of this rank from ``state``.
 
     If the states were saved on a different type of device, logs a warning and keeps the device's
-    current state, because CPU and GPU generators cannot use each other's states.
+    current state, because CPU and GPU generators cannot load each other's states.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -583,7 +588,7 @@ def load_rng(state: Mapping[str, Any]) -> None:
 
 
 def _mesh_position(config: TrainerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the pipeline, tensor and data-parallel sizes, and this rank's index in each."""
+    """Returns the pipeline, tensor and data-parallel sizes, and this rank's index in each group."""
     if config.parallel.unequal_sizes is not None:
         # Stages with different numbers of ranks do not form a grid, so use the global rank as the
         # only index.

@@ -15,8 +15,8 @@
 
 A checkpoint can be loaded once it is complete in shared storage. After that, the node's local disk
 is a faster source of the same files. The local disk also allows a new run to finish an upload that
-the previous run did not finish. Each rank uploads some of its node's files. About once per second,
-all ranks exchange errors, and whether any rank has more to upload.
+the previous run did not finish. Each rank uploads some of the files on its node. About once per
+second, all ranks exchange errors, and whether they have more files to upload.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MANIFEST = "local.json"
 # complete.
 _KEPT = 2
 _LOOK_S = 10.0
-_END_S = 5.0  # An abandoned upload has this many seconds to stop.
+_END_S = 5.0  # An abandoned upload gets this number of seconds to stop.
 _ROUND_S = 1.0
 
 
@@ -60,7 +60,7 @@ Stored = Mapping[str, Any]
 
 
 class _NodeFolder(StepFolders):
-    """A folder on a node's local disk with the checkpoint files written by the node's ranks."""
+    """Folder on a node's local disk that contains the checkpoint files of the node's ranks."""
 
     manifest_name = _MANIFEST
 
@@ -71,18 +71,19 @@ class LocalDisk:
     All ranks must call each method together.
 
     Args:
-        job: Rank, process groups and environment. The job's timeout also limits how long to wait
-            for uploads.
+        job: Rank, process groups and environment. The job's timeout is also the maximum time to
+            wait for uploads.
         shared: Folder of checkpoints in shared storage. No other program may write to it.
         base: Folder on the local disk of each node.
-        keep: Number of complete checkpoints to keep, on local disks and in shared storage; ``None``
-            to keep all in shared storage, and the last two on local disks.
+        keep: Number of complete checkpoints to keep, both on local disks and in shared storage.
+            With ``None``, all are kept in shared storage, and the last two on local disks.
 
     Attributes:
         shared: Folder of checkpoints in shared storage.
-        done: Queue of (step, path) of the checkpoints that have become complete in shared storage.
+        done: Queue of (step, path) pairs of checkpoints that have become complete in shared
+            storage.
         resumed: Step from which the run resumed. Later steps on the local disk are outdated,
-            because the run repeats them. The first save removes them from the disk.
+            because the run repeats these steps. The first save removes them.
     """
 
     def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
@@ -117,8 +118,8 @@ class LocalDisk:
             ranks: Group of all ranks. No other communication may use it during the call.
 
         Returns:
-            True if the checkpoint is on the local disks. If False, no upload is running, so the
-            caller can write the checkpoint to shared storage directly.
+            True if the checkpoint is on the local disks. If False, no upload is running, and the
+            caller can write the checkpoint directly to shared storage.
 
         Raises:
             CheckpointError: If an earlier upload does not finish within the job's timeout.
@@ -209,20 +210,21 @@ class LocalDisk:
                 self._warn("%s; resuming from iteration %d", error, newest)
                 return
             if upload.failure is None:
-                self.done.get()  # Remove the entry, because this run did not write the checkpoint.
+                # Remove the entry, because this run did not write the checkpoint itself.
+                self.done.get()
                 return
 
     def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
-        """Returns the paths by name of the checkpoint's files that are on this node's local disk.
+        """Returns the paths of a checkpoint's files that are on this node's local disk, by name.
 
         Args:
             step: Step of the checkpoint.
-            save_id: Identifier of the save; empty if local disks have no files from it.
-            files: Size in bytes of each of the checkpoint's files, by name.
+            save_id: Identifier of the save, or empty if local disks have no files of the save.
+            files: Size in bytes of each file of the checkpoint, by name.
         """
         sizes: dict[str, int] = {}
         folder = self._folder.complete_path(step)
-        # After an error, all files are read from shared storage.
+        # If an error occurs here, all files are read from shared storage.
         with contextlib.suppress(OSError):
             manifest = self._stored().get(step)
             if save_id and manifest is not None and manifest["save_id"] == save_id:
@@ -249,7 +251,7 @@ class LocalDisk:
         """Writes the checkpoint of ``step`` to the local disks.
 
         Returns:
-            Manifest of the checkpoint, and names of the files that each rank will upload.
+            Manifest of the checkpoint, and the names of the files that each rank has to upload.
         """
         partial = self._folder.partial_path(step)
         try:
@@ -293,7 +295,7 @@ class LocalDisk:
     def _require_lease(self) -> None:
         """Raises LeaseTakenError if another job has taken over the folder in shared storage.
 
-        Otherwise a rank that was suspended could overwrite the other job's files.
+        Without this check, a rank that was suspended could overwrite files of the other job.
         """
         lease = self._job.leases.get(self.shared.path.resolve())
         # An error of shared storage must not prevent writing to local disks.
@@ -309,7 +311,7 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Waits until the running upload succeeds or fails.
+        """Waits until the running upload has succeeded or failed, but not longer than ``until_s``.
 
         Raises:
             CheckpointError: If the upload does not stop in time.
@@ -334,10 +336,11 @@ class LocalDisk:
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
-        """Returns the checkpoint files on this disk that belong to steps after ``latest``.
+        """Returns the checkpoint files on this disk whose steps are later than ``latest``.
 
         Each key consists of the step and the identifier of the save. Each value consists of the
-        sizes of the files by name, and the manifest, which is ``None`` except on one rank per node.
+        sizes of the files by name, and the manifest. The manifest is ``None`` except on one rank
+        per node.
         """
         return {
             (step, manifest["save_id"]): (
@@ -349,12 +352,12 @@ class LocalDisk:
         }
 
     def _stored(self) -> dict[int, Stored]:
-        """Returns the readable manifests on this node's disk, by step."""
+        """Returns all readable manifests on this node's disk, by step."""
         manifests: dict[int, Stored] = {}
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
                 body = self._folder.read_manifest(path)
-                # Manifests of earlier versions store most entries in a nested mapping.
+                # Manifests of earlier versions contain most entries in a nested mapping.
                 stored = {**body.pop("told", {}), **body, "step": step}
                 if stored["files"] and stored["save_id"]:
                     manifests[step] = stored
@@ -373,15 +376,15 @@ class BackgroundWrite(threading.Thread):
     """Thread that writes one checkpoint while training continues.
 
     Args:
-        write: Function that writes the checkpoint and returns its path, or ``None`` if the
+        write: Function that writes the checkpoint and returns its path. It returns ``None`` if the
             checkpoint is not at its final path yet.
         step: Step of the checkpoint.
         done: Queue that receives (step, path) once the checkpoint is complete.
 
     Attributes:
         step: Step of the checkpoint.
-        path: Path of the complete checkpoint; ``None`` until the checkpoint is complete.
-        failure: Error that stopped the write; ``None`` if there was no error.
+        path: Path of the checkpoint, or ``None`` until the checkpoint is complete.
+        failure: Error because of which writing failed, or ``None`` if there was no error.
     """
 
     def __init__(self, write: Callable[[], Path | None], step: int, done: Done) -> None:
@@ -410,11 +413,10 @@ def hold(
         folder: Folder of checkpoints.
         job: Rank, process groups and environment of this process.
         ranks: Group of all ranks, used for communication.
-        remedy: Advice to append to the error if the folder cannot be written. If empty, the OSError
-            is raised unchanged, so that the caller can add advice.
+        remedy: Advice at the end of the error message if the folder cannot be written. If empty,
+            the OSError is raised unchanged, so that the caller can add advice.
         has_local: Whether checkpoints are first written to local disks. If so, this function does
-            not fail if shared storage cannot be written, because shared storage may become
-            available later.
+            not fail if shared storage cannot be written, because it may become available later.
 
     Raises:
         CheckpointError: If another job has reserved the folder, or the folder cannot be written.
@@ -454,14 +456,16 @@ def hold(
 def writing(
     folder: StepFolders, step: int, job: Job, ranks: RankGroup, message: str
 ) -> Iterator[None]:
-    """Creates the folder of ``step``, and removes it on failure. All ranks must call this together.
+    """Creates the folder of ``step`` for the context, and removes it if the context fails.
+
+    All ranks must call this together.
 
     Args:
         folder: Folder of checkpoints.
         step: Step to write.
         job: Rank, process groups and environment of this process.
         ranks: Group of all ranks, used for communication.
-        message: Error message, in which ``{}`` is replaced by the cause.
+        message: Error message in which ``{}`` stands for the cause.
 
     Raises:
         CheckpointError: If the ``with`` block raises a CheckpointError. All ranks raise this error
@@ -502,17 +506,19 @@ def prepare(
     latest: Callable[[], int | None],
     keep: int | None,
 ) -> LocalDisk | None:
-    """Reserves ``shared`` and finishes uploads of previous runs. All ranks must call this together.
+    """Reserves ``shared``, and finishes the uploads of previous runs to it.
+
+    All ranks must call this together.
 
     Args:
         shared: Folder of checkpoints in shared storage.
         job: Rank, process groups and environment of this process.
-        remedy: Advice for the error message if the folder cannot be written.
-        base: Folder on each node's local disk; ``None`` to write to ``shared`` directly.
+        remedy: Advice at the end of the error message if the folder cannot be written.
+        base: Folder on the local disk of each node, or ``None`` to write directly to ``shared``.
         latest: Function that returns the newest step in ``shared``, 0 if there is no checkpoint, or
             ``None`` if the run does not resume from ``shared``.
-        keep: Number of checkpoints to keep; ``None`` to keep all in ``shared`` and two on local
-            disks.
+        keep: Number of checkpoints to keep. With ``None``, all are kept in ``shared``, and two on
+            local disks.
 
     Returns:
         Object that manages this node's local files, or ``None`` if local disks are not used.
@@ -530,18 +536,18 @@ def prepare(
 
 
 class Upload(BackgroundWrite):
-    """Thread that uploads files of one checkpoint to shared storage.
+    """Thread that uploads some files of one checkpoint to shared storage.
 
     All ranks must create an upload of the same checkpoint, because the threads communicate.
 
     Args:
-        disk: Local disk of this node, with the files that this rank uploads.
+        disk: Local disk of this node, which has the files.
         stored: Manifest of the checkpoint, with the sizes and checksums of all files.
         names: Names of the files that this rank uploads.
 
     Attributes:
-        is_given_up: Flag that a caller sets to True to abort the upload within about a second. It
-            has no effect while a rank hangs in a write to shared storage.
+        is_given_up: Set to True by a caller to abort the upload within about a second. This has no
+            effect while a rank hangs in a write to shared storage.
     """
 
     def __init__(self, disk: LocalDisk, stored: Stored, names: Sequence[str]) -> None:
@@ -581,7 +587,7 @@ class Upload(BackgroundWrite):
         return self._shared.complete_path(self.step)
 
     def _pieces(self) -> Iterator[None]:
-        """Copies this rank's files and flushes them to disk. Yields after each block."""
+        """Copies this rank's files to shared storage and flushes them. Yields after each block."""
         partial = self._shared.partial_path(self.step)
         stored = self._stored
         for name in self._names:
@@ -606,7 +612,7 @@ class Upload(BackgroundWrite):
         names = {file.name for file in partial.iterdir()}
         if lacking := set(self._stored["files"]) - names:
             raise CheckpointError(f"{partial / min(lacking)} is missing")
-        self._shared.commit(self.step, self._stored)  # The method commit() also checks the sizes.
+        self._shared.commit(self.step, self._stored)  # commit() also checks the sizes of the files.
         if self._disk._keep is not None:
             self._shared.keep(self._disk._keep)
 
@@ -614,15 +620,15 @@ class Upload(BackgroundWrite):
 def share_out(
     held: Sequence[Mapping[str, int]], files: Mapping[str, int]
 ) -> list[list[str]] | None:
-    """Divides the files to upload among the ranks whose node has them.
+    """Divides the files to upload among the ranks whose nodes have the files.
 
     Args:
-        held: For each rank, the size in bytes of each file on the node's local disk, by name.
+        held: Size in bytes of each file on the local disk of a rank's node, by name, for each rank.
         files: Size in bytes of each file of the checkpoint, by name.
 
     Returns:
-        Names of the files that each rank uploads, divided evenly among the ranks of a node, or
-        ``None`` if a file is not on any node.
+        Names of the files that each rank has to upload. The files are divided evenly among the
+        ranks of a node. ``None`` if no node has one of the files.
     """
     shares: list[list[str]] = [[] for _ in held]
     for number, (name, size) in enumerate(sorted(files.items())):
@@ -634,9 +640,9 @@ def share_out(
 
 
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """Returns a key that is equal on two ranks if and only if they use the same local folder.
+    """Returns a key that is equal on two ranks exactly if they use the same local folder.
 
-    The key includes the folder's device and inode, because two machines may have the same name.
+    The key contains the folder's device and inode, because two machines may have the same name.
     """
     identity: tuple[int, ...] = ()
     with contextlib.suppress(OSError):
@@ -647,7 +653,7 @@ def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Returns the size of each file in ``folder`` except the manifest, or an empty dictionary."""
+    """Returns the size of each file in ``folder`` except the manifest. Empty without a folder."""
     with contextlib.suppress(FileNotFoundError):
         files = (file for file in folder.iterdir() if file.name != _MANIFEST)
         return {file.name: file.stat().st_size for file in files}
@@ -655,6 +661,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Copies blocks for about a second. Returns whether there may be more blocks to copy."""
+    """Copies blocks for about a second, and returns whether more blocks may be left."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

@@ -6,8 +6,8 @@ r"""Serializes state other than the model's tensors in a format that is safe to 
     bytes of the tensors, arrays and long lists of numbers that the line refers to, each at a
     multiple of 64 after the line
 
-The first line is JSON. Values that JSON cannot express are represented by a JSON object whose entry
-``!`` is the type of the value. Unlike a pickle, such data cannot run code when it is read.
+The first line is JSON. Values that JSON cannot express are JSON objects whose entry ``!`` is the
+type of the value. Unlike a pickle, such data cannot run code when it is read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from megatron.adaptive.config.input_files import parse_json
 
 _KIND = "!"
 _ALIGN = 64
-_LINE = 256  # The line is padded to a multiple of this length, so the bytes after it rarely move.
+# The line is padded to a multiple of this length, so that the position of the bytes after it rarely
+# changes.
+_LINE = 256
 _LONG = 16  # Shorter lists of integers are written as JSON.
 _PLAIN = (bool, int, float, str, type(None))
-_ARRAYS = "biufc"  # NumPy kinds (dtype.kind) that contain only numbers, and no Python objects
+_ARRAYS = "biufc"  # NumPy kinds (dtype.kind) that contain only numbers, and no Python objects.
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -38,13 +40,12 @@ def dumps(value: Any) -> bytes:
     """Serializes ``value`` to bytes that :func:`loads` can read safely.
 
     Args:
-        value: Value that consists of plain Python types, tensors and arrays. Supported are
-            dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors, arrays,
-            :class:`io.BytesIO`, and torch types and devices.
+        value: Value to serialize, which may consist of dictionaries, lists, tuples, sets, numbers,
+            strings, bytes, tensors, arrays, :class:`io.BytesIO`, and torch types and devices.
 
     Raises:
-        TypeError: If ``value`` contains an object of any other type. The message states its
-            position.
+        TypeError: ``value`` contains an object of any other type. The message contains the position
+            of this object.
     """
     writer = _Writer()
     line = json.dumps(writer.plain(value, "it"), separators=(",", ":")).encode()
@@ -53,7 +54,9 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """Deserializes bytes that :func:`dumps` returned. Tensors do not share memory with ``data``.
+    """Converts bytes that :func:`dumps` returned back to a value.
+
+    Tensors in the result do not share memory with ``data``.
 
     Raises:
         ValueError: If the bytes do not have the format that :func:`dumps` writes.
@@ -77,7 +80,7 @@ class _Writer:
 
         Args:
             value: Value to convert.
-            where: Position of the value in the outermost value, for error messages.
+            where: Position of the value within the outermost value, for error messages.
         """
         if type(value) in _PLAIN:
             return value

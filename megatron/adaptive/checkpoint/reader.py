@@ -9,11 +9,11 @@ Each part of a tensor starts at the offset ``at`` in its file, and is read direc
 tensor. Objects are serialized by :mod:`megatron.adaptive.checkpoint.plain_values`. The checksum of
 each block is verified before the block is used. Reading never runs code from the checkpoint.
 
-Checkpoints of earlier versions and of Megatron-LM have ``.metadata`` instead of an index, and store
-each tensor and object as written by ``torch.save``. They are opened only if the caller trusts them.
-Even then they are read by restricted unpicklers, which create only tensors, plain values and the
-classes of an index. Objects of other classes, such as enumerations in Megatron-LM's arguments, are
-replaced by placeholders.
+Checkpoints of earlier versions and of Megatron-LM have ``.metadata`` instead of an index.
+``torch.save`` wrote their tensors and objects. Such checkpoints are opened only if the caller
+trusts them. Even then, they are read by restricted unpicklers, which only create tensors, plain
+values and the classes of an index. Objects of other classes, such as enumerations in Megatron-LM's
+arguments, are replaced by placeholders.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError
 
 _Result = TypeVar("_Result")
-# Classes and functions that the pickle ``.metadata`` may refer to, by module.
+# The pickle ``.metadata`` may refer to these classes and functions, listed by module.
 _KNOWN = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -58,22 +58,22 @@ _KNOWN = {
     "pathlib._local": ("PosixPath",),
 }
 _PLANS = "torch.distributed.checkpoint.planner"
-# Name of the object in which megatron-core 0.19 and newer saves common values. Older versions saved
-# these values in a file.
+# megatron-core 0.19 and later save common values in an object with this name. Earlier versions
+# saved these values in a file.
 _COMMON_OBJECT = "common_state/shard_0_1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPart:
-    """Locates a part of a tensor in a file.
+    """Position of a part of a tensor in a file.
 
     Attributes:
-        offset: Index of the part's first element in the whole tensor.
+        offset: Index of the part's first element along each axis of the whole tensor.
         size: Shape of the part.
         file: Name of the file.
         begin: Offset of the part in the file, in bytes.
-        pickled: Size of the part in bytes if ``torch.save`` wrote it; ``None`` if it is stored as
-            raw bytes.
+        pickled: Size of the part in bytes if ``torch.save`` wrote it, or ``None`` if it is stored
+            as raw bytes.
     """
 
     offset: Sequence[int]
@@ -85,12 +85,12 @@ class SavedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """Describes a tensor in a checkpoint.
+    """Description of a tensor in a checkpoint.
 
     Attributes:
         dtype: Dtype of the elements.
         size: Shape of the whole tensor.
-        parts: Saved parts that together make up the tensor.
+        parts: Saved parts that make up the whole tensor.
     """
 
     dtype: torch.dtype
@@ -100,14 +100,14 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedPart:
-    """A region of a tensor to read, and the memory into which it is read.
+    """Region of a tensor to read, and the memory into which it is read.
 
     Attributes:
         name: Name of the tensor.
-        offset: Index of the region's first element in the whole tensor.
+        offset: Index of the region's first element along each axis of the whole tensor.
         target: Tensor with the shape of the region, to which the values are written.
-        may_exceed: Whether the region may extend beyond the saved tensor. Elements outside of the
-            saved tensor keep their values.
+        may_exceed: Whether the region may extend beyond the saved tensor. Elements of the region
+            outside of the saved tensor are not changed.
     """
 
     name: str
@@ -117,19 +117,20 @@ class WantedPart:
 
 
 class CheckpointReader:
-    """Reads one checkpoint. As a context manager, it closes the checkpoint's files at the end.
+    """Reads one checkpoint. As a context manager, it closes the files of the checkpoint at the end.
 
     Args:
         path: Path of the checkpoint.
         files: Size in bytes of each file, from the manifest.
         blocks: Checksums of each file's blocks, from the manifest.
-        near: Paths of copies of the files on the local disk, by file name. Copies are read first.
+        near: Paths of copies of the files on the local disk, by file name. These copies are read
+            first.
 
     Attributes:
         path: Path of the checkpoint.
         tensors: Dtype, shape and saved parts of each tensor, by name.
-        objects: File, offset and length of each non-tensor object, by name; ``None`` for an empty
-            object.
+        objects: File, offset and length of each non-tensor object, by name. The value is ``None``
+            for an empty object.
 
     Raises:
         DamagedCheckpointError: If the index is damaged.
@@ -166,12 +167,12 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Closes the files. Can be called more than once."""
+        """Closes the files. Safe to call more than once."""
         while self._open:
             self._open.popitem()[1].close()
 
     def read(self, requests: Iterable[WantedPart]) -> None:
-        """Reads the regions of tensors that ``requests`` describe.
+        """Reads the regions that ``requests`` describe into their target tensors.
 
         Raises:
             DamagedCheckpointError: If a checksum does not match, or part of a region is missing.
@@ -198,7 +199,7 @@ class CheckpointReader:
                 self._fill(region.part, region.dtype, region.start, region.target)
 
     def read_object(self, name: str) -> list[Any]:
-        """Returns the list of values that were saved under ``name``.
+        """Returns the list of values that were saved under the name ``name``.
 
         Raises:
             DamagedCheckpointError: If the object's bytes are damaged.
@@ -212,13 +213,13 @@ class CheckpointReader:
         return list(self._guarded(file, lambda: read(data)))
 
     def read_values(self, name: str, former: str) -> Any:
-        """Returns the content of a file of plain values.
+        """Returns the content of a file of plain values, or of a corresponding older file.
 
         Args:
-            name: Name of the file.
-            former: Name of the corresponding file in checkpoints of earlier versions and of
-                megatron-core, which ``torch.save`` wrote. Checkpoints of megatron-core 0.19 and
-                newer may not contain this file.
+            name: Name of the file with plain values.
+            former: Name of the file that ``torch.save`` wrote instead, in checkpoints of earlier
+                versions and of megatron-core. Checkpoints of megatron-core 0.19 and later may not
+                contain this file.
 
         Raises:
             DamagedCheckpointError: If the file is damaged.
@@ -232,13 +233,13 @@ class CheckpointReader:
         return self._guarded(name, lambda: read(data))
 
     def check_rest(self, share: int, shares: int) -> None:
-        """Verifies the checksums of this rank's share of the blocks without tensor data.
+        """Verifies the checksums of this rank's share of the blocks that contain no tensor data.
 
-        Blocks with tensor data are verified while the tensors are read. Together, the ranks
-        therefore verify all blocks of a checkpoint.
+        Blocks with tensor data are verified when the tensors are read. So together, the ranks
+        verify all blocks of a checkpoint.
 
         Args:
-            share: Index of this rank's share, from 0.
+            share: Index of this rank's share of the blocks, from 0.
             shares: Number of shares, which equals the number of ranks.
 
         Raises:
@@ -263,7 +264,7 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Reads ``region`` from a saved part, starting at the index ``start`` in that part."""
+        """Reads ``region`` from a saved part, starting at the index ``start`` within that part."""
         if part.pickled is not None:
             data = self._bytes(part.file, part.begin, part.pickled)
             saved = self._guarded(part.file, lambda: _unpickled(data))
@@ -309,14 +310,14 @@ class CheckpointReader:
         return data
 
     def _guarded(self, name: str, action: Callable[[], _Result]) -> _Result:
-        """Runs ``action``, which parses a file. Converts errors to DamagedCheckpointError."""
+        """Runs ``action``, which parses a file, and converts errors to DamagedCheckpointError."""
         try:
             return action()
         except (DamagedCheckpointError, OSError, MemoryError):
             raise
         except Exception as error:
-            # Omit the text of torch's errors, because it advises loading the file with an unpickler
-            # that can run code.
+            # Omit the text of torch's errors, because it recommends loading the file with an
+            # unpickler that can run code.
             reason = str(error) if isinstance(error, _Refused) else type(error).__name__
             text = f"cannot read {self.path / name} ({reason})"
             raise DamagedCheckpointError(text) from None
@@ -358,7 +359,7 @@ class CheckpointReader:
 
 
 class _Region(NamedTuple):
-    """Overlap of a saved part with a requested region.
+    """Overlap of a saved part with a requested region of a tensor.
 
     Attributes:
         part: Saved part of the tensor.
@@ -376,12 +377,12 @@ class _Region(NamedTuple):
 def _overlap(
     part: SavedPart, dtype: torch.dtype, offset: Sequence[int], target: torch.Tensor
 ) -> _Region | None:
-    """Returns the overlap of the saved part ``part`` with a region, or ``None`` if there is none.
+    """Returns the overlap of a saved part with a region, or ``None`` if they do not overlap.
 
     Args:
         part: Saved part of the tensor.
         dtype: Dtype of the saved elements.
-        offset: Index of the region's first element in the whole tensor.
+        offset: Index of the region's first element along each axis of the whole tensor.
         target: Tensor with the shape of the region.
     """
     low = [max(pair) for pair in zip(part.offset, offset, strict=True)]
@@ -404,7 +405,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # The objects of this module record which rank wrote which data. Reading does not need them.
+        # The objects of this module record which rank wrote which data, which is not needed for
+        # reading.
         if module == _PLANS:
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
@@ -413,7 +415,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Loads a value that ``torch.save`` wrote, using torch's restricted unpickler."""
+    """Loads a value that ``torch.save`` wrote, with torch's restricted unpickler."""
     array = np.array(0, np.uint32)
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)

@@ -7,12 +7,13 @@
     model.safetensors.index.json      {"metadata": {...}, "weight_map": {name: file}}
 
 The ``safetensors`` package would need more memory. It maps files into memory, so all pages that it
-has read count as memory of the process. To write a file, it needs all tensors of the file at once.
-This module reads parts of tensors directly into their targets, and writes one tensor at a time.
+has read count as memory of the process. To write a file, it needs all tensors of the file at the
+same time. This module reads parts of tensors directly into their targets, and writes one tensor
+after the other.
 
 A weight with 8-bit elements has a second tensor, ``NAME_scale_inv``, with a scale factor for each
 block of 128 x 128 elements. When such a weight is read, its elements are multiplied by their scale
-factors. Tensors of scale factors are not listed among the folder's tensors.
+factors. The tensors with scale factors are not listed among the tensors of the folder.
 """
 
 from __future__ import annotations
@@ -73,18 +74,18 @@ class StoredTensor:
 
 
 class TensorFolder:
-    """Reads tensors from a model's folder. As a context manager, it closes the files at the end.
+    """Reads tensors from a model's folder. It is a context manager that closes the files.
 
     Args:
         folder: Folder of the model.
-        only: Name of a single file to read; ``None`` for all files of the model.
+        only: Name of the only file to read, or ``None`` to read all files of the model.
         dtypes: Dtypes that the folder's tensors may have, by their codes in the files.
 
     Attributes:
-        tensors: Location of each tensor, by name.
+        tensors: Position of each tensor, by name.
 
     Raises:
-        CheckpointError: If the folder has no ``safetensors`` files, or only pickles.
+        CheckpointError: The folder has no ``safetensors`` files, or only pickles.
         DamagedCheckpointError: If a file is missing or truncated, or has an invalid header.
     """
 
@@ -126,7 +127,7 @@ class TensorFolder:
 
         Args:
             name: Name of the tensor, which must have one or two axes. A tensor with one axis is
-                read as a matrix with one column.
+                read as a matrix with a single column.
             row: Index of the first row to read.
             column: Index of the first column to read.
             target: Tensor ``[rows, columns]`` to which the values are written. It may have any
@@ -161,12 +162,12 @@ class TensorFolder:
         """Reads the whole tensor ``name``, which may have any number of axes.
 
         Args:
-            name: Name of the tensor. Its elements must not have 8 bits.
-            target: Tensor to which the values are written if it is in host memory and has the
-                dtype, shape and layout of the saved tensor. Otherwise it is not changed.
+            name: Name of the tensor. Its elements must not be 8-bit floating-point numbers.
+            target: Tensor into which the values are read if it is in host memory and has the dtype,
+                shape and layout of the saved tensor. Otherwise, it is not changed.
 
         Returns:
-            ``target``, or a new tensor in host memory if ``target`` is unsuitable.
+            ``target``, or a new tensor in host memory if ``target`` is not suitable.
 
         Raises:
             DamagedCheckpointError: If the file is truncated.
@@ -186,7 +187,7 @@ class TensorFolder:
         return target
 
     def _factors(self, name: str, row: int, count: int, width: int) -> torch.Tensor:
-        """Returns the scale factors ``[count, width]`` of ``count`` rows of an 8-bit tensor."""
+        """Returns the scale factors ``[count, width]`` of ``count`` rows, starting at ``row``."""
         stored = self._scales[name]
         whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         self._fill(stored, 0, whole)
@@ -209,7 +210,7 @@ class TensorFolder:
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns the names of the tensors in each of the model's files, as listed in the index."""
+        """Returns the names of the tensors that the index lists for each file of the model."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
@@ -270,9 +271,9 @@ def write_folder(
     Args:
         folder: Folder to write to.
         tensors: Dtype and shape of each tensor by name, in the model's order.
-        read: Function that takes a tensor's name, and returns the tensor, contiguous in host
-            memory. It is called once per tensor.
-        shard_bytes: Maximum size of a file in bytes. A tensor that is larger gets its own file.
+        read: Function that takes the name of a tensor and returns the tensor, which must be
+            contiguous and in host memory. It is called once per tensor.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a separate file.
         single: Name of the file if all tensors fit into a single file.
 
     Raises:
@@ -296,13 +297,13 @@ def split_shards(
 
     Args:
         tensors: Dtype and shape of each tensor by name, in the model's order.
-        shard_bytes: Maximum size of a file in bytes. A tensor that is larger gets its own file.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a separate file.
     """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * dtype.itemsize
-        # Insert the file of a tensor that exceeds the limit before the file that is being filled.
+        # If a tensor exceeds the limit, insert its file before the file that is being filled.
         if size > shard_bytes:
             shards.insert(len(shards) - 1, [name])
             continue
@@ -315,7 +316,7 @@ def split_shards(
 
 
 def shard_name(number: int, count: int) -> str:
-    """Returns the name of a file of a model that consists of several files.
+    """Returns the name of one of the files of a model that consists of several files.
 
     Args:
         number: Index of the file, from 0.
@@ -331,7 +332,7 @@ def write_index(
 
     Args:
         folder: Folder to write to.
-        files: Name of the file that contains each tensor, by the tensor's name.
+        files: Name of the file that contains each tensor, by name of the tensor.
         tensors: Dtype and shape of each tensor, by name.
 
     Raises:
@@ -357,14 +358,14 @@ def write_shard(
     Args:
         path: Path of the file.
         tensors: Dtype and shape of each tensor of the file, by name.
-        read: Function that takes a tensor's name, and returns the tensor, contiguous in host
-            memory.
+        read: Function that takes the name of a tensor and returns the tensor, which must be
+            contiguous and in host memory.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    # Use the same order as the safetensors package: dtypes with larger elements first, then by
-    # name.
+    # Use the same order of tensors as the safetensors package: dtypes with larger elements first,
+    # then by name.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0

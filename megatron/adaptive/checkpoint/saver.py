@@ -7,8 +7,8 @@
       (local)   state ─> copy in memory ─> local disks ─> folder, see ``checkpoint.node_local``
 
 The trainer and ``Pipeline`` each provide a function that returns their state as a
-:class:`TakenState`. For both, this module ensures that a checkpoint is either complete or absent.
-It also removes old checkpoints, and runs only one save at a time.
+:class:`TakenState`. For both, this module makes sure that a checkpoint is either complete or
+absent. It also removes old checkpoints, and runs only one save at a time.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CheckpointSaver:
 
     Args:
         job: Rank, process groups and environment of this process.
-        local: Local disk of this node, to which checkpoints are written first; ``None`` to write
-            them to their folder directly.
+        local: Local disk of this node, to which checkpoints are written first, or ``None`` to write
+            them directly to their folder.
 
     Attributes:
         local: Local disk of this node; ``None`` if no local disk is used, and after :meth:`close`.
@@ -60,7 +60,7 @@ class CheckpointSaver:
         self._background: RankGroup | None = None
         self._pending: BackgroundWrite | None = None
         self._done: Done = SimpleQueue()
-        self._returned = -1  # Step of the last checkpoint whose path save() returned.
+        self._returned = -1  # Step of the last checkpoint whose path save() has returned, or -1.
         self._writer = ShardWriter()
         self._host = _HostCopy()
         self.local = local
@@ -75,23 +75,23 @@ class CheckpointSaver:
         keep: int | None = None,
         behind: bool = False,
     ) -> Path | None:
-        """Writes a checkpoint.
+        """Writes a checkpoint, and returns its path if it is complete.
 
         Blocks until the checkpoint is complete and flushed to disk. With ``behind``, blocks only
         until the previous checkpoint is complete and the state is copied to host memory. If the
         previous checkpoint could not be written, logs a warning, and blocks until the new
-        checkpoint is complete. A disk that is temporarily full therefore does not stop the run.
+        checkpoint is complete. So a disk that is temporarily full does not stop the run.
 
         Args:
             folder: Folder of checkpoints.
             step: Step of the checkpoint.
             take: Function that returns the state of this rank to save. All ranks call it together.
-            remedy: Advice to append to the error message if the folder cannot be written.
-            keep: Number of newest complete checkpoints to keep; ``None`` to keep all.
+            remedy: Advice at the end of the error message if the folder cannot be written.
+            keep: Number of newest complete checkpoints to keep, or ``None`` to keep all.
             behind: Whether to write in a background thread while training continues.
 
         Returns:
-            Path of the checkpoint, or ``None`` while it is still being written.
+            Path of the checkpoint, or ``None`` if it is still being written.
 
         Raises:
             CheckpointError: If a rank could not write the checkpoint. The incomplete checkpoint is
@@ -113,8 +113,8 @@ class CheckpointSaver:
                 self._returned = step
             return path
         if self._background is None:
-            # The background thread needs a separate process group, because training may communicate
-            # over the existing group at the same time.
+            # The background thread needs a separate process group, because training may use the
+            # existing group at the same time.
             group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
         state = self._host.take(take())
@@ -129,13 +129,13 @@ class CheckpointSaver:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
     ) -> Iterator[CheckpointReader]:
-        """Yields a reader of a checkpoint. Then verifies the blocks that contain no tensor data.
+        """Yields a reader of a checkpoint, and afterwards verifies blocks without tensor data.
 
         Args:
             path: Path of the checkpoint.
             step: Step of the checkpoint.
-            save_id: Identifier of the save, used to recognize its files on local disks; empty if
-                local disks have no such files.
+            save_id: Identifier of the save, by which its files on local disks are recognized. Empty
+                if local disks have no such files.
             files: Size in bytes of each file of the checkpoint, by name.
             sums: Checksums of each file's blocks, by name.
 
@@ -149,9 +149,9 @@ class CheckpointSaver:
             ranks.together(lambda: reader.check_rest(ranks.rank, ranks.size))
 
     def completed(self) -> tuple[int, Path] | None:
-        """Returns the step and the path of a checkpoint that was completed in the background.
+        """Returns (step, path) of a checkpoint that was completed in the background, or ``None``.
 
-        Returns each completed checkpoint once, and ``None`` if no further checkpoint is complete.
+        Each completed checkpoint is returned once. The result is ``None`` if there are no others.
         """
         queues = [self._done] if self.local is None else [self._done, self.local.done]
         for queue in queues:
@@ -162,15 +162,15 @@ class CheckpointSaver:
         return None
 
     def wait(self) -> None:
-        """Waits for the checkpoint that is being written in the background, if there is any.
+        """Waits until no checkpoint is being written in the background.
 
-        If the checkpoint could not be written, the next call of another method reports the failure.
+        If the checkpoint could not be written, the next call of another method reports this.
         """
         if self._pending is not None:
             self._pending.join()
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written in the background, if there is any.
+        """Waits until no checkpoint is being written in the background, and reports a failure.
 
         Raises:
             CheckpointError: If the checkpoint could not be written.
@@ -192,7 +192,7 @@ class CheckpointSaver:
             self.local.drain()
 
     def close(self) -> None:
-        """Waits for all writes and destroys the process groups. Can be called repeatedly."""
+        """Waits for all writes and destroys the process groups. Safe to call more than once."""
         try:
             self.drain()
         except CheckpointError as error:
@@ -205,7 +205,7 @@ class CheckpointSaver:
             local.close()
 
     def _is_former_lacking(self, step: int) -> bool:
-        """Waits for the previous checkpoint. Returns True on all ranks if writing it failed.
+        """Waits for the previous checkpoint, and returns whether writing it failed on any rank.
 
         Args:
             step: Step of the next checkpoint, for the warning.
@@ -233,7 +233,7 @@ class CheckpointSaver:
         message: str,
         keep: int | None,
     ) -> Path | None:
-        """Writes a checkpoint. Returns its path, or ``None`` if only local disks have it."""
+        """Writes a checkpoint and returns its path, or ``None`` if it is only on local disks."""
         local = self.local
         if (
             local is not None
@@ -260,16 +260,18 @@ class CheckpointSaver:
 def load_first_whole(
     steps: Sequence[int], load: Callable[[int], _Result], ranks: RankGroup
 ) -> _Result:
-    """Loads the first undamaged checkpoint of ``steps``. All ranks must call this together.
+    """Loads the first checkpoint in ``steps`` that is undamaged, and returns the result.
+
+    All ranks must call this together.
 
     Args:
-        steps: Steps of the checkpoints to try, in this order. There must be at least one step.
+        steps: Steps of the checkpoints to try, in this order. There must be at least one.
         load: Function that loads the checkpoint of a step. If it fails, it must raise the same
             error on all ranks.
         ranks: Group of all ranks, used for communication.
 
     Raises:
-        CheckpointError: If no checkpoint could be loaded. The error for the first step is raised.
+        CheckpointError: No checkpoint could be loaded. This is the error for the first step.
     """
     first: DamagedCheckpointError | None = None
     for step in steps:
@@ -291,11 +293,10 @@ def load_first_whole(
 
 
 def require_seen(path: Path, job: Job) -> None:
-    """Checks that this rank can access the folder ``path``, which another rank has created.
+    """Checks that this rank can see the folder ``path``, which another rank has created.
 
     Raises:
-        CheckpointError: If the folder does not exist on this node because the nodes do not share
-            it.
+        CheckpointError: The folder does not exist on this node, because the nodes do not share it.
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
@@ -305,14 +306,14 @@ def require_seen(path: Path, job: Job) -> None:
 
 
 class _HostCopy:
-    """Copies the state's tensors to host memory, and reuses the memory for later copies."""
+    """Copies the tensors of a state to host memory, and reuses this memory for later copies."""
 
     def __init__(self) -> None:
         self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
         self._copies: list[torch.Tensor] = []
 
     def take(self, state: TakenState) -> TakenState:
-        """Copies the tensors of ``state`` and returns the state with the copies. Blocks until done.
+        """Copies the tensors of ``state``, and returns a state with the copies. Blocks.
 
         If all tensors have the same types and shapes as in the previous call, the copies of that
         call are overwritten.
@@ -337,13 +338,13 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Allocates copies of ``tensors`` (without their values) in one block of host memory."""
+    """Allocates memory for copies of ``tensors``, in one block of host memory."""
     starts = []
     end = 0
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    # Pin the memory. Otherwise the GPU driver would copy all data through a second buffer.
+    # Pin the memory. Otherwise, the GPU driver would copy all data through a second buffer.
     memory = torch.empty(end, dtype=torch.uint8) if gpu is None else locked_memory(end, gpu)
     return [
         memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

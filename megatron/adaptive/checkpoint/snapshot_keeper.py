@@ -1,4 +1,4 @@
-"""Stores snapshots of ranks' state in memory that outlives the ranks' processes.
+"""Stores snapshots of the state of ranks in memory that outlives the processes of the ranks.
 
 ::
 
@@ -9,20 +9,20 @@
                                     |
                      [ marks ][ extra ][ tensors to be sent ][ tensors with a replica elsewhere ]
 
-Each rank's snapshots are stored in an anonymous memory file. The system frees the file when the
-last process that has it open exits for any reason. The rank writes steps into the two slots
-alternately. A slot is valid only if both of its marks contain the same step. Therefore, if the rank
-is killed at any moment, the older step is complete. Another node, the buddy, also stores this
+The snapshots of each rank are stored in an anonymous memory file. The system frees the file when
+the last process that has it open exits for any reason. The rank writes steps into the two slots
+alternately. A slot is valid only if both of its marks contain the same step. So if the rank is
+killed at any moment, the older step is still complete. Another node, the buddy, also stores this
 node's snapshots: it has the same file without the last part.
 
 While training continues, one thread per rank sends each copied step to the buddy, in messages with
 an authentication code (MAC). The rank gets an answer once the buddy has received the whole step.
 Both nodes store a checksum of the sent bytes with the step, and a restore compares these checksums.
-Ranks connect over a Unix socket, which accepts only connections of the same user. Buddies connect
-over TCP, and must prove that they know the job's secret. A restore opens the files through this
-process's file descriptors (``/proc/<pid>/fd``). Snapshots are lost when this process exits.
+Ranks connect over a Unix socket, which only accepts connections of the same user. Buddies connect
+over TCP, and must prove that they know the job's secret. A restore opens the files through the file
+descriptors of this process (``/proc/<pid>/fd``). Snapshots are lost when this process exits.
 
-This module does not import torch, because the node's agent does not load torch.
+This module does not import torch, because the agent of a node does not load torch.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ _PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
-_LENGTHS = struct.Struct("<QQ")  # The two numbers are the sizes of the head and of a slot in bytes.
-# The three numbers are the step begun, the step done and the size of the extra bytes.
+# The two numbers are the size of the head and the size of a slot in bytes.
+_LENGTHS = struct.Struct("<QQ")
+# The three numbers are the step at the begin of a write, the step at its end, and the size of the
+# extra bytes.
 _MARKS = struct.Struct("<QQQ")
 # The step and the checksum of its sent bytes are stored after the marks.
 _SENT = struct.Struct("<QQ")
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # A buddy must receive a message within this time in seconds.
-_RUN_S = 30.0  # The buddy's agent must have started its ranks within this time in seconds.
+_STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
+_RUN_S = 30.0  # Maximum time in seconds for the agent of the buddy to start its ranks.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
@@ -74,12 +76,12 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
-    """Returns the size of a slot in bytes for ``extra_bytes`` and ``tensor_bytes``."""
+    """Returns the size in bytes of a slot for the given sizes of extra bytes and tensors."""
     return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
 
 
 class SnapshotFile:
-    """Maps the file with one rank's snapshots into memory.
+    """Maps the file that contains a rank's snapshots into memory.
 
     Args:
         descriptor: File descriptor of the open file. This object closes it.
@@ -100,13 +102,14 @@ class SnapshotFile:
 
     @classmethod
     def create(cls, head: bytes, *, whole: bool) -> SnapshotFile:
-        """Creates a file and allocates its memory.
+        """Creates a snapshot file, allocates its memory, and returns it.
 
         Args:
-            head: JSON object. ``extra_bytes`` is the maximum size of a step's extra bytes.
-                ``tensor_bytes`` is the size of all tensors. ``sent_bytes`` is the size of the
+            head: JSON object. ``extra_bytes`` is the maximum size of a step's extra bytes,
+                ``tensor_bytes`` is the size of all tensors, and ``sent_bytes`` is the size of the
                 tensors that are sent to the buddy. The object may have more entries.
-            whole: Whether the file has space for all tensors, instead of only those that are sent.
+            whole: Whether the file has space for all tensors, or only for the tensors that are
+                sent.
 
         Raises:
             OSError: If the memory cannot be allocated.
@@ -117,8 +120,8 @@ class SnapshotFile:
         descriptor = os.memfd_create("megatron-adaptive-copies", os.MFD_CLOEXEC)
         try:
             first = _rounded(_LENGTHS.size + len(head), _PAGE)
-            # Allocate all memory now. Otherwise the system would kill the process at a later write
-            # if there is no memory left.
+            # Allocate all memory now. Otherwise, the system would kill the process at a later write
+            # if no memory were left.
             os.posix_fallocate(descriptor, 0, first + SLOTS * size)
             os.pwrite(descriptor, _LENGTHS.pack(len(head), size) + head, 0)
             return cls(descriptor)
@@ -127,24 +130,24 @@ class SnapshotFile:
             raise
 
     def extra_offset(self, slot: int) -> int:
-        """Returns the offset in the file of the extra bytes of ``slot``."""
+        """Returns the offset of the extra bytes of ``slot`` in the file."""
         return self._first + slot * self._slot_bytes + _MARKS_BYTES
 
     def tensors_offset(self, slot: int) -> int:
-        """Returns the offset in the file of the tensors of ``slot``."""
+        """Returns the offset of the tensors of ``slot`` in the file."""
         return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
 
     def begin(self, slot: int, step: int) -> None:
-        """Marks ``slot`` as being written. The slot is invalid until :meth:`finish` is called."""
+        """Marks ``slot`` as being written. It is invalid until :meth:`finish` is called."""
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Marks ``slot`` as complete and therefore valid."""
+        """Marks ``slot`` as complete, which makes it valid."""
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
 
     def steps(self) -> dict[int, int]:
-        """Returns the index of the slot for each step whose snapshot is complete."""
+        """Returns the index of the slot of each complete snapshot, by step."""
         slots = {}
         for slot in range(SLOTS):
             begun, done, _ = self._marks(slot)
@@ -153,13 +156,13 @@ class SnapshotFile:
         return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Stores a checksum of the extra bytes and sent tensors of ``slot`` behind its marks."""
+        """Stores a checksum of the extra bytes and sent tensors of ``slot`` in the slot."""
         step = self._marks(slot)[1]
         offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
-        """Returns whether ``slot`` matches its checksum. Returns True if it has no checksum yet."""
+        """Returns whether the data in ``slot`` match their checksum, or have no checksum yet."""
         step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
         is_known = step == self._marks(slot)[1]
         return not is_known or self._sum(slot) == expected
@@ -170,7 +173,7 @@ class SnapshotFile:
         return int(hasher.intdigest())
 
     def extra(self, slot: int) -> memoryview:
-        """Returns the extra bytes of ``slot``, which contain all state except tensors."""
+        """Returns the extra bytes of ``slot``, which contain all state other than tensors."""
         start = self.extra_offset(slot)
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
@@ -180,7 +183,7 @@ class SnapshotFile:
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
     def close(self) -> None:
-        """Closes the file. Its memory is freed unless another process has the file open."""
+        """Closes the file. Its memory is freed when no process has the file open."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -201,7 +204,7 @@ class SnapshotFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Buddy:
-    """Identifies the node that also stores this node's snapshots.
+    """Node that also stores this node's snapshots.
 
     Attributes:
         name: Name of the buddy node.
@@ -216,7 +219,7 @@ class Buddy:
 
 @dataclass(eq=False)
 class _Store:
-    """Holds the file with one rank's snapshots. ``key`` identifies the run, rank and file."""
+    """File with one rank's snapshots. ``key`` identifies the run, the rank and the file."""
 
     key: dict[str, Any]
     file: SnapshotFile
@@ -230,7 +233,7 @@ class _Store:
 
 
 class SnapshotKeeper:
-    """Stores snapshots of this node's ranks and, as a buddy, those of another node's ranks.
+    """Stores snapshots of this node's ranks and, as a buddy, of the ranks of another node.
 
     Args:
         host: Address at which to listen for other nodes; empty for all addresses of this machine.
@@ -266,7 +269,7 @@ class SnapshotKeeper:
         Args:
             run: Identifier of this start of the ranks, which is the same on all nodes.
             secret: Secret with which the keepers of a job authenticate each other.
-            buddy: Node that also stores this node's snapshots; ``None`` if there is no such node.
+            buddy: Node that also stores this node's snapshots, or ``None`` if there is none.
         """
         with self._changed:
             for store in self._stores:
@@ -282,7 +285,7 @@ class SnapshotKeeper:
 
         Args:
             within_s: Maximum time in seconds to wait until ranks have exited and transfers are
-                done.
+                complete.
         """
         until_s = time.monotonic() + within_s
         with self._changed:
@@ -304,7 +307,7 @@ class SnapshotKeeper:
             return items
 
     def close(self) -> None:
-        """Stops listening and discards all snapshots. Can be called more than once."""
+        """Stops listening and discards all snapshots. Safe to call more than once."""
         self._is_closed = True
         self._gate.close()
         with contextlib.suppress(OSError):
@@ -322,7 +325,7 @@ class SnapshotKeeper:
         threading.Thread(target=action, args=arguments, name="snapshots", daemon=True).start()
 
     def _accept(self) -> None:
-        """Accepts ranks' connections on the Unix socket, and closes connections of other users."""
+        """Accepts connections of ranks on the Unix socket. Rejects connections of other users."""
         while True:
             try:
                 connection, _ = self._local.accept()
@@ -340,14 +343,14 @@ class SnapshotKeeper:
             serve = functools.partial(self._serve_local, connection)
             try:
                 self._start(self._guarded, connection, serve)
-            except RuntimeError:  # The machine allows no more threads.
+            except RuntimeError:  # The machine does not allow more threads.
                 connection.close()
 
     def _admit(self, sealed: SealedSocket) -> None:
         self._start(self._guarded, sealed.socket, lambda: self._serve_buddy(sealed))
 
     def _guarded(self, connection: socket.socket, serve: Callable[[], None]) -> None:
-        """Runs ``serve`` for one connection, and closes the connection even after an error."""
+        """Runs ``serve`` for a connection, and then closes the connection, even after an error."""
         with self._changed:
             self._open.add(connection)
             self._serving += 1
@@ -368,7 +371,7 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends each step that a rank copies to the buddy, and confirms it to the rank."""
+        """Sends each step that a rank copies to the buddy, and confirms the step to the rank."""
         store = _Store.of(about, "own", file)
         with self._changed:
             buddy = self._buddy
@@ -396,7 +399,7 @@ class SnapshotKeeper:
                 stream.close()
 
     def _serve_buddy(self, sealed: SealedSocket) -> None:
-        """Receives the snapshots of a rank whose node has this node as its buddy."""
+        """Receives the snapshots of a rank on another node, for which this node is the buddy."""
         sealed.socket.settimeout(_RUN_S)
         about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:
@@ -438,10 +441,10 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts the snapshots of a file. After the second, discards the file that it replaced.
+        """Counts a snapshot. After the second snapshot, discards the file that ``store`` replaced.
 
-        A rank creates a new file if the number or the shapes of its tensors change, for example
-        because stages move to another rank.
+        A rank creates a new file if the number or the shapes of its tensors have changed, for
+        example because stages have moved to another rank.
         """
         store.taken += 1
         if store.taken != 2:
@@ -465,7 +468,7 @@ class _Stream:
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
         address = buddy.address, buddy.port
-        # The buddy's agent may not have started its ranks yet, so is_early makes dial() retry.
+        # The agent of the buddy may not have started its ranks yet, so is_early makes dial() retry.
         self._sealed = dial(address, secret, _PURPOSE, _RUN_S, is_early=True)
         self._sealed.socket.settimeout(_STEP_S)
         head = store.file.raw_head

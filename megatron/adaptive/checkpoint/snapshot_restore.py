@@ -5,9 +5,9 @@
     write     on each node that has snapshots of the step: writes their tensors into one file
     assemble  afterwards, on one node: writes the index of all files and completes the checkpoint
 
-The program has one argument, a JSON object. Its exit status is 0, or 2 after it has printed an
-error. The checkpoint has the usual format, except that it has one file per node instead of one file
-per rank. It gets its final name only when it is complete.
+The program has one argument, which is a JSON object. Its exit status is 0, or 2 after it has
+printed an error. The checkpoint has the usual format, but it has one file per node instead of one
+file per rank. It gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAD = "head.json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command ``write`` or ``assemble`` and returns the exit status."""
+    """Runs the command in ``arguments``, ``write`` or ``assemble``, and returns the exit status."""
     order = parse_json(arguments[0])
     try:
         (assemble if order["what"] == "assemble" else write)(order)
@@ -49,12 +49,13 @@ def write(order: Mapping[str, Any]) -> None:
     """Writes the snapshots on this node into one file of the checkpoint.
 
     Args:
-        order: Settings of the command, with these entries. ``checkpoints``: folder of checkpoints.
-            ``is_pipeline``: whether a ``Pipeline`` uses this folder. ``step``: step of the
-            snapshots. ``lease``: number of the manager's lease, or 0 if there is no lease.
-            ``index``: index of this node. ``has_common``: whether this node writes the files that
-            exist once per checkpoint. ``parts``: list of snapshot files, each with its path
-            (``file``) and the indices of the sets of tensors to write from it (``needs``).
+        order: Settings of the command. ``checkpoints`` is the folder of checkpoints.
+            ``is_pipeline`` states whether a ``Pipeline`` uses this folder. ``step`` is the step of
+            the snapshots. ``lease`` is the number of the manager's lease, or 0 if there is no
+            lease. ``index`` is the index of this node. ``has_common`` states whether this node
+            writes the files that exist once per checkpoint. ``parts`` lists the snapshot files,
+            each with its path (``file``) and the indices of the sets of tensors to write from it
+            (``needs``).
 
     Raises:
         CheckpointError: If a snapshot is missing or damaged.
@@ -107,7 +108,7 @@ def assemble(order: Mapping[str, Any]) -> None:
 
     Args:
         order: Settings of the command. ``checkpoints``, ``is_pipeline``, ``step`` and ``lease`` are
-            the same as for :func:`write`, and ``count`` is the number of nodes.
+            as for :func:`write`, and ``count`` is the number of nodes.
 
     Raises:
         CheckpointError: If a part of a tensor is missing.
@@ -152,7 +153,7 @@ def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
-    """Opens the snapshot file of ``part``, using the file descriptor of its process."""
+    """Opens the snapshot file of ``part`` through a file descriptor of its keeper."""
     try:
         return SnapshotFile(os.open(part["file"], os.O_RDWR))
     except OSError as error:
@@ -161,13 +162,13 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
-    """Splits the extra bytes of ``slot`` into their first line, which is JSON, and the rest."""
+    """Returns the first line of the extra bytes of ``slot``, which is JSON, and all other bytes."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 
 
 def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CheckpointError if ``entries`` lack a part of a tensor."""
+    """Raises CheckpointError if ``entries`` do not contain all parts of each tensor."""
     have: dict[str, int] = {}
     for entry in entries:
         have[entry["name"]] = have.get(entry["name"], 0) + math.prod(entry["size"])

@@ -6,10 +6,10 @@
                                                            └── copying 7 ─────────────┘
                                                                keeper sends 7 ...............┘
 
-Only the optimizer's update changes the state. The snapshot of a step can therefore be copied during
-the next forward and backward passes. A step is reported as done once the snapshot of the previous
-step is complete on every node. If ranks fail at any moment, all other nodes thus have snapshots of
-the same step, and at most one reported step is lost. The node's agent runs a keeper
+Only the optimizer's update changes the state. So the snapshot of a step can be copied during the
+next forward and backward passes. A step is reported as done once the snapshot of the previous step
+is complete on every node. So if ranks fail at any moment, all other nodes have snapshots of the
+same step, and at most one reported step is lost. The node's agent runs a keeper
 (``checkpoint.snapshot_keeper``), which stores the snapshots and sends them to another node, the
 buddy.
 
@@ -42,7 +42,7 @@ from megatron.adaptive.profiling.free_memory import available_host_bytes
 _SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # A step's extra bytes may grow, so this space is reserved.
+_ROOM_BYTES = 1 << 16  # The extra bytes of a step may grow by this amount, so reserve space for it.
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -57,12 +57,12 @@ class SnapshotSettings:
         address: Address of the keeper, which is an abstract Unix socket.
         run: Identifier of this start of the ranks. Each restart uses a new identifier.
         node: Name of the node on which the ranks run.
-        domain: Name of the failure domain, which is a set of ranks that fail together: the ranks of
-            a node, or of a machine with several nodes.
-        buddy: Name of the node that also stores this node's snapshots; ``None`` if there is no such
-            node.
+        domain: Name of the failure domain, which is the set of ranks that fail together: the ranks
+            of a node, or of a machine that runs several nodes.
+        buddy: Name of the node that also stores this node's snapshots, or ``None`` if there is no
+            such node.
         every: Number of iterations between two snapshots.
-        limit_bytes: Maximum size of all snapshots on a node in bytes; ``None`` for no limit.
+        limit_bytes: Maximum size in bytes of all snapshots on a node, or ``None`` for no limit.
     """
 
     address: str
@@ -80,27 +80,27 @@ class SnapshotSettings:
 
 
 class SnapshotState(ABC):
-    """Provides access to a rank's state. Each training program has a subclass."""
+    """Provides access to the state of a rank. Each training program has a subclass."""
 
     @abstractmethod
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
-        """Returns the current tensors and, as bytes, all other state (the extra bytes).
+        """Returns the current tensors, and all other state as bytes (the extra bytes).
 
         All ranks must call this together. If all tensors have the same addresses as in the last
-        call, ``None`` is returned instead of the tensors. The extra bytes begin with a line of
-        JSON.
+        call, the method returns ``None`` instead of the tensors. The extra bytes begin with a line
+        of JSON.
         """
 
     @abstractmethod
     def head(self) -> Mapping[str, Any]:
-        """Returns the values that a restore needs and that are the same for every step.
+        """Returns the values that a restore needs and that are equal for all steps.
 
         ``has_common`` is True if this rank's extra bytes include the values that all ranks share.
         The trainer adds ``manifest``, the manifest for a checkpoint of the state.
         """
 
     def is_changed(self) -> bool:
-        """Returns whether the number or shapes of the tensors changed after the last snapshot."""
+        """Returns whether the number or shapes of tensors have changed since the last snapshot."""
         return False
 
 
@@ -110,24 +110,24 @@ class NoSnapshots:
     def settle(self, iteration: int) -> None:
         """Waits until the previous snapshot is stored on all nodes.
 
-        Must be called before a step is reported as done.
+        This method must be called before a step is reported as done.
 
         Args:
             iteration: Iteration that was just completed.
         """
 
     def take(self, iteration: int) -> None:
-        """Starts to copy the current state. The copy continues during the next iteration.
+        """Starts to copy the current state. Copying continues during the next iteration.
 
         Args:
             iteration: Iteration that was completed last.
         """
 
     def before_update(self) -> None:
-        """Waits until the running copy is complete, so that the optimizer may change the state."""
+        """Waits until copying has finished, so that the optimizer may change the state."""
 
     def close(self) -> None:
-        """Waits for the running copy and stops taking snapshots. Can be called more than once."""
+        """Waits for the running copy and stops taking snapshots. Safe to call more than once."""
 
 
 class Snapshots(NoSnapshots):
@@ -198,8 +198,8 @@ class Snapshots(NoSnapshots):
             self._sources = [pieces[part].tensor for part in self._parts]
         assert self._pool is not None
         if self._file is not None and len(extra) > self._file.head["extra_bytes"]:
-            # Do not take a snapshot of this step. At the next snapshot, all ranks create new,
-            # larger files.
+            # Skip the snapshot of this step. Before the next snapshot, all ranks create new, larger
+            # files.
             self._is_outgrown = True
             self._copying = self._pool.submit(lambda: None)
             return
@@ -226,7 +226,7 @@ class Snapshots(NoSnapshots):
         self._release()
 
     def _release(self) -> None:
-        """Closes the file in this process. The keeper keeps the file and its snapshots."""
+        """Closes the file in this process. The keeper keeps the file and the snapshots in it."""
         self._is_outgrown = self._has_changed = False
         if self._pool is not None:
             self._pool.shutdown()
@@ -245,7 +245,10 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Plans the copies and creates this rank's file. All ranks must call this together."""
+        """Plans which parts this rank copies, and creates its file.
+
+        All ranks must call this together.
+        """
         job = self._job
         settings = self._settings
         extra_bytes = 2 * extra_bytes + _ROOM_BYTES
@@ -290,7 +293,7 @@ class Snapshots(NoSnapshots):
         self._announce(sum(plan.sent_bytes), sum(plan.tensor_bytes))
 
     def _open(self, head: bytes, generation: int) -> None:
-        """Creates the file and passes its file descriptor to the keeper."""
+        """Creates the snapshot file, and passes its file descriptor to the keeper."""
         self._file = SnapshotFile.create(head, whole=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_KEPT_S)
@@ -304,7 +307,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates the tensors into which the state is copied, in the memory of the slots."""
+        """Creates the tensors into which ``tensors`` are copied, in the memory of the slots."""
         self._pool = ThreadPoolExecutor(
             1, "snapshots", initializer=self._job.accelerator.make_current
         )
@@ -314,7 +317,7 @@ class Snapshots(NoSnapshots):
         if self._job.accelerator.is_cuda:
             self._stream = torch.cuda.Stream()
             start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            # Pin the memory. Otherwise the driver copies through its own buffer, and blocks the
+            # Pin the memory. Otherwise, the driver copies through a separate buffer, and blocks the
             # device.
             if lock_pages(start, len(memory), self._job.accelerator.device):
                 self._registered = start
@@ -325,7 +328,10 @@ class Snapshots(NoSnapshots):
         self._sources = tensors
 
     def _versions(self) -> list[int]:
-        """Returns each tensor's version counter, which torch increments at each in-place change."""
+        """Returns the version counter of each tensor.
+
+        torch increments it at each in-place change.
+        """
         return [source._version for source in self._sources]
 
     def _copy(self, slot: int, step: int, extra: bytes, event: Any, versions: list[int]) -> None:
@@ -335,8 +341,8 @@ class Snapshots(NoSnapshots):
             slot: Index of the slot in the file.
             step: Step of the snapshot.
             extra: State other than tensors.
-            event: CUDA event to wait for before the copy; ``None`` on a CPU.
-            versions: Version counters of the tensors before the copy.
+            event: CUDA event to wait for before copying, or ``None`` on a CPU.
+            versions: Version counters of the tensors when the copy was requested.
         """
         if self._failure or self._file is None or self._socket is None:
             return
@@ -346,7 +352,7 @@ class Snapshots(NoSnapshots):
         file.memory[start : start + len(extra)] = extra
         with torch.no_grad():
             if event is None and self._sources:
-                # Copy all tensors in a single call, which does not need the GIL. With a call per
+                # Copy all tensors in a single call, which does not need the GIL. With one call per
                 # tensor, the training thread would often have to wait for the GIL.
                 torch._foreach_copy_(self._slots[slot], self._sources)
             elif event is not None:
@@ -403,8 +409,8 @@ def make_snapshots(
 
     Args:
         job: Rank, process groups and environment of this process.
-        state: Function that creates the object with access to this rank's state. It is called once,
-            and only if snapshots are turned on.
+        state: Function that creates the object through which this rank's state is accessed. It is
+            only called if snapshots are turned on.
         report: Function that writes a status line to the progress file.
         say: Function that writes a line to the user's log.
     """
@@ -416,18 +422,18 @@ def make_snapshots(
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """Describes the state and the node of one rank, for :func:`make_plan`.
+    """State and node of one rank, as input of :func:`make_plan`.
 
     Attributes:
         node: Name of the rank's node.
-        domain: Name of the failure domain, which is a set of ranks that fail together: the ranks of
-            a node, or of a machine with several nodes.
-        buddy: Name of the node that also stores this node's snapshots; ``None`` if there is no such
-            node.
+        domain: Name of the failure domain, which is the set of ranks that fail together: the ranks
+            of a node, or of a machine that runs several nodes.
+        buddy: Name of the node that also stores this node's snapshots, or ``None`` if there is no
+            such node.
         machine: Name of the machine on which the node runs.
         available_bytes: Free memory of the machine in bytes.
         extra_bytes: Maximum size of a step's state other than tensors, in bytes.
-        parts: Size in bytes of each part of the state on this rank.
+        parts: Size in bytes of each part of the state that this rank has.
     """
 
     node: str
@@ -441,11 +447,12 @@ class RankParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Describes which ranks copy a part of the state. Parts with the same ranks have equal needs.
+    """Ranks that copy a part of the state. Parts with the same ranks have equal needs.
 
     Attributes:
         ranks: Ranks that copy the part: one rank on each node that has the part.
-        is_sent: Whether the copy is also sent to the buddy, because no other node has the part.
+        is_sent: Whether the copy is also sent to the buddy, which is necessary if no other node has
+            the part.
     """
 
     ranks: tuple[int, ...]
@@ -454,15 +461,15 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotPlan:
-    """Assigns parts of the state to the ranks that copy them.
+    """Assignment of the parts of the state to the ranks that copy them.
 
     Some parts of the state, such as data-parallel replicas and tied embeddings, exist on several
     nodes. One rank on each of these nodes copies such a part, and no rank sends it. A part that
-    exists on a single node is copied by one rank and sent to the node's buddy. All ranks compute
+    exists on a single node is copied by one rank, and sent to the node's buddy. All ranks compute
     the same plan.
 
     Attributes:
-        needs: Ranks that copy each part, and whether the copy is sent.
+        needs: Ranks that copy each part, and whether the copy is sent, by part.
         sent_bytes: Size of the tensors that each rank sends per snapshot, in bytes, by rank.
         tensor_bytes: Size of the tensors that each rank copies per snapshot, in bytes, by rank.
     """
@@ -472,13 +479,13 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts that ``rank`` copies. Parts that are also sent come first."""
+        """Returns the parts that ``rank`` copies, starting with the parts that are also sent."""
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 
 
 def _within_slot(size: int) -> int:
-    """Returns the number of bytes that a tensor of ``size`` bytes uses in a slot, with padding."""
+    """Returns the number of bytes that a tensor of ``size`` bytes occupies in a slot."""
     return -(-size // ALIGN) * ALIGN
 
 
@@ -517,12 +524,12 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
 
 
 def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | None) -> str | None:
-    """Returns why ``plan`` exceeds the memory of a node, or ``None`` if it fits.
+    """Returns the reason why ``plan`` does not fit into a node's memory, or ``None`` if it fits.
 
     Args:
         plan: Assignment of parts of the state to the ranks that copy them.
         ranks: State and node of each rank, ordered by rank.
-        limit_bytes: Maximum size of all snapshots on a node in bytes; ``None`` for no limit.
+        limit_bytes: Maximum size of all snapshots on a node in bytes, or ``None`` for no limit.
     """
     taken: dict[str, int] = defaultdict(int)
     for rank, parts in enumerate(ranks):

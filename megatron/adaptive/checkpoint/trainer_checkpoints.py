@@ -2,8 +2,8 @@
 
 All ranks save and load together. A checkpoint appears under its final name only once it is
 complete. It has megatron-core's ``torch_dist`` format, which can be loaded with any parallel sizes
-and any partition of the layers, and a manifest (``checkpoint.folder``). A checkpoint that does not
-match a run is rejected with an error that lists each difference, both values and a remedy.
+and any partition of the layers, and a manifest (``checkpoint.folder``). If a checkpoint does not
+match a run, the error lists each difference with both values and a remedy.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
 _REMEDY = "Free space there or choose another folder with --save"
-# Suffix of the names under which Transformer Engine saves state for 8-bit data types. A checkpoint
-# may lack this state, because this trainer does not use 8-bit data types.
+# Transformer Engine saves state for 8-bit data types under names with this suffix. A checkpoint may
+# lack this state, because this trainer does not use 8-bit data types.
 _SCRATCH = "_extra_state"
 
-# Settings of megatron-core that determine which weights a model has.
+# These settings of megatron-core determine which weights a model has.
 _PARTS = (
     "multi_latent_attention",
     "num_moe_experts",
@@ -99,13 +99,13 @@ _FLAGS = {"query_groups": "--num-query-groups"}
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Number of iterations and samples that a run has completed.
+    """Numbers of iterations and samples that a run has completed.
 
     Attributes:
         iteration: Number of completed iterations.
         consumed_train_samples: Number of training samples used.
         consumed_valid_samples: Number of validation samples used.
-        skipped_iterations: Number of iterations whose update was skipped because of overflow.
+        skipped_iterations: Number of iterations without an update because gradients overflowed.
     """
 
     iteration: int = 0
@@ -120,12 +120,12 @@ class Checkpoints:
     Args:
         run: Run with a built model. This object keeps references only to the model, optimizer and
             scheduler.
-        local: Local disk of the node, to which checkpoints are written first; ``None`` to write
-            them to ``--save`` directly.
-        config: Settings to use; ``None`` to use the run's settings. ``config.checkpoint``
+        local: Local disk of the node, to which checkpoints are written first, or ``None`` to write
+            them directly to ``--save``.
+        config: Settings to use, or ``None`` for the settings of the run. ``config.checkpoint``
             determines which state is saved and loaded.
-        saver: Saver of the same job to reuse, for example after layers moved between ranks. It may
-            still be writing a checkpoint. ``None`` to create a new saver.
+        saver: Existing saver of the same job, for example after layers have moved between ranks. It
+            may still be writing a checkpoint. ``None`` to create a saver.
 
     Attributes:
         saver: Object that writes the checkpoints and reads them back.
@@ -151,7 +151,7 @@ class Checkpoints:
         self._standing: tuple[state.StateParts, list[int]] | None = None
 
     def save(self, progress: Progress, *, behind: bool = False) -> Path | None:
-        """Writes a checkpoint. Returns its path, or ``None`` if it is not complete yet.
+        """Writes a checkpoint, and returns its path, or ``None`` if it is not complete yet.
 
         Args:
             progress: Number of completed iterations and samples. The checkpoint is named after the
@@ -168,18 +168,18 @@ class Checkpoints:
         )
 
     def apart(self, progress: Progress, *, is_whole: bool) -> state.StateParts:
-        """Splits this rank's state into the parts of a checkpoint.
+        """Splits the state of this rank into the parts of a checkpoint, and returns the parts.
 
         All ranks must call this together if the optimizer communicates.
 
         Args:
             progress: Number of completed iterations and samples, to store in the checkpoint.
-            is_whole: Whether to include parts that another rank also writes. The value must be the
-                same in every call.
+            is_whole: Whether to include parts that are also written by another rank. The value must
+                be the same in every call.
 
         Returns:
-            The parts. If no tensor has moved in memory since the last call, the same object is
-            returned again, with updated values.
+            The parts. If no tensor has moved in memory since the last call, this is the same object
+            as in the last call, with updated values.
         """
         if self._standing is not None:
             parts, addresses = self._standing
@@ -189,9 +189,9 @@ class Checkpoints:
             self._standing = None
         sharded, common = save_preprocess(
             self._state_to_save(progress),
-            # All checkpoints of a run have the same parts, so checking them once is enough.
+            # All checkpoints of a run have the same parts, so check them only once.
             validate_access_integrity=not (is_whole or self._is_checked),
-            # Do not compare the ranks' common values, because they differ between stages.
+            # Do not compare the common values of the ranks, because these differ between stages.
             preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True
@@ -210,7 +210,7 @@ class Checkpoints:
         return parts
 
     def manifest(self, progress: Progress) -> Manifest:
-        """Returns the manifest for a checkpoint of the current state, with ``progress``."""
+        """Returns the manifest for a checkpoint of the current state at ``progress``."""
         return {
             "progress": dataclasses.asdict(progress),
             "config": self._config_dict,
@@ -222,19 +222,19 @@ class Checkpoints:
         }
 
     def load(self) -> Progress | None:
-        """Loads the checkpoint selected by the settings into model, optimizer and scheduler.
+        """Loads the checkpoint that the settings select into model, optimizer and scheduler.
 
         ``--finetune`` loads only the weights and starts at iteration 0. ``--no-load-optim``
-        continues at the saved iteration, and uses the learning rate from this run's settings.
-        Random states are restored if the parallel sizes are unchanged. Otherwise they are not
-        needed, because dropout depends only on the seed and the position of each microbatch.
+        continues at the saved iteration, but uses the learning rate of this run's settings. Random
+        states are restored if the parallel sizes have not changed. Otherwise they are not needed,
+        because dropout depends only on the seed and the position of each microbatch.
 
         Returns:
             Progress of the run, or ``None`` if there is no checkpoint to load.
 
         Raises:
-            CheckpointError: If a required checkpoint is missing, or the checkpoint is damaged, has
-                a newer format or does not match this run. The model's weights may already have
+            CheckpointError: A required checkpoint is missing, or the checkpoint is damaged, has a
+                newer format or does not match this run. The weights of the model may already have
                 changed.
         """
         steps: list[int] = []
@@ -257,7 +257,7 @@ class Checkpoints:
         self._optimizer.reload_model_params()
 
     def _carry_description(self) -> None:
-        """Copies the model's configuration and tokenizer to the checkpoint folder, for export."""
+        """Copies the model's configuration and tokenizer to the checkpoint folder for exports."""
         settings = self._settings
         sources = [Path(settings.load) / DESCRIPTION] if settings.load is not None else []
         sources += [Path(settings.load_hf)] if settings.load_hf is not None else []
@@ -270,7 +270,7 @@ class Checkpoints:
                 raise CheckpointError(f"{settings.save}: {error.strerror}. {_REMEDY}") from None
 
     def _load(self, iteration: int) -> Progress:
-        """Loads the checkpoint of ``iteration`` and returns the run's progress."""
+        """Loads the checkpoint of ``iteration``, and returns the progress of the run."""
         path, manifest = self._all.on_first(lambda: self._find(iteration))
         self._standing = None
         save_id = manifest["save_id"]
@@ -287,7 +287,8 @@ class Checkpoints:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
         else:
-            self._optimizer.reload_model_params()  # This call also updates the 32-bit weights.
+            # This call also updates the 32-bit copies of the weights.
+            self._optimizer.reload_model_params()
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
@@ -298,7 +299,7 @@ class Checkpoints:
         return progress
 
     def _take(self, progress: Progress) -> TakenState:
-        """Returns this rank's current state in the form that the saver expects."""
+        """Returns the current state of this rank in the form that the saver expects."""
         parts = self.apart(progress, is_whole=False)
         about = self.manifest(progress)
         return TakenState(
@@ -309,7 +310,7 @@ class Checkpoints:
         )
 
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
-        """Updates the parts that do not share memory with the run's state.
+        """Updates those ``parts`` that do not share memory with the run's state.
 
         These parts are counters, the optimizer's parameter groups and random states.
         """
@@ -331,7 +332,7 @@ class Checkpoints:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
         if self._config.lora.is_on and self._settings.load_hf is not None:
-            # The base weights are in the folder of --load-hf.
+            # The base weights are in the folder of --load-hf, so do not save them.
             weights = _only(weights, adapters=True, base=False)
         whole: dict[str, Any] = {_CONTENT: content, **self._counters(progress), **weights}
         if not self._settings.no_save_optim:
@@ -343,11 +344,11 @@ class Checkpoints:
         return state.without_local_copies(whole)
 
     def _steps(self) -> list[int]:
-        """Returns the iterations of the checkpoints to try to load, in order.
+        """Returns the iterations of the checkpoints to try to load, in order. Runs on rank 0.
 
-        The list is empty if the run starts from scratch.
+        The list is empty if the run starts from scratch or from a Hugging Face model.
 
-        Called only on rank 0.
+        Raises an error if a checkpoint is required but missing.
         """
         folder = CheckpointFolder(str(self._settings.load))
         named = self._settings.ckpt_step
@@ -367,7 +368,7 @@ class Checkpoints:
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:
-        """Returns the path and manifest of the checkpoint of ``iteration``, on rank 0."""
+        """Returns the path and the manifest of the checkpoint of ``iteration``. Runs on rank 0."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest["config"]:
@@ -428,7 +429,7 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        # Do not prefix errors with ranks here, because _read_shards already does.
+        # Do not add ranks to errors here, because _read_shards already adds them.
         loaded = self._all.together(
             lambda: self._read_shards(whole, common, reader), name_ranks=False
         )
@@ -437,11 +438,13 @@ class Checkpoints:
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Reads the shards of ``whole``. All ranks must call this together.
+        """Reads the shards in ``whole``, and returns the loaded state.
+
+        All ranks must call this together.
 
         Args:
             whole: State that contains an empty shard for each saved value.
-            common: Values that all ranks share. They are changed in place.
+            common: Values that all ranks share. The loaded state is merged into this dictionary.
             reader: Reader of the checkpoint.
         """
 
@@ -453,8 +456,8 @@ class Checkpoints:
             lambda: _present(extract_sharded_base(shards)[0], reader), name_ranks=False
         )
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
-            # The wrapper only calls the strategy's ``load`` method, so this object needs no other
-            # methods.
+            # The wrapper only calls the ``load`` method of the strategy, so this object needs no
+            # other methods.
             strategy = SimpleNamespace(load=read)
             sharing = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
             loaded = sharing.load(shards, reader.path)
@@ -473,13 +476,13 @@ class Checkpoints:
 
 
 class _Content(NamedTuple):
-    """Part of a checkpoint that one rank needs.
+    """The part of a checkpoint that one rank needs.
 
     Attributes:
         common: Values that all ranks share, by name.
         loaded: State of this rank, by name.
-        has_all: Whether the checkpoint has all weights of the run.
-        has_adapters: Whether the checkpoint has adapter weights (LoRA).
+        has_all: Whether the checkpoint contains all weights of the run.
+        has_adapters: Whether the checkpoint contains adapter weights (LoRA).
     """
 
     common: dict[str, Any]
@@ -489,7 +492,7 @@ class _Content(NamedTuple):
 
 
 def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
-    """Selects each chunk's adapter weights, its other weights, or both.
+    """Selects the adapter weights of each chunk, all other weights, or both.
 
     Args:
         weights: Weights of each chunk, by name.
@@ -508,7 +511,9 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns those of ``shards`` that exist. State for 8-bit data types may be missing.
+    """Returns the shards in ``shards`` that the checkpoint contains.
+
+    Only state for 8-bit data types may be missing.
 
     Raises:
         CheckpointError: If any other shard is missing.
@@ -533,7 +538,7 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
 
 
 def _read_into(shards: Any, reader: CheckpointReader) -> Any:
-    """Returns the state ``shards`` with each shard replaced by the value read from disk."""
+    """Returns the state ``shards``, in which each shard is replaced by the value read from disk."""
     parts: list[WantedPart] = []
     objects: dict[str, list[Any]] = {}
     padding: list[torch.Tensor] = []
@@ -571,7 +576,7 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
 
     state = dict_list_map_outplace(prepare_target, shards)
     reader.read(parts)
-    for rows in padding:  # These padding rows are not in the checkpoint.
+    for rows in padding:  # The checkpoint does not contain these padding rows.
         rows.zero_()
     return state
 
@@ -582,9 +587,9 @@ def _replica_group() -> dist.ProcessGroup:
 
 
 def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
-    """Reserves the folder ``--save`` for this job, and finishes the previous run's upload to it.
+    """Reserves the folder ``--save`` for this job, and finishes an earlier run's upload to it.
 
-    The upload is finished only if this run resumes from the newest checkpoint in ``--save``.
+    The upload is only finished if this run resumes from the newest checkpoint in ``--save``.
     Without ``--save``, this function does nothing.
 
     Returns:
@@ -605,13 +610,16 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
 
 
 def check_model_folder(job: Job, config: TrainerConfig) -> None:
-    """Compares the tensors of ``--load-hf`` with those of the model, before the model is built.
+    """Compares the tensors in the folder ``--load-hf`` with the tensors of the model.
+
+    This is called before the model is built.
 
     All ranks must call this together; rank 0 reads the headers of the files. A run that resumes
-    from a checkpoint skips the check, because it does not need the folder's weights.
+    from a checkpoint skips the check, because it does not need the weights in this folder.
 
     Raises:
-        AdaptiveError: If names, shapes or types of the folder's tensors do not match the model.
+        AdaptiveError: The names, shapes or types of the tensors in the folder do not match the
+            model.
     """
     settings = config.checkpoint
     if (folder := settings.load_hf) is None:
@@ -627,7 +635,7 @@ def check_model_folder(job: Job, config: TrainerConfig) -> None:
 
 
 class RunState(SnapshotState):
-    """Gives in-memory snapshots access to a run's state.
+    """Gives in-memory snapshots access to the state of a run.
 
     Args:
         run: Run with a built model.
@@ -637,7 +645,8 @@ class RunState(SnapshotState):
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
         self._run = run
         self._progress = progress
-        # Snapshots need the optimizer's state, even if the run's checkpoints do not include it.
+        # Snapshots need the state of the optimizer, even if the run's checkpoints do not include
+        # it.
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)
@@ -668,16 +677,16 @@ class RunState(SnapshotState):
 def require_same_model(
     manifest: Manifest, config: TrainerConfig, padded_vocab_size: int, name: str
 ) -> None:
-    """Checks that a checkpoint contains the model that the run's settings describe.
+    """Checks that a checkpoint contains the model that the settings of the run describe.
 
     Args:
         manifest: Manifest of the checkpoint.
         config: Settings of the run.
         padded_vocab_size: Number of rows of the run's embedding.
-        name: Name of the checkpoint for the error message.
+        name: Name of the checkpoint, for the error message.
 
     Raises:
-        CheckpointError: If the checkpoint has a different model. The message lists the settings
+        CheckpointError: The checkpoint contains a different model. The message lists the settings
             that differ.
     """
     saved = _saved_config(manifest, name)
@@ -708,10 +717,10 @@ def require_same_model(
 
 
 def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state described by ``manifest`` matches the run's optimizer.
+    """Checks that the optimizer state in a checkpoint matches the optimizer of the run.
 
     Raises:
-        CheckpointError: If there is no optimizer state, or it belongs to a different type of
+        CheckpointError: There is no optimizer state, or it belongs to a different type of
             optimizer.
     """
     remedy = "load only the weights with --no-load-optim or --finetune"
@@ -727,7 +736,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
 
 
 def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings that determine which tensors an optimizer's state has, by flag."""
+    """Returns the settings, by flag, that determine which tensors an optimizer's state has."""
     settings = config.optimizer
     return {
         "--optimizer": settings.optimizer,
@@ -771,7 +780,8 @@ def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
     """Returns whether the setting ``name`` can be ignored when two models are compared.
 
-    It can be ignored if it has no effect on these models, or if another setting covers its effect.
+    A setting can be ignored if it has no effect on these models, or if another setting covers its
+    effect.
     """
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)

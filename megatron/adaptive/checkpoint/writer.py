@@ -9,16 +9,15 @@
     index.json           the same as JSON, with the positions of the raw bytes and plain values
 
 This module writes all checkpoints: those of the trainer, which megatron-core reads as
-``torch_dist``, those of a ``Pipeline``, and those made from in-memory snapshots. Torch and
-Megatron-LM locate a checkpoint's tensors through ``.metadata``; this program uses
-``index.json`` (``checkpoint.reader``). The training process itself writes the files.
-megatron-core's writer would start processes by ``spawn`` and ``fork`` for each save, which
-takes seconds and copies the sockets and memory mappings of the pipeline's channels into the
-child processes.
+``torch_dist``, those of a ``Pipeline``, and those that are made from in-memory snapshots. Torch and
+Megatron-LM find the tensors of a checkpoint through ``.metadata``; this program uses ``index.json``
+(``checkpoint.reader``). The training process itself writes the files. megatron-core's writer would
+start processes by ``spawn`` and ``fork`` for each save, which takes seconds, and copies the sockets
+and memory mappings of the pipeline's channels into the child processes.
 
-Ranks agree on which rank writes which parts only when the layout of some rank's state has changed.
-Otherwise a checkpoint takes one write per rank, and ranks exchange only a few numbers. This matters
-for background writes, because each line of Python then delays the training thread.
+Ranks only decide again which rank writes which parts if the layout of some rank's state has
+changed. Otherwise, a checkpoint takes one write per rank, and ranks exchange only a few numbers.
+This matters for background writes, because each line of Python then delays the training thread.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ _CORE = {
 }
 
 Part = tuple[str, tuple[int, ...]]
-"""Key for a part of a tensor in a checkpoint: name, and offset in the whole tensor."""
+"""Key of a part of a tensor in a checkpoint: name, and offset in the whole tensor."""
 
 Entry = dict[str, Any]
-"""Entry of a checkpoint's index, for a part of a tensor or for an object.
+"""Entry of a checkpoint's index for a part of a tensor, or for an object.
 
 The entry of a part has the keys that :func:`entry_of` sets. The entry of an object has only
 ``name``. :class:`ShardWriter` adds ``path``, the name of the file, and ``place``, a :class:`Place`.
@@ -78,9 +77,10 @@ class Place(NamedTuple):
     Attributes:
         begin: Offset of the output of ``torch.save``, in bytes.
         length: Length of the output of ``torch.save``, in bytes.
-        content: Offset of the tensor's raw bytes or the object's plain values, in bytes.
-        content_length: Length of the raw bytes or the plain values, in bytes. If it is 0,
-            ``content`` is 0 too.
+        content: Offset of the raw bytes of the tensor, or of the plain values of the object, in
+            bytes.
+        content_length: Length of the raw bytes or of the plain values, in bytes. If it is 0,
+            ``content`` is 0, too.
     """
 
     begin: int
@@ -95,11 +95,11 @@ Heads = dict[tuple[torch.dtype, torch.Size], int]
 
 @dataclass(frozen=True, kw_only=True)
 class SavedObject:
-    """A non-tensor value of the state.
+    """Value of the state that is not a tensor.
 
     Attributes:
-        pickled: Value as a pickle, for torch and Megatron-LM; from :func:`pickled`.
-        plain: Value as plain values, for this program; from :func:`plain_values.dumps`.
+        pickled: Value as a pickle, for torch and Megatron-LM, as returned by :func:`pickled`.
+        plain: Value as plain values, for this program, as returned by :func:`plain_values.dumps`.
     """
 
     pickled: bytes
@@ -107,9 +107,9 @@ class SavedObject:
 
     @classmethod
     def of(cls, value: Any) -> SavedObject:
-        """Serializes ``value`` as a pickle and as plain values.
+        """Serializes ``value`` both as a pickle and as plain values.
 
-        The plain values of ``[None]``, which is the extra state of most layers, are empty.
+        The plain values of ``[None]``, which is the extra state of most layers, are empty bytes.
 
         Raises:
             TypeError: If the value cannot be expressed as plain values.
@@ -120,10 +120,10 @@ class SavedObject:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of one of the state's tensors.
+    """Part of one of the tensors of the state.
 
     Attributes:
-        tensor: Tensor with the data. The optimizer's next update overwrites it.
+        tensor: Tensor that contains the data. The next update of the optimizer overwrites it.
         size: Shape of this part, with the same number of axes as the whole tensor.
         whole: Shape of the whole tensor.
     """
@@ -138,15 +138,16 @@ class TakenState:
     """State of a rank at a step, in the form in which a checkpoint stores it.
 
     Attributes:
-        pieces: Parts of tensors. If several ranks have the same part, the first of them writes it.
-        objects: Other values, by name. If several ranks have the same name, the first of them
-            writes the value.
-        once: Contents of files that exist once per checkpoint instead of once per rank, by file
-            name. Only rank 0's contents are written.
-        manifest: Function that returns the manifest's entries except ``files`` and ``blocks``. Its
-            arguments are the identifier of the save, which is empty if local disks are not used,
-            and the group of all ranks. All ranks must call it together; the result of rank 0 is
-            used.
+        pieces: Parts of tensors. If several ranks have the same part, the first of these ranks
+            writes it.
+        objects: Other values, by name. If several ranks have the same name, the first of these
+            ranks writes the value.
+        once: Contents, by file name, of the files that exist once per checkpoint instead of once
+            per rank. Only the contents on rank 0 are written.
+        manifest: Function that returns the entries of the manifest, except ``files`` and
+            ``blocks``. Its arguments are the identifier of the save, which is empty if local disks
+            are not used, and the group of all ranks. All ranks must call the function together; the
+            result of rank 0 is used.
     """
 
     pieces: Mapping[Part, Piece]
@@ -190,9 +191,10 @@ class ShardWriter:
             ranks: Group of all ranks, used for communication.
 
         Returns:
-            Two mappings. The first contains the files that exist once per checkpoint, by name. It
-            is empty except on rank 0, and the caller must write these files. The second contains
-            the manifest's entries ``files`` and ``blocks``: sizes and checksums by file name.
+            Two mappings. The first contains the files that exist once per checkpoint, by name. The
+            caller must write these files; the mapping is empty except on rank 0. The second
+            contains the manifest's entries ``files`` and ``blocks``: sizes and checksums by file
+            name.
 
         Raises:
             CheckpointError: If a rank could not write a file.
@@ -220,7 +222,7 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index if parts have moved in their files. All ranks must call this."""
+        """Updates the index if parts have moved within their files. All ranks must call this."""
         is_new = len(written) != len(self._written)
         changed = {
             number: position
@@ -236,7 +238,7 @@ class ShardWriter:
             self._indices = indices_of([entry for table in self._tables for entry in table])
 
     def _share_out(self, layouts: Sequence[Sequence[Entry]], rank: int) -> None:
-        """Assigns each part in ``layouts`` to the first rank that has it."""
+        """Assigns each part in ``layouts`` to the first rank that has this part."""
         taken: set[Part] = set()
         self._tables = [[] for _ in layouts]
         self._own = set()
@@ -252,7 +254,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the contents of torch's and this program's index files, by file name."""
+    """Returns the contents of two index files, torch's and this program's, by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -301,11 +303,11 @@ def write_file(
     Args:
         path: Path of the file.
         data: Tensors and objects to write.
-        heads: Number of bytes before a tensor's raw bytes in the output of ``torch.save``, by type
-            and shape. Missing entries are added.
+        heads: Number of bytes before the raw bytes of a tensor in the output of ``torch.save``, by
+            type and shape. Missing entries are added.
 
     Returns:
-        Position of each tensor and object in the file, and the file's size and checksums.
+        Position of each tensor and object in the file, and the size and checksums of the file.
 
     Raises:
         OSError: If the file could not be written.
@@ -342,7 +344,8 @@ def write_file(
 def common_files(common: Any) -> dict[str, bytes]:
     """Returns the contents of the files with values that all ranks share, by file name.
 
-    The values are written as a pickle for megatron-core, and as plain values for this program.
+    The values are written twice: as a pickle for megatron-core, and as plain values for this
+    program.
 
     Raises:
         TypeError: If a value cannot be expressed as plain values.
@@ -361,24 +364,24 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` in host memory, in a storage that contains only this tensor."""
+    """Returns ``tensor`` in host memory, in a storage that contains no other data."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 
 def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor that uses ``memory``, starting ``offset`` bytes after its begin."""
+    """Returns a tensor whose data are the bytes of ``memory`` that start at ``offset``."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)
 
 
 def pickled(value: Any) -> bytes:
-    """Returns the output of ``torch.save``.
+    """Returns the bytes that ``torch.save`` would write for ``value``.
 
-    Callers write these bytes to a file. If ``torch.save`` wrote the file, it would hide the cause
-    of a write error.
+    Callers write these bytes to a file. If ``torch.save`` wrote the file, the cause of a write
+    error would not be visible.
     """
     return _buffered(value).getvalue()
 

@@ -28,12 +28,12 @@ _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
 _FAMILY_HELP = "your own family of models, as package.module:Class, see docs/huggingface.md"
 _FOLDER = "checkpoints"
-# Manifest keys whose values are too long to print.
+# Values of these manifest keys are too long to print.
 _LONG = ("config", "files", "blocks", "options", "states")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the mode ``verify``, ``list`` or ``show``.
+    """Runs the subcommand ``checkpoint`` in the mode ``verify``, ``list`` or ``show``.
 
     Returns:
         Exit status: 1 if a checkpoint is damaged, otherwise 0.
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _newest_folder() -> Path:
-    """Returns the folder ``checkpoints`` of the newest run that saved a checkpoint."""
+    """Returns the folder ``checkpoints`` of the newest run that has saved a checkpoint."""
     from megatron.adaptive.trace.locate import newest_run, searched
 
     newest = newest_run([f"{_FOLDER}/{prefix}*" for prefix in STEP_PREFIXES])
@@ -218,7 +218,7 @@ def export_hf(argv: Sequence[str]) -> None:
 
 
 def _load_libraries() -> None:
-    """Prepares torch and megatron-core for this machine, whether or not it has GPUs."""
+    """Prepares torch and megatron-core for use on this machine, even if it has no GPUs."""
     from megatron.adaptive import accelerator
 
     accelerator.install()

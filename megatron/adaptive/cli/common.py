@@ -19,7 +19,7 @@ from megatron.adaptive.errors import AdaptiveError
 
 EXIT_EXPECTED_ERROR = 2
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the path of torchrun's error file, to which a rank may write."""
+"""Environment variable with the path of the file in which torchrun expects a rank's error."""
 _PRINTED = "printed"
 _STOPPED = "stopped by the user"
 
@@ -40,13 +40,13 @@ def trainer_options() -> list[str]:
 def leave_reason(text: str) -> None:
     """Records in torchrun's error file that this rank has already printed why it exits.
 
-    torchrun prints this text in its list of failed ranks. ``job launch`` then prints no further
+    torchrun prints ``text`` in its list of failed ranks. ``job launch`` then prints no further
     message.
     """
     path = os.environ.get(_ERROR_FILE)
     if path:
         content = {"message": text, "timestamp": int(time.time()), _PRINTED: True}
-        # Without the file, the launcher only prints one redundant line.
+        # If the file cannot be written, the launcher only prints one redundant line.
         with contextlib.suppress(OSError):
             written = Path(f"{path}.part")
             written.write_text(json.dumps(content), encoding="utf-8")
@@ -54,15 +54,15 @@ def leave_reason(text: str) -> None:
 
 
 def has_left_reason(failure: Any) -> bool:
-    """Returns whether the failed rank ``failure`` called :func:`leave_reason`."""
+    """Returns whether the rank in ``failure`` called :func:`leave_reason` before it failed."""
     return bool(failure.error_file_data.get(_PRINTED))
 
 
 def open_streams() -> None:
-    """Opens ``/dev/null`` for each standard stream that is closed when the process starts.
+    """Opens ``/dev/null`` for each standard stream that was closed when the process started.
 
-    Otherwise, Python sets a closed stream to ``None``, and the next opened file may get its file
-    descriptor, such as 2. Libraries would then write error messages to that file.
+    Otherwise, Python sets a closed stream to ``None``, and the next file that is opened may get the
+    stream's file descriptor, such as 2. Libraries would then write error messages to this file.
     """
     for number, (name, flags) in enumerate(_STREAMS.items()):
         try:
@@ -82,7 +82,7 @@ _STREAMS = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY, "stderr": os.O_WRONLY}
 
 
 def expected(error: Exception) -> AdaptiveError | None:
-    """Converts ``error`` to an ``AdaptiveError``, or returns ``None`` if it indicates a bug."""
+    """Returns ``error`` as an ``AdaptiveError``, or ``None`` if ``error`` indicates a bug."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
@@ -92,20 +92,22 @@ def expected(error: Exception) -> AdaptiveError | None:
 
 
 def _lost_peer(error: Exception) -> AdaptiveError | None:
-    """Converts a library's error about a broken connection to an error about a lost rank.
+    """Converts a library's error about a broken connection into an error about a lost rank.
 
-    Until a rank watches its peers, this error is the only sign that another rank has exited.
+    Returns ``None`` if ``error`` is a different error.
+
+    While a rank does not watch its peers yet, this is the only sign that another rank has exited.
     """
     if "torch.distributed" not in sys.modules:
         return None
-    # Most commands never import torch, which would take seconds.
+    # Import this only here, because most commands never import torch, which takes seconds.
     from megatron.adaptive.engine.process_context import lost_peer
 
     return lost_peer(error, Environment.read().rank)
 
 
 def end_at_once(number: int, frame: object) -> None:
-    """Handles the signal ``number`` by printing a line and exiting without cleaning up."""
+    """Handles the signal ``number``: prints a line, and exits without cleaning up."""
     name = signal.Signals(number).name
     text = _STOPPED if number == signal.SIGINT else f"stopped by signal {name}"
     with contextlib.suppress(OSError):  # Writing fails if the terminal is closed.
@@ -115,10 +117,10 @@ def end_at_once(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """Prints one line and exits if Ctrl-C, SIGTERM or SIGHUP arrives during the block.
+    """Prints a line and exits if Ctrl-C, SIGTERM or SIGHUP arrives within the context.
 
-    Use this for blocks that import modules, because an interrupt during an import may be reported
-    as a different error. Signals that are ignored stay ignored.
+    Use this around imports, because an interrupt during an import may be reported as a different
+    error. Signals that are ignored stay ignored.
     """
     former = from_now_end_at_once()
     try:
@@ -129,12 +131,12 @@ def interrupts_end_at_once() -> Iterator[None]:
 
 
 def from_now_end_at_once() -> dict[signal.Signals, Any]:
-    """Makes the process print one line and exit on Ctrl-C, SIGTERM or SIGHUP from now on.
+    """Makes the process print a line and exit when Ctrl-C, SIGTERM or SIGHUP arrives.
 
     Signals that are ignored stay ignored.
 
     Returns:
-        Previous handler of each signal that is now handled.
+        Previous handler of each signal whose handler has changed.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.getsignal(number) for number in numbers}
@@ -145,10 +147,9 @@ def from_now_end_at_once() -> dict[signal.Signals, Any]:
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Runs ``main(argv)`` and prints an expected error as one line on stderr.
+    """Runs ``main(argv)``, and prints an expected error as one line on stderr.
 
-    Unexpected exceptions are bugs. This function does not catch them, so that Python prints a
-    traceback.
+    Unexpected exceptions are bugs. They are not caught, so that Python prints a traceback.
 
     Args:
         main: Function to run. It takes the arguments without the program's name, and returns the
@@ -168,8 +169,7 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         print(_STOPPED, file=sys.stderr, flush=True)
         return 130
     except BrokenPipeError:
-        # Python flushes buffered output again at exit. Redirect stdout so that this flush does not
-        # fail.
+        # Python flushes buffered output again at exit. Redirect stdout so that this flush succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:

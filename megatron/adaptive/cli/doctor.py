@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     """Checks this node, or all ranks of a job with ``--probe``, and prints the results.
 
     Returns:
-        1 if something required for a run is missing, or if the probe finds an outlier; otherwise 0.
+        1 if something that a run requires is missing, or if the probe finds an outlier; otherwise
+        0.
     """
     parser = CommandParser(
         prog=f"{PROGRAM} doctor",
@@ -115,9 +116,9 @@ _SIZES = (
     "expert_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
 )
-"""Names of the trainer's settings that define the layout to probe."""
-# Default secret, which is public. The check neither starts programs nor changes anything, so users
-# need not copy a real secret between nodes.
+"""Names of the trainer's settings that define the layout of the ranks to probe."""
+# This default secret is public. The check does not start programs or change anything, so users need
+# not copy a real secret between nodes.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL use any port above 1023"
 _TORCH = (
@@ -134,7 +135,7 @@ class Check:
         name: Name of the item that was checked.
         state: ``ok``, ``warning`` if a run may still work, or ``error`` if a run cannot work.
         text: Result as a message to the user.
-        mend: Suggested fix; empty if nothing needs to be fixed.
+        mend: Suggested fix, or empty if nothing needs to be fixed.
     """
 
     name: str
@@ -144,12 +145,12 @@ class Check:
 
 
 def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
-    """Returns a check result. Its state is ``ok`` if ``mend``, the suggested fix, is empty."""
+    """Creates a check result. Its state is ``ok`` if ``mend``, the suggested fix, is empty."""
     return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
 
 
 def check_node(port: int) -> list[Check]:
-    """Checks this node without its connections to other nodes.
+    """Checks this node, but not its connections to other nodes, and returns the results.
 
     Args:
         port: Port on which a run would listen.
@@ -159,7 +160,7 @@ def check_node(port: int) -> list[Check]:
 
 
 def node_report() -> dict[str, Any]:
-    """Returns this node's entry for a cluster file, based on the output of installed tools."""
+    """Returns an entry for this node in a cluster file, based on the output of installed tools."""
     texts = []
     for command in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
         try:
@@ -309,11 +310,14 @@ def _port(port: int) -> Check:
 
 
 def _ignore(text: str) -> None:
-    """Ignores messages about refused connections; ``doctor`` only needs accepted connections."""
+    """Ignores ``text``, a message about a refused connection.
+
+    ``doctor`` only needs to know about accepted connections.
+    """
 
 
 async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Waits until another node has checked its connection to this node, or until the timeout.
+    """Waits until another node has checked its connection to this node, and returns the results.
 
     Args:
         port: Port on which to listen.
@@ -323,7 +327,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Replies to a request with the local time, and tries to connect back to the peer."""
+        """Replies to a request with the local time, after trying to connect back to the peer."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
             return await link.close()  # The peer is not a ``doctor`` process.
@@ -357,13 +361,13 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
 
 
 def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Checks the connection to another node, which must also run ``doctor``.
+    """Checks the connection to another node, on which ``doctor`` must also run.
 
     Args:
         address: Address of the other node.
         port: Port on which ``doctor`` listens on the other node.
         limit_s: Timeout in seconds. Failed attempts are repeated until then, because ``doctor`` may
-            start later on the other node.
+            be started later on the other node.
         secret: Secret that both nodes must know.
     """
     end_s = time.monotonic() + limit_s
@@ -415,7 +419,7 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
 
 
 def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of ``--probe`` to the parser of ``doctor``."""
+    """Adds the flags of ``--probe`` to ``parser``, the parser of ``doctor``."""
     group = parser.add_argument_group(
         "probe of a job, before training",
         "Measures ranks, links and groups of ranks, and compares them with each other and with "
@@ -439,11 +443,12 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Takes part in the probe of all ranks as one rank. Rank 0 prints the outliers.
+    """Takes part in the probe as one rank. Rank 0 prints the outliers.
 
     Args:
         options: Parsed flags of ``doctor``.
-        argv: Unparsed flags of ``doctor``, for the processes that this function starts.
+        argv: Unparsed flags of ``doctor``, which are passed to the processes that this function
+            starts.
 
     Returns:
         1 if a rank, link or group is an outlier or did not answer; otherwise 0.
@@ -477,7 +482,7 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
-    """Returns the layout to probe, from the sizes in ``options``.
+    """Returns the layout of the ranks to probe, from the sizes in ``options``.
 
     Raises:
         ConfigError: The sizes do not match the number of ranks, or there is only one rank.
@@ -487,8 +492,8 @@ def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
             "doctor --probe compares ranks and needs at least two of them; start more processes"
         )
     sizes = {name: value for name, value in vars(options).items() if name in _SIZES}
-    # If the user does not set any sizes, probe one pipeline of all ranks, which measures a link of
-    # each rank.
+    # If the user has not set any size, probe a pipeline of all ranks, so that a link of each rank
+    # is measured.
     sizes = sizes or {"pipeline_model_parallel_size": world_size}
     return ProbeLayout(
         world_size=world_size,

@@ -15,7 +15,7 @@ from megatron.adaptive.config.environment import Environment, JobOrder
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 _REPORT_S = 10.0
-"""Seconds to wait until the first process of a node has reported an error."""
+"""Time in seconds to wait for the first process of a node to report an error."""
 
 _DESCRIPTION = """\
 Fine-tunes a Hugging Face transformers model in several processes: all weights, or LoRA adapters.
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     processes = options.pop("nproc_per_node")
     environment = Environment.read()
     if environment.job is not None:
-        # The launcher of an elastic job chooses the folder.
+        # The launcher of an elastic job chooses the folder of checkpoints.
         options["checkpoints"] = Path(JobOrder.from_text(environment.job).checkpoints)
     if options["save_interval"] is not None and options["checkpoints"] is None:
         raise ConfigError(
@@ -98,14 +98,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(options: dict[str, Any], local_rank: int) -> int:
-    """Fine-tunes a model as one process of a job.
+    """Fine-tunes a model as one process of a job, and returns the exit status.
 
-    All processes of a node detect the same errors in settings and files. Therefore only the node's
-    first process reports them, and the launcher then stops the other processes. A process that is
-    still running after a few seconds reports its error too, because the first process may not have
+    All processes of a node detect the same errors in settings and files. So only the first process
+    of the node reports them, and the launcher then stops the other processes. A process that is
+    still running after a few seconds also reports its error, because the first process may not have
     the same error.
     """
-    # Import these only when needed, because importing torch and transformers takes seconds.
+    # Import these modules only here, because importing torch and transformers takes seconds.
     from megatron.adaptive.modules.finetune import FineTuning, fine_tune
 
     settings = FineTuning(**options)
@@ -113,8 +113,8 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
         processor, samples = settings.read()
     except AdaptiveError:
         if local_rank:
-            # If this process exited now, the launcher might stop the first process before its
-            # report.
+            # If this process exited now, the launcher might stop the first process before it has
+            # reported the error.
             time.sleep(_REPORT_S)
         raise
     fine_tune(settings, processor, samples)
@@ -122,5 +122,5 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
 
 
 if __name__ == "__main__":
-    # Processes of an elastic job run this file as a script.
+    # The processes of an elastic job run this file as a script.
     sys.exit(run_cli(main))

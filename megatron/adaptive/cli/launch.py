@@ -44,14 +44,14 @@ _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _MAX_PROCESSES = 4096
-_PORT = 29400  # torchrun uses this port by default if an endpoint has no port.
+_PORT = 29400  # torchrun uses this port if an endpoint has no port.
 _LOOK_UP_S = 30.0
 _SAY_S = 30.0
 _WAIT_S = 600.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs torchrun with the arguments ``argv``.
+    """Runs torchrun with the arguments ``argv``, and returns the exit status of the job.
 
     Returns:
         Exit status of the job: 0, the status of the rank that failed first, or 128 + N after signal
@@ -61,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
     # handlers yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # Importing torch takes about a second, and an interrupt during the import may be reported as a
-    # different error. torchrun installs its signal handlers just before it starts the ranks.
+    # different error. torchrun installs its signal handlers only shortly before it starts the
+    # ranks.
     with interrupts_end_at_once():
         return _launch(argv)
 
@@ -77,7 +78,7 @@ def _launch(argv: Sequence[str]) -> int:
 
     options = _read_options(argv)
     script = Path(options.training_script)
-    # Report a missing script once here. Otherwise each rank would report it.
+    # Report a missing script once here. Otherwise, each rank would report it.
     if not (options.module or options.no_python or script.is_file()):
         problem = "is a folder" if script.is_dir() else "no such file"
         raise ConfigError(f"{script}: {problem}; pass the script to start, such as {_TRAINER}")
@@ -91,7 +92,8 @@ def _launch(argv: Sequence[str]) -> int:
     if options.nnodes in ("1", "1:1"):
         os.environ |= loopback_variables(os.environ)
     for name in list(logging.root.manager.loggerDict):
-        # The rank has already printed its error, so hide the lines in which torch repeats it.
+        # The rank has already printed its error, so hide the lines in which torch repeats this
+        # error.
         if name.startswith("torch.distributed."):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     _end_once()
@@ -110,10 +112,10 @@ def _launch(argv: Sequence[str]) -> int:
 
 
 def _end_once() -> None:
-    """Makes torchrun ignore a SIGTERM or SIGHUP that follows another signal.
+    """Makes torchrun ignore a SIGTERM or SIGHUP that arrives after another signal.
 
-    While torchrun waits for its ranks to save, a second signal would make it exit immediately, and
-    the ranks would lose their key-value store before they have saved. If the parent process is
+    While torchrun waits for its ranks to save, a second signal would make it exit immediately. The
+    ranks would then lose their key-value store before they have saved. If the parent process is
     killed, the kernel may send SIGTERM several times
     (:func:`megatron.adaptive.config.parent_process.end_with_parent`).
     """
@@ -129,12 +131,12 @@ def _end_once() -> None:
         has_asked = True
         end(number, frame)
 
-    # torchrun looks up its handler by this name just before it starts the ranks.
+    # torchrun looks up its handler under this name shortly before it starts the ranks.
     vars(api)["_terminate_process_handler"] = end_or_wait
 
 
 def _read_options(argv: Sequence[str]) -> Any:
-    """Parses torchrun's options, and shortens the error message if an option is wrong."""
+    """Parses torchrun's options in ``argv``, with a short error message if an option is wrong."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser: Any = get_args_parser()
@@ -176,12 +178,12 @@ def _read_options(argv: Sequence[str]) -> Any:
 def _wait_for_store(options: Any) -> None:
     """Waits until the key-value store on the first node accepts connections, and prints progress.
 
-    The nodes find each other through this store. torchrun alone would wait for the store without a
+    The nodes find each other through this store. torchrun itself would wait for the store without a
     timeout and without a message.
 
     Raises:
         MeetingError: The host name cannot be resolved, no program listens at the address before the
-            timeout, or the program that listens there is not a store.
+            timeout, or the program that listens at the address is not a store.
     """
     if options.standalone or options.rdzv_backend.startswith("etcd"):
         return
@@ -201,8 +203,8 @@ def _wait_for_store(options: Any) -> None:
     begin_s = time.monotonic()
     end_s = begin_s + wait_s
     reach(host, port, begin_s + _LOOK_UP_S, only_look_up=True)
-    # Do not wait for the store, because this node may have to create it (c10d backend). Only check
-    # that no other program already listens at the address.
+    # Do not wait for the store here, because with the c10d backend this node may have to create it.
+    # Only check that no other program already listens at the address.
     if options.rdzv_backend == "c10d":
         with contextlib.suppress(OSError):
             socket.create_connection((host, port), 1.0).close()
@@ -249,7 +251,7 @@ def _report(error: Any) -> int:
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
     if code == EXIT_EXPECTED_ERROR or has_left_reason(failure):
-        return code  # The rank has printed the reason.
+        return code  # The rank has already printed the reason.
     if code < 0:
         name = signal.Signals(-code).name
         description = f"was killed by signal {-code} ({name})"

@@ -68,7 +68,7 @@ _PORT = 29500
 _MASTER_FILE = "master.json"
 _PURPOSE = "pods"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# Variables that determine which program a node runs. Each node sets them itself, and ignores their
+# These variables determine which program a node runs. Each node sets them itself, and ignores their
 # values in the master's answer.
 _NODE_SETTINGS = ("PYTHON", "CONTAINER", "IMAGE", "CONTAINER_MOUNTS")
 _LOADED = "LD_"
@@ -77,11 +77,11 @@ _RETRY_S = 0.5
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 _SILENT_S = 5.0
-"""Seconds without a heartbeat after which a worker counts as disconnected."""
+"""Time in seconds without a heartbeat after which a worker counts as disconnected."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs this node's part of a job.
+    """Runs this node's part of a job in the role ``argv[0]``, and returns the exit status.
 
     Returns:
         Exit status of the node's processes; 75 if the run saved and exited because of SIGUSR1.
@@ -178,12 +178,12 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Checks the trainer's flags with the final sizes. Returns the answer to all workers.
+    """Checks the trainer's flags with the final sizes, and returns the answer to all workers.
 
     Args:
         conf: Configuration of the launch.
-        numbered: Node rank and number of processes for each node.
-        port: Port for torchrun on the first node.
+        numbered: Node rank and number of processes of each node.
+        port: Port on which torchrun listens on the first node.
     """
     logs = conf.path("LOG_DIR")
     processes = [count for _, count in sorted(numbered)]
@@ -253,11 +253,11 @@ def _worker(argv: Sequence[str]) -> int:
 
 
 def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings that this node accepts from the master's answer.
+    """Returns the settings in the master's answer that this node accepts.
 
     Args:
         answered: Settings in the master's answer.
-        overrides: Settings from this node's own command line.
+        overrides: Settings from the command line of this node.
     """
     kept = {}
     for name, text in answered.items():
@@ -311,15 +311,16 @@ def _slurm(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hello:
-    """First message of a node to the first node (the master), which describes the node.
+    """First message of a node to the first node (the master), in which the node describes itself.
 
     Attributes:
         host: Host name of the node.
         gpus: Number of GPUs on the node.
-        processes: Number of processes that the node's user requested; ``None`` to let the master
-            decide.
-        node_rank: Node rank that the node's user requested; ``None`` for any rank.
-        address: Address of the node on its connection to the master; empty for the master itself.
+        processes: Number of processes that the user of the node requested, or ``None`` to let the
+            master decide.
+        node_rank: Node rank that the user of the node requested, or ``None`` for any rank.
+        address: Address of the node on its connection to the master, or empty for the master
+            itself.
     """
 
     host: str
@@ -330,7 +331,10 @@ class _Hello:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> _Hello:
-        """Parses another node's hello message. Raises ``ValueError`` if it is malformed."""
+        """Parses the hello message of a different node.
+
+        Raises ``ValueError`` if the message is malformed.
+        """
         host = message["host"]
         address = message["address"]
         open_ones = [message["processes"], message["node_rank"]]
@@ -342,7 +346,7 @@ class _Hello:
 
 
 class _MasterAddress(NamedTuple):
-    """Holds the address and port of a master, and the run's secret."""
+    """Address and port of a master, and the secret of the run."""
 
     address: str
     port: int
@@ -350,7 +354,7 @@ class _MasterAddress(NamedTuple):
 
 
 class _Waiting:
-    """Measures the remaining time to wait for other nodes, and prints progress regularly."""
+    """Measures the remaining time to wait for other nodes, and regularly prints progress."""
 
     def __init__(self, limit_s: float, reported_s: float) -> None:
         self._end_s = time.monotonic() + limit_s
@@ -426,15 +430,15 @@ async def _gather(
     """Waits on the first node until all workers have connected, and then answers each worker.
 
     Args:
-        conf: Configuration, which sets the number of nodes.
+        conf: Configuration of the launch, which sets the number of nodes.
         own_hello: Description of this node.
         secret: Secret of the run, which the workers must know.
-        host: Address at which to listen; empty for all addresses of this node.
-        port: Port on which to listen. It is free again when the function returns.
+        host: Address at which to listen, or empty for all addresses of this node.
+        port: Port on which to listen. It is free again after the function has returned.
 
     Returns:
-        This node's rank, the answer to the workers, and the address at which the workers reached
-        this node (``None`` if there are no workers).
+        Three values: this node's rank, the answer to the workers, and the address at which the
+        workers reached this node, or ``None`` if there are no workers.
     """
     connected: dict[Connection, _Hello] = {}
     taken: set[Connection] = set()
@@ -485,7 +489,10 @@ async def _gather(
 async def _wait_for_receipts(
     guests: Mapping[Connection, _Hello], taken: set[Connection]
 ) -> list[str]:
-    """Waits a few seconds for all workers to confirm the answer. Returns the hosts that did not."""
+    """Waits a few seconds for all workers to confirm the answer.
+
+    Returns the host names of the workers that did not confirm it.
+    """
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
         await asyncio.sleep(_POLL_S)
@@ -513,21 +520,21 @@ async def _wait_for(
 async def _join_master(
     find_master: Callable[[], _MasterAddress | None], hello: _Hello, limit_s: float
 ) -> dict[str, Any]:
-    """Connects to the first node (the master) as a worker, and waits for the master's answer.
+    """Connects to the first node (the master) as a worker, and returns the master's answer.
 
     Failed attempts are repeated until the timeout, because the master may not have started yet.
 
     Args:
-        find_master: Function that returns the master's address, or ``None`` if it is not known yet.
-            It is called before each attempt. It may raise ``SetupError`` if the host name cannot be
-            resolved, for example before the master's pod is created.
+        find_master: Function that returns the address of the master, or ``None`` if it is not known
+            yet. The function is called before each attempt. It may raise ``SetupError`` if the host
+            name cannot be resolved, for example before the master's pod is created.
         hello: Description of this node.
         limit_s: Timeout in seconds.
 
     Returns:
-        The master's answer. Most entries are the same for all workers. ``node_rank`` is this node's
-        rank, ``master_addr`` is the master's address, and ``own_addr`` is this node's address on
-        the connection.
+        Answer of the master. Most entries are the same for all workers. ``node_rank`` is the rank
+        of this node, ``master_addr`` is the address of the master, and ``own_addr`` is the address
+        of this node on the connection.
     """
     waiting = _Waiting(limit_s, 0.0)
     why = "its address is unknown"
@@ -647,7 +654,7 @@ def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> _Hello:
 
 
 def _check_alone(logs: Path) -> None:
-    """Raises an error if another run's master is waiting for workers with the folder ``logs``."""
+    """Raises an error if another run with the same log folder is waiting for its workers."""
     master = _read_master_file(logs / _MASTER_FILE)
     if master is None:
         return
@@ -659,10 +666,10 @@ def _check_alone(logs: Path) -> None:
 
 
 def _new_job(logs: Path) -> str:
-    """Creates the folder of a new job in ``logs``, and returns the job's name.
+    """Creates the folder of a new job in ``logs``, and returns the name of the job.
 
-    Appends a number if the name is taken, because pods often have the same start time and process
-    ID.
+    A number is appended if the name is taken, because pods often have the same start time and
+    process ID.
     """
     name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{attempt}" for attempt in range(2, 100))):
@@ -690,7 +697,7 @@ def _environment_number(*names: str) -> int | None:
 
 
 def _say_missing(secrets: Iterable[str]) -> None:
-    """Warns about each of ``secrets`` that this node's environment does not contain."""
+    """Warns about all ``secrets`` (names) that this node's environment does not contain."""
     if missing := [name for name in secrets if name not in os.environ]:
         _say(
             f"warning: conf.sh sets {', '.join(missing)}, but secrets are neither stored nor "
@@ -705,7 +712,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Keeps the file ``path`` with the master's address during the block, for the workers."""
+    """Writes the master's address to the file ``path`` for the workers. Removes it afterwards."""
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)
     write_private(path, text)
@@ -713,13 +720,13 @@ def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[N
         yield
     finally:
         with contextlib.suppress(OSError):
-            # If the texts differ, another master has replaced the file.
+            # If the texts differ, another master has replaced the file, so do not remove it.
             if path.read_text() == text:
                 path.unlink()
 
 
 def _read_master_file(path: Path) -> _MasterAddress | None:
-    """Reads the master's address from ``path``. Returns ``None`` if there is no valid file."""
+    """Reads the master's address from ``path``, or returns ``None`` if there is no valid file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         answer = parse_json(read_whole(path))
         return _MasterAddress(str(answer["address"]), int(answer["port"]), str(answer["secret"]))

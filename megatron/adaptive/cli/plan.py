@@ -67,11 +67,11 @@ from megatron.adaptive.planner.trainer_rules import (
 _WHOLE = selectable_names(
     lambda spec: spec.planned == "by default" and spec.splits_backward == "never"
 )
-"""Names of the schedules that compute weight gradients within the backward pass."""
+"""Names of the schedules that compute weight gradients as part of the backward pass."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Searches for the best plans, prints the plans, and writes the requested files."""
+    """Searches for the best plans, prints them, and writes the files that ``argv`` requests."""
     if "--check" in argv:
         return check_runs(["--data" if argument == "--check" else argument for argument in argv])
     is_standalone = any(
@@ -126,7 +126,8 @@ def _discover(files: Sequence[Path]) -> int:
     """Prints a cluster file, based on the output of tools such as ``scontrol`` or ``nvidia-smi``.
 
     Args:
-        files: Files with the output of such tools. If empty, runs the tools on this machine.
+        files: Files with the output of such tools. If there are none, runs the tools on this
+            machine.
     """
     texts = [
         (str(path), read_text(path, "pass a file with a tool's output; see --help"))
@@ -213,7 +214,7 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
 
 
 class _PrintSchema(argparse.Action):
-    """Prints the JSON schema of an input file and exits, like ``--help``."""
+    """Prints the JSON schema of an input file and exits, as ``--help`` does."""
 
     def __call__(self, parser: argparse.ArgumentParser, *values: Any, **_: Any) -> None:
         print(json.dumps(forms()[str(values[1])], indent=2))
@@ -266,7 +267,7 @@ def _request(options: argparse.Namespace, inputs: PlanInputs) -> Request:
         kind.attention_flops and not kind.attention_bytes for kind in model.kinds.values()
     )
     if (is_fused and not model.has_own_kernels) or model.name in PRESETS:
-        # Transformer Engine's layers compute weight gradients within the backward pass.
+        # Transformer Engine's layers compute weight gradients as part of the backward pass.
         # Megatron-LM's programs for BERT and T5 have no schedules that split the backward pass.
         schedules = _WHOLE
     if options.schedules:
@@ -309,7 +310,7 @@ def _request(options: argparse.Namespace, inputs: PlanInputs) -> Request:
 
 
 def _slices(options: argparse.Namespace, model: Model) -> tuple[int, ...]:
-    """Returns the candidate numbers of slices per sequence."""
+    """Returns the candidate values for the number of slices per sequence."""
     if options.slice_tokens is None:
         return parse_counts("--sequence-slices", options.sequence_slices) or usual_slices(model)
     for flag, value in (("--sequence-slices", options.sequence_slices), ("--fp8", options.fp8)):
@@ -322,7 +323,7 @@ def _slices(options: argparse.Namespace, model: Model) -> tuple[int, ...]:
 
 
 def _slice_tokens(options: argparse.Namespace, inputs: PlanInputs) -> tuple[int, ...]:
-    """Returns the candidate lengths of slices of packed documents in tokens, longest first."""
+    """Returns the candidate lengths of slices of packed documents, in tokens, longest first."""
     documents, text = inputs.documents, options.slice_tokens
     if text is None and documents is not None:
         raise ConfigError(
@@ -333,14 +334,14 @@ def _slice_tokens(options: argparse.Namespace, inputs: PlanInputs) -> tuple[int,
         raise ConfigError(needs_lengths(text))
     if text != "auto" or documents is None:
         return parse_counts("--slice-tokens", text)[::-1]
-    # Tensor-parallel ranks divide each slice if sequence parallelism is on.
+    # If sequence parallelism is on, tensor-parallel ranks divide each slice.
     is_divided = options.sequence_parallel != "off"
     widest = widest_tp(parse_counts("--tp", options.tp), inputs.cluster)
     return tokens_to_try(documents, widest if is_divided else 1)
 
 
 def _objective(options: argparse.Namespace, inputs: PlanInputs) -> Objective:
-    """Converts the user's limits on a whole run, such as a budget, to limits on one step."""
+    """Converts the user's limits on a whole run, such as a budget, into limits on one step."""
     for name in ("max_price", "budget"):
         value = getattr(options, name)
         if value == 0:
@@ -392,7 +393,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
-    """Finds the Pareto front of plans for parts of the cluster. Writes files and a table."""
+    """Finds the Pareto front of plans for parts of the cluster, and writes files and a table."""
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     show(table(rows, inputs, options.tokens))

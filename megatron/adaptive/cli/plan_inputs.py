@@ -48,16 +48,16 @@ from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, progress_file
 
 _DRAWN = 100_000
-"""Number of lengths that are drawn from a distribution."""
+"""Number of document lengths that are drawn from a distribution."""
 _PIECE = 1 << 20
-"""Number of characters of a file of lengths that are split into words at a time."""
+"""Number of characters of a file of lengths that are split into words in one go."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds the options for input files, and the options for calibration."""
+    """Adds the options for input files and for calibration to ``parser``."""
     add = parser.add_argument
     text = (
         "model name (gpt2-xl, llama2-70b, ...), trainer arguments, file, or folder with a "
@@ -93,7 +93,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads model, cluster and profile, and warns on stderr about unused measured links.
+    """Reads model, cluster and profile, and warns on stderr about measured links that are not used.
 
     Raises:
         ConfigError: A file is missing or invalid, or the files contradict each other.
@@ -128,9 +128,9 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
-    """Reads the description of the model and chooses the precision of training.
+    """Reads the description of the model, and chooses the precision of training.
 
-    The precision defaults to that of the profile. Without a profile, it is bf16 if all known GPUs
+    The default is the precision of the profile. Without a profile, it is bf16 if all known GPUs
     support bf16, otherwise fp16.
     """
     parts = [known_gpu(node.gpu) for node in cluster.types]
@@ -152,17 +152,17 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
 
 
 def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
-    """Parses a list of positive integers, such as ``--tp 1,2,4``.
+    """Parses a list of positive integers, such as ``1,2,4`` in ``--tp 1,2,4``.
 
     Args:
         name: Name of the option, for error messages.
-        text: Value of the option; ``None`` if the option is not set.
+        text: Value of the option, or ``None`` if the option is not set.
 
     Returns:
         The integers, or an empty tuple if the option is not set.
 
     Raises:
-        ConfigError: The text is not a list of integers, or a number is below 1 or occurs twice.
+        ConfigError: The text is not a list of integers, or a number is less than 1 or occurs twice.
     """
     if text is None:
         return ()
@@ -180,12 +180,11 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
 def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
     """Returns the names of the kinds of layers to measure.
 
-    MoE layers are omitted for expert-parallel sizes that are not in ``spreads``.
+    MoE layers for expert-parallel sizes that are not in ``spreads`` are omitted.
 
     Args:
         model: Model whose layers are measured.
-        spreads: Expert-parallel sizes, each of which is the number of ranks that share a layer's
-            experts.
+        spreads: Expert-parallel sizes, that is, numbers of ranks that share the experts of a layer.
     """
     parts = [kind.partition("/") for kind in model.kinds]
     spread = {name for name, mark, _ in parts if mark}
@@ -197,7 +196,7 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that sets the node type of a host in a traced run."""
+    """Adds the option that sets the node type of a host in a traced run to ``parser``."""
     text = "node type of a host in these runs; required if the cluster has several node types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
@@ -206,16 +205,16 @@ def add_host_argument(parser: argparse.ArgumentParser) -> None:
 def calibrated(
     options: argparse.Namespace, model: Model, cluster: Cluster, document: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Replaces durations in a profile by values fitted to the traces passed to ``--calibrate``.
+    """Returns a profile in which durations are fitted to the traces passed to ``--calibrate``.
 
     Args:
-        options: Parsed options, as added by :func:`add_input_arguments`.
+        options: Parsed options that :func:`add_input_arguments` has added.
         model: Model that the traced runs trained.
         cluster: Cluster that contains the node types of the runs' hosts.
-        document: Content of a profile file; ``None`` if there is no profile.
+        document: Content of a profile file, or ``None`` if there is no profile.
 
     Returns:
-        Content of the profile, which is unchanged without ``--calibrate``.
+        Content of the profile, which is ``document`` without ``--calibrate``.
 
     Raises:
         ConfigError: Required information about a run is missing, such as a host's node type, or the
@@ -234,10 +233,10 @@ def calibrated(
 def traced_runs(
     folders: Iterable[Path], options: argparse.Namespace, model: Model, cluster: Cluster
 ) -> list[TracedRun]:
-    """Reads traced runs, and adds the microbatch size and the hosts' node types.
+    """Reads traced runs, and adds the microbatch size and the node types of the hosts.
 
     Args:
-        folders: Folders of traces. The trainer's progress file must be next to the traces.
+        folders: Folders of traces. The progress file of the trainer must be next to the traces.
         options: Parsed options. ``--calibrate-host`` is optional if the cluster has only one node
             type.
         model: Model that the runs trained.
@@ -275,7 +274,7 @@ def traced_runs(
 
 
 def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
-    """Returns the number of samples per microbatch, computed from the tokens per step.
+    """Returns the number of samples per microbatch, computed from the number of tokens per step.
 
     The number of tokens per step is read from the progress file next to the traces.
     """
@@ -305,11 +304,11 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
 
 
 def with_documents(inputs: PlanInputs, text: str | None, batch: int) -> PlanInputs:
-    """Adds the documents of a run to the planner's inputs.
+    """Returns ``inputs`` with the documents of a run added.
 
     Args:
         inputs: Model, cluster and profile.
-        text: Value of ``--document-lengths``, ``None`` if it is not given.
+        text: Value of ``--document-lengths``, or ``None`` if the option is not set.
         batch: Number of documents per step.
 
     Raises:
@@ -330,18 +329,18 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
         most: Number of tokens at which the trainer cuts documents.
 
     Returns:
-        Number of tokens of each document that the trainer learns, and the largest number that a
-        document of the data may have.
+        Number of tokens of each document that the trainer learns, and the maximum number for any
+        document of the data.
 
     Raises:
-        ConfigError: The text is none of the possible forms, or a length is invalid.
+        ConfigError: The text does not have one of the possible forms, or a length is invalid.
         DataError: The token file is damaged.
     """
     if text.partition(":")[0] == _LOGNORMAL:
         return _lognormal(text, most), most
     if Path(f"{text}.idx").is_file():
         check_indexed(text)
-        # A sample is one token shorter than its document, whose last token is only predicted.
+        # A sample is one token shorter than its document, because the last token is only predicted.
         sizes = sequence_lengths(text)
         lengths: Lengths = sizes[sizes > 1] - 1
     else:
@@ -378,7 +377,7 @@ def _listed(text: str) -> Lengths:
 
 
 def _words(content: str) -> Iterator[str]:
-    """Yields the words of a text, of which it splits only a part at a time to save memory."""
+    """Yields the words of ``content``. To save memory, splits only a part of the text in one go."""
     end = 0
     while end < len(content):
         start = end

@@ -29,18 +29,18 @@ _TOKENIZER = fields_of(TokenizerConfig)
 
 
 def available_cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process is allowed to use."""
     return len(os.sched_getaffinity(0))
 
 
 @contextmanager
 def progress_display(total_bytes: int | None) -> Iterator[Progress]:
-    """Shows a progress bar on stderr during the block, and yields a function that advances it.
+    """Shows a progress bar on stderr within the context, and yields a function that advances it.
 
-    If stderr is not a terminal, the bar is printed every 10 s.
+    If stderr is not a terminal, the bar is only printed every 10 s.
 
     Args:
-        total_bytes: Size of the whole input in bytes; ``None`` if unknown.
+        total_bytes: Size of the whole input in bytes, or ``None`` if unknown.
     """
     pause: dict[str, Any] = {} if sys.stderr.isatty() else {"mininterval": 10.0, "delay": 10.0}
     with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing", **pause) as bar:
@@ -54,9 +54,10 @@ def progress_display(total_bytes: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def tidy_on_sigterm() -> Iterator[None]:
-    """Raises ``SystemExit`` if SIGTERM arrives during the block.
+    """Raises ``SystemExit`` if SIGTERM arrives within the context.
 
-    As with Ctrl-C, the exception lets the program remove temporary files and stop worker processes.
+    As for Ctrl-C, the exception lets the program remove temporary files and stop its worker
+    processes.
     """
 
     def leave(signum: int, _frame: object) -> NoReturn:
@@ -70,7 +71,7 @@ def tidy_on_sigterm() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``preprocess_data``. ``argv`` defaults to the process's arguments."""
+    """Runs ``preprocess_data`` with ``argv``, or with the arguments of the process if ``None``."""
     return run_cli(_run, argv)
 
 
@@ -132,7 +133,7 @@ def _parser() -> CommandParser:
 
 
 def make_corpus_main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``make_corpus``. ``argv`` defaults to the process's arguments."""
+    """Runs ``make_corpus`` with ``argv``, or with the arguments of the process if ``None``."""
     return run_cli(_make_corpus, argv)
 
 

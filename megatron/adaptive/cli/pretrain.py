@@ -28,7 +28,8 @@ _NOT_HERE = {
     "inter_document_masking": "attention within each document only",
     "use_legacy_models": "models from before megatron-core",
 }
-# Flags for training without GPUs. They turn off layers and fused functions that require CUDA.
+# These flags allow training without GPUs. They turn off layers and fused functions that require
+# CUDA.
 _ON_CPU = (
     "--distributed-backend",
     "gloo",
@@ -42,10 +43,10 @@ _ON_CPU = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains GPT with Megatron-LM's flags, as one of the processes that torchrun started."""
+    """Trains GPT with Megatron-LM's flags, as one of the processes that torchrun has started."""
     is_missing = importlib.util.find_spec("megatron.training") is None
     if {"-h", "--help"} & set(argv):
-        print(_USAGE, end="\n\n", flush=True)  # Megatron-LM's own help follows if it is installed
+        print(_USAGE, end="\n\n", flush=True)  # If Megatron-LM is installed, its own help follows.
         if is_missing:
             print(_lacking())
             return 0
@@ -69,7 +70,7 @@ Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
-    """Returns the error message that says what to install for ``train megatron-lm``."""
+    """Returns an error message that says what to install for ``train megatron-lm``."""
     return (
         f"megatron-core {metadata.version('megatron-core')} does not contain Megatron-LM's "
         "trainer; train megatron-lm requires megatron-core 0.17 or newer (with Python 3.12), or "
@@ -115,7 +116,7 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds a chunk of a GPT model. megatron-core 0.17 and 0.18 have no such function."""
+    """Builds a chunk of a GPT model, because megatron-core 0.17 and 0.18 have no such function."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args
@@ -139,7 +140,7 @@ def model(
     predictions = None
     if args.mtp_num_layers is not None:
         # Get the specifications of all layers. Multi-token prediction uses the specification of the
-        # model's last layer, which may be on another rank.
+        # last layer of the model, which may be on another rank.
         all_layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config,
             use_transformer_engine=uses_engine,
@@ -170,9 +171,9 @@ def model(
 
 
 def _transformer_config(args: Any) -> Any:
-    """Computes megatron-core's model configuration from the parsed flags ``args``.
+    """Returns megatron-core's model configuration for the parsed flags ``args``.
 
-    The module that contains the function for this depends on megatron-core's version.
+    The module that contains the function for this differs between megatron-core releases.
     """
     for module in ("arguments", "argument_utils"):
         candidate = importlib.import_module(f"megatron.training.{module}")
@@ -185,10 +186,10 @@ def _transformer_config(args: Any) -> Any:
 
 
 def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
-    """Builds the training, validation and test data on ranks of the first and last stages.
+    """Builds the training, validation and test data sets on ranks of the first and last stages.
 
-    All ranks of a tensor-parallel group read the data, instead of receiving it from one rank. The
-    files are mapped into memory, so each node stores them in memory only once.
+    All ranks of a tensor-parallel group read the data themselves. The files are mapped into memory,
+    so each node stores them in memory only once.
     """
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -209,7 +210,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
 
 
 def _cached_datasets() -> Any:
-    """Returns the module whose datasets verify shuffling indices and rebuild damaged indices."""
+    """Returns the module whose data sets verify shuffling indices and rebuild damaged indices."""
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
@@ -241,7 +242,7 @@ def _data_config(args: Any) -> Any:
     names = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     fields = {name: values[name] for name in names.intersection(values)}
     prefixes = [part[0][0] for part in (blend, *(blend_per_split or ())) if part and part[0]]
-    # Two flags make Megatron-LM load its index files faster. If either flag is set, use
+    # Two flags make Megatron-LM load its index files faster. If one of them is set, use
     # Megatron-LM's files instead of this project's cache.
     is_own = values["fast_cache_load"] or values["defer_npy_index_mmap"]
     if args.mock_data or is_own or not prefixes:
@@ -257,10 +258,10 @@ def _reads_data(vp_stage: int | None) -> bool:
 
 
 def forward_step(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-    """Runs a model chunk's forward pass for one microbatch.
+    """Runs the forward pass of a model chunk for one microbatch.
 
     Returns:
-        The chunk's output, and a function that computes the loss from this output.
+        The output of the chunk, and a function that computes the loss from this output.
     """
     from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
     from megatron.training import get_timers
@@ -305,8 +306,8 @@ class _LossCheck(NamedTuple):
     """Check of the loss by megatron-core's rerun state machine.
 
     Attributes:
-        rejects: Function that takes the loss, and returns whether to reject it.
-        message: Reason to log if the loss is rejected.
+        rejects: Function that takes the loss, and returns whether the loss must be rejected.
+        message: Reason that is logged if the loss is rejected.
         is_fatal: Whether a rejected loss aborts the run.
     """
 
@@ -316,11 +317,11 @@ class _LossCheck(NamedTuple):
 
 
 def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Computes the loss of a microbatch.
+    """Computes the loss of a microbatch from the losses of its tokens.
 
     Args:
-        mask: Loss mask, which is the weight of each token; 0 for tokens without a loss.
-        output: Loss of each token, as computed by the model.
+        mask: Weight of each token in the loss, which is 0 for tokens without a loss.
+        output: Loss of each token, as the model has computed it.
 
     Returns:
         Sum of the losses, number of tokens, and a dictionary with both for the log.

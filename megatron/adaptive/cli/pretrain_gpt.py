@@ -71,7 +71,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rank(argv: Sequence[str]) -> int:
-    """Trains as one process of a run, for ``train rank``. With ``--help``, prints all flags."""
+    """Runs one process of a training run, which is the command ``train rank``.
+
+    ``--help`` prints all flags.
+    """
     if {"-h", "--help"} & set(argv):
         parser = make_parser()
         parser.prog = f"{PROGRAM} train rank"
@@ -125,7 +128,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def load_recipe(path: Path) -> Any:
-    """Reads a recipe file. If it has the key ``base``, merges it with the base recipe."""
+    """Reads a recipe file and returns its content, merged with the recipe in ``base`` if set."""
     content = read_file(path, "recipe")
     if not isinstance(content, dict) or "base" not in content:
         return content
@@ -200,9 +203,9 @@ _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".spl
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Returns the model's flags, which are read from ``model_flags.txt`` in the ``--load`` folder.
+    """Returns the flags in ``model_flags.txt``, which is in the folder that ``--load`` names.
 
-    ``hf import`` and training runs write this file. Returns no flags if the file is missing.
+    ``hf import`` and training runs write this file. The result is empty if the file is missing.
     """
     path = Path(last_value(flags, "--load") or "", FLAGS_FILE)
     if not path.is_file():
@@ -214,9 +217,9 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
 
 
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
-    """Returns the flags that make the trainer evaluate a whole text once.
+    """Returns the flags with which the trainer evaluates a whole text exactly once.
 
-    The last tokens of the text are not used if they do not fill a batch.
+    The last tokens of the text are left out if they do not fill a batch.
 
     Args:
         data: Path of a file with JSON lines, which is tokenized into ``folder``, or prefix of
@@ -259,10 +262,10 @@ def run(
     """Runs a program as one process of a job, and reports expected errors in one line.
 
     Wrong settings cause the same error on all ranks, and only rank 0 prints it. Until the program
-    installs its own signal handlers, Ctrl-C kills the process without a traceback.
+    has installed its own signal handlers, Ctrl-C kills the process without a traceback.
 
     Args:
-        argv: Arguments for the program; ``None`` to use the arguments of the process.
+        argv: Arguments for the program, or ``None`` to use the arguments of the process.
         program: Function to run; :func:`main` by default.
     """
     open_streams()
@@ -283,7 +286,7 @@ def run(
 def _speaks(error: AdaptiveError) -> bool:
     """Returns whether this rank should print ``error``.
 
-    Rank 0 prints every error. Other ranks only print errors that do not also occur on rank 0.
+    Rank 0 prints every error. Other ranks only print errors that do not occur on rank 0.
     """
     rank = os.environ.get("RANK", "0").strip()
     if not natural(rank) or isinstance(error, TransportError):
@@ -300,7 +303,7 @@ def _speaks(error: AdaptiveError) -> bool:
 
 
 def flags(argv: Sequence[str]) -> int:
-    """Prints a list of all flags to stdout, as Markdown."""
+    """Prints a list of all flags to stdout, in Markdown."""
     if "-h" in argv or "--help" in argv:
         print("usage: python -m megatron.adaptive train flags > docs/flags.md")
         return 0
@@ -311,7 +314,7 @@ def flags(argv: Sequence[str]) -> int:
 
 
 def flags_markdown() -> str:
-    """Returns tables of all flags by group, and of the refused flags, as Markdown."""
+    """Returns tables of all flags by group, and of the refused flags, in Markdown."""
     parts = [_FLAGS_HEAD]
     for title, rows in flag_table().items():
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")

@@ -36,7 +36,7 @@ from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the report of a job as an HTML page, and prints the page's path."""
+    """Writes the report of a job as an HTML page, and prints the path of the page."""
     parser = CommandParser(
         prog=f"{PROGRAM} job report",
         description=(
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _newest_job(logs: Path) -> str:
-    """Returns the ID of the job in ``logs`` that wrote to its log folder most recently."""
+    """Returns the ID of the job in ``logs`` that has most recently written to its log folder."""
     parents = [logs.absolute()]
     newest = newest_run(["*.out", "progress.jsonl"], parents)
     if newest is None:
@@ -81,24 +81,24 @@ def _newest_job(logs: Path) -> str:
 
 
 MAX_POINTS = 5000
-"""Maximum number of points in a curve. A longer curve is thinned to evenly spaced points."""
+"""Maximum number of points in a curve. Longer curves are reduced to evenly spaced points."""
 
 MAX_MESSAGES = 200
-"""Maximum number of distinct warnings and errors to show per node."""
+"""Maximum number of distinct warnings and errors that are shown per node."""
 _NODE_START = re.compile(r"=== (.*) node (\d+) starts$")
 _ACCOUNT = ("state", "start", "end", "elapsed", "nodelist", "exitcode", "partition")
 _GIB = 1 << 30
 
 
 def gather(job: str, logs: Path) -> dict[str, Any]:
-    """Reads all files in a job's folder that the report needs.
+    """Reads all files in a job's folder that the report needs, and returns the content of the page.
 
     Args:
         job: ID of the job, which is also the name of its log folder.
         logs: Folder that contains one log folder per job.
 
     Returns:
-        Content of the page, which can be converted to JSON.
+        Content of the page, as values that can be converted to JSON.
 
     Raises:
         SetupError: The job is unknown or has no logs.
@@ -136,7 +136,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the names of the nodes on which the ranks last ran, ordered by rank."""
+    """Returns the name of the node on which each rank ran last, ordered by rank."""
     latest: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
@@ -147,7 +147,7 @@ def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[i
         latest.get(number, ("", f"node {number}"))[1] for number in range(len(processes))
     ]
     # Limit the counts, because a damaged file may contain a huge number, and the list below would
-    # become that long.
+    # become as long as that number.
     counts = [min(count, 1 << 12) for count in processes]
     return [
         name for name, count in zip(names_by_node_rank, counts, strict=True) for _ in range(count)
@@ -185,7 +185,7 @@ def _account(job: str) -> dict[str, str]:
 
 
 def _settings(status: JobStatus) -> list[dict[str, Any]]:
-    """Lists each variable with its requested and effective value, and whether the two differ."""
+    """Lists each variable with its requested and its effective value, and whether these differ."""
     effective = status.effective
     differ = {name for name, _, _ in status.differences}
     names = [name for name in SETTINGS if name in status.requested or name in effective]
@@ -212,7 +212,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns the resource use over time in the file ``path``, with a list per quantity."""
+    """Returns the resource usage over time in the file ``path``, as a list per quantity."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]
@@ -239,7 +239,7 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the distinct messages of each node with counts, and notes on omitted messages."""
+    """Returns each node's distinct messages with their counts, and notes on omitted messages."""
     messages: list[dict[str, Any]] = []
     notes = []
     counts = {
@@ -262,21 +262,22 @@ def _messages(
 MAX_CELLS = 200_000
 """Maximum number of cells in the table of times by rank and iteration.
 
-If there would be more cells, the table contains only evenly spaced iterations.
+If there were more cells, the table only contains evenly spaced iterations.
 """
 _NS_PER_MS = 1e6
 
 
 def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Reads the traces of a job.
+    """Reads the traces of a job for the report.
 
     Args:
         folder: Folder of the traces. It may be missing.
-        nodes: Name of each rank's node, ordered by rank. The list is shorter than the number of
-            ranks if some nodes are unknown.
+        nodes: Name of the node of each rank, ordered by rank. The list is shorter than the number
+            of ranks if some nodes are unknown.
 
     Returns:
-        Content of the page (``None`` if there are no traces), and notes for the page's reader.
+        Content of the page, or ``None`` if there are no traces, and notes for the reader of the
+        page.
     """
     if not folder.is_dir():
         return None, ["no traces; TRACE=true adds the times of all ranks, and a timeline"]
@@ -298,7 +299,7 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
     content = {
         "ranks": list(labels),
         "labels": list(labels.values()),
-        # Replace the plotting library in the page with a placeholder, because the report already
+        # Replace the plotting library in the page by a placeholder, because the report already
         # contains this library.
         "page": text.replace(plotly_js(), "{{plotly}}"),
         **_times(figures),
@@ -313,7 +314,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns how long each rank took from its first to its last action in each iteration."""
+    """Returns the time between the first and the last action of each rank in each iteration."""
     has_actions = figures.num_actions > 0
     ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))

@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_reactions(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for reactions to nodes that are slow or fail a probe."""
+    """Adds flags to ``parser`` that say what to do with nodes that are slow or fail a probe."""
     add = parser.add_argument
     add(
         "--on-straggler",
@@ -189,7 +189,7 @@ def _run(options: argparse.Namespace) -> int:
     folder: Path | str | None
     if is_pipeline:
         arguments, folder = _pipeline_arguments(options)
-        # Slow nodes are detected from traces, so the reaction has no effect if the script does not
+        # Slow nodes are detected from traces, so this setting has no effect if the script does not
         # write traces.
         on_straggler: Policy = options.on_straggler or "replan"
     else:
@@ -200,7 +200,8 @@ def _run(options: argparse.Namespace) -> int:
                 "--checkpoint DIR or --save"
             )
         arguments = (*options.arguments, _SAVE, str(folder))
-        # Parse the trainer's arguments, so that errors are reported before any process is started.
+        # Parse the trainer's arguments here, so that errors are reported before any process is
+        # started.
         requested = parse_requested(arguments)
         on_straggler = _on_straggler(options.on_straggler, requested.schedule)
         _check_probes(options.on_failed_probe, requested.run.probe_interval)
@@ -252,11 +253,11 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
 
 
 def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
-    """Returns the reaction to slow nodes. Raises an error if the diagnosis it needs is off.
+    """Returns what to do with slow nodes. Raises an error if the diagnosis needed for this is off.
 
     Args:
-        wished: Reaction that the user chose; ``None`` to use the default.
-        schedule: The trainer's schedule settings, which include settings of the diagnosis.
+        wished: Reaction that the user has chosen, or ``None`` for the default.
+        schedule: Schedule settings of the trainer, which include the settings of the diagnosis.
     """
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
     if wished in ("replan", "exclude") and not is_diagnosed:
@@ -278,7 +279,10 @@ def _check_probes(wished: ProbePolicy, interval: int) -> None:
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
-    """Creates the object that chooses layouts. ``stack`` closes its planner, if it has one."""
+    """Creates the object that chooses layouts.
+
+    If the object has a planner, ``stack`` closes the planner.
+    """
     from megatron.adaptive.cluster.incarnation import model_file
     from megatron.adaptive.cluster.job_state_file import say
     from megatron.adaptive.cluster.layout_rule import Chooser

@@ -36,9 +36,9 @@ _SIZES = {
     "tensor_parallel": (1, "number of tensor-parallel ranks per stage"),
     "data_parallel": (1, "number of copies of the pipeline"),
 }
-"""Options for the sizes of the run, with their default values and help texts.
+"""Options for the sizes of the run, with default values and help texts.
 
-The example script reads the values from environment variables with the same names in capitals.
+The example script reads these sizes from environment variables with the same names in capitals.
 """
 
 _FIXED_STAGES = {
@@ -48,7 +48,7 @@ _FIXED_STAGES = {
     "--plan",
     "--stage-data-parallel-sizes",
 }
-"""Options of the trainer that prevent layers from moving between stages during the run."""
+"""Options of the trainer that prevent moving layers between stages during the run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--resume: {runs} does not contain a run yet; remove the option")
     status = make_corpus(["--output-dir", str(data_dir)])
     if status:
-        return status  # The function ``make_corpus`` has printed the reason.
+        return status  # ``make_corpus`` has already printed the reason.
     previous = _latest(runs)
     run_dir = _run_dir(runs, options)
     defaults = _default_flags(options, trainer_flags)
@@ -85,7 +85,7 @@ class _Renamed(argparse.Action):
     """Rejects the old name of an option with an error that contains the new name."""
 
     def __call__(self, *_: Any) -> NoReturn:
-        """Raises the error. argparse calls this method if the old option is used."""
+        """Raises the error. argparse calls this method when the old option is used."""
         raise ConfigError("--schedule is now --pipeline-schedule")
 
 
@@ -116,11 +116,11 @@ def _parser() -> CommandParser:
 
 
 def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) -> list[str]:
-    """Returns default flags for the trainer, which depend on the sizes of the run.
+    """Returns default flags for the trainer, depending on the sizes of the run.
 
     If all stages have the same number of layers, the first and the last stage take longer, because
-    they also compute the embedding and the loss. Therefore the flags let the trainer move layers
-    after it has measured the stages, unless the user's flags fix the stages.
+    they also compute the embedding and the loss. So the flags let the trainer move layers after it
+    has measured the stages, unless the user's flags fix the stages.
     """
     flags = []
     names = {flag.split("=", 1)[0] for flag in trainer_flags}
@@ -128,7 +128,8 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
     if _LAYERS % stages and "--num-layers" not in names:
         flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
     may_move = options.pipeline_parallel > 1 and options.schedule != "megatron"
-    # Auto measures slices of documents in the first steps, in which layers must not move.
+    # The schedule ``auto`` measures slices of documents in the first steps, in which layers must
+    # not move.
     may_move = may_move and not (options.schedule == "auto" and "--slice-tokens" in names)
     if may_move and not names & _FIXED_STAGES:
         flags += ["--repartition", "auto", "--repartition-interval", str(_REPARTITION_INTERVAL)]
@@ -138,7 +139,7 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
     """Returns the folder of the run. With ``--resume``, this is the folder of the latest run.
 
-    If the folder is new, the link ``latest`` is set to it.
+    For a new folder, the link ``latest`` is set to the folder.
     """
     latest = runs / "latest"
     if options.resume:
@@ -187,7 +188,7 @@ def _latest(runs: Path) -> str | None:
 
 
 def _forget_if_empty(run: Path, previous: str | None) -> None:
-    """Removes the folder ``run`` if it contains no file, and restores the link ``latest``."""
+    """Removes the folder ``run`` if it contains no files, and restores the link ``latest``."""
     if any(path.is_file() for path in run.rglob("*")):
         return
     latest = run.parent / "latest"
@@ -207,8 +208,8 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
         "DATA_DIR": str(data_dir),
         "RUN_DIR": str(run_dir),
     }
-    # Start the job in its own session. Otherwise it would receive Ctrl-C twice: from the terminal
-    # and from this process, which forwards it.
+    # Start the job in a separate session. Otherwise, it would receive Ctrl-C twice: from the
+    # terminal, and from this process, which forwards the signal.
     job = subprocess.Popen(
         ["bash", str(_SCRIPT), *flags],
         env=environment,
@@ -250,8 +251,8 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
     )
     resume_command = "bash run_single.sh" if IS_CHECKOUT else f"{PROGRAM} train single"
     resume_command += f" {flags} --resume"
-    # The checkpoint contains a learning rate schedule that ends with this run, so a longer run must
-    # replace this schedule.
+    # The learning rate schedule in the checkpoint ends with this run, so a longer run must replace
+    # this schedule.
     longer_run = " -- --train-iters N --override-opt-param-scheduler"
     show(f"  {resume_command}{'' if stopped else longer_run}")
 

@@ -25,7 +25,7 @@ from megatron.adaptive.trace.files import replaced
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
-"""Maximum number of forward passes to simulate per schedule. A million passes take up to 30 s."""
+"""Maximum number of forward passes to simulate per schedule. A million take up to 30 s."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 
 
@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     for name, reason in refused.items():
         show(f"left out: {name}: {reason}")
     if options.chart is not None:
-        # Importing this takes half a second, so import it only if a chart is requested.
+        # Import this only here, because importing it takes half a second, and only the chart needs
+        # it.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
@@ -63,11 +64,11 @@ def main(argv: Sequence[str]) -> int:
 def _simulate(
     options: argparse.Namespace, profile: StageProfile, seeds: Sequence[int]
 ) -> tuple[list[CandidateOutcome], dict[str, ScheduleError]]:
-    """Simulates each schedule in ``--schedules`` that supports the given sizes.
+    """Simulates each schedule in ``--schedules`` that supports the sizes in ``options``.
 
     Returns:
-        Outcomes in the order of the flag, and, by name, the reason why each other schedule does not
-        support these sizes.
+        Outcomes in the order of the flag, and, for each schedule that does not support these sizes,
+        the reason, by name.
 
     Raises:
         ConfigError: The name of a schedule is unknown, or no schedule supports these sizes.
@@ -85,8 +86,8 @@ def _simulate(
             candidate = _candidate(options, name, num_slices)
             if num_slices > 1:
                 # "hinted" follows an order that it chooses by the relative durations of actions.
-                # Compared with forward passes, attention makes backward passes longer and weight
-                # gradients shorter.
+                # With attention, backward passes are longer and weight gradients are shorter than
+                # forward passes.
                 candidate = replace(candidate, pace=pace_of(profile, num_slices))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:
@@ -203,7 +204,7 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    """Parses ``text``, which contains positive integers separated by commas."""
+    """Parses ``text``, a list of positive integers that are separated by commas."""
     return [count(part.strip()) for part in text.split(",")]
 
 

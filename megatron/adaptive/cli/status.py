@@ -35,7 +35,7 @@ _GIB = 1 << 30
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the state of a job.
+    """Prints the state of a job, once or until the job has finished.
 
     Returns:
         1 if the job is stalled, or a node was lost or reported an error; otherwise 0.
@@ -71,7 +71,7 @@ def _text(status: JobStatus) -> str:
 
 
 def summary(status: JobStatus) -> list[str]:
-    """Returns lines of text that describe the progress and the problems of a job."""
+    """Returns lines of text about the progress and the problems of a job."""
     lines = [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
     if not status.nodes:
         lines.append(f"no logs in {status.folder} yet; pass a different LOG_DIR with --log-dir")
@@ -131,7 +131,7 @@ _MEDIAN_OF = 50
 _STALLED = 5
 _LEAST_STALL_S = 30.0
 _SILENT_S = 15.0
-"""Seconds (three intervals) after which a node that sends no samples is reported as lost."""
+"""Time in seconds (three intervals) without a sample after which a node is reported as lost."""
 _RUNNING = ("RUNNING", "COMPLETING", "")
 _GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
 _GOES_ON = (
@@ -171,7 +171,7 @@ _WARNING = re.compile(r"warning", re.IGNORECASE)
 def _differences(
     requested: Mapping[str, str], effective: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Returns name, requested value and effective value of each setting that differs."""
+    """Returns (name, requested value, effective value) of each setting whose values differ."""
     has_rampup = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
     return tuple(
         (name, requested[name], value)
@@ -183,12 +183,12 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if ``line`` reports one of these, otherwise ``""``."""
+    """Returns ``error`` or ``warning`` if ``line`` reports an error or a warning, else ``""``."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
 def node_names(folder: Path) -> list[str]:
-    """Returns the names of the nodes that have files in the job's folder ``folder``."""
+    """Returns the names of the nodes that have files in ``folder``, the log folder of a job."""
     return sorted({path.stem for path in folder.glob("*.out")})
 
 
@@ -213,7 +213,10 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def tail(path: Path) -> list[str]:
-    """Returns the last lines of the log file ``path`` since the latest start of the job."""
+    """Returns the last lines of the log file ``path``.
+
+    Lines from before the latest start of the job are omitted.
+    """
     try:
         with open_file(path) as file:
             length = file.seek(0, 2)
@@ -229,7 +232,7 @@ def tail(path: Path) -> list[str]:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yields all lines of the file ``path``, or no lines if it is missing."""
+    """Yields all lines of the file ``path``, or nothing if the file is missing."""
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -239,10 +242,10 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
-    """Yields the samples of a node's resource use. Skips damaged lines.
+    """Yields the samples of a node's resource usage. Skips damaged lines.
 
     Args:
-        path: Path of the file with the node's samples.
+        path: Path of the file that contains the samples of the node.
         latest: Whether to yield only the latest sample.
     """
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
@@ -258,7 +261,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _is_sample(sample: Any) -> bool:
-    """Returns whether ``sample`` is a sample of resource use whose values are numbers."""
+    """Returns whether ``sample`` is a sample of resource usage whose values are numbers."""
     with contextlib.suppress(KeyError, TypeError):
         for gpu in sample.get("gpus", []) if isinstance(sample, dict) else [{}]:
             gpu["index"] + gpu["memory_used_bytes"] + len(gpu.get("pids", []))
@@ -270,7 +273,7 @@ def _is_sample(sample: Any) -> bool:
 
 
 def count_messages(*paths: Path) -> dict[str, Counter[str]]:
-    """Counts how often each error line and each warning line occurs in the files."""
+    """Counts how often each error line and each warning line occurs in the files ``paths``."""
     counters: dict[str, Counter[str]] = {"error": Counter(), "warning": Counter()}
     for path in paths:
         for line in lines_of(path):
@@ -285,9 +288,9 @@ class SlurmState:
 
     Attributes:
         state: State of the job, such as ``RUNNING``.
-        user: Name of the job's owner.
+        user: Name of the user who owns the job.
         reason: Reason why the job is waiting.
-        nodes: State of each of the job's nodes by name, such as ``allocated`` or ``down``.
+        nodes: State of each node of the job, such as ``allocated`` or ``down``, by name.
     """
 
     state: str = ""
@@ -304,9 +307,9 @@ class NodeStatus:
         name: Name of the node, with which the names of its files begin.
         out: Last lines of the node's standard output.
         err: Last lines of the node's standard error.
-        errors: Last distinct lines of both files that report an error.
-        warnings: Last distinct lines of both files that report a warning.
-        use: Latest sample of the node's resource use; ``None`` if there is no sample.
+        errors: Last distinct lines in both files that report an error.
+        warnings: Last distinct lines in both files that report a warning.
+        use: Latest sample of the node's resource usage, or ``None`` if there is no sample.
         is_former: Whether the node only took part in an earlier start of the job.
     """
 
@@ -325,23 +328,23 @@ class JobStatus:
 
     Attributes:
         job: ID of the job.
-        state: State of the job in Slurm; empty if Slurm does not know the job.
-        reason: Reason why the job is waiting; empty if it is not waiting.
+        state: State of the job in Slurm, or empty if Slurm does not know the job.
+        reason: Reason why the job is waiting, or empty if it is not waiting.
         folder: Path of the job's log folder.
         nodes: Summaries of the nodes' log files. The entry ``batch`` describes the output of
             Slurm's batch script.
-        lost: Reason why each lost node is considered lost, by the node's name.
-        iteration: Latest iteration; ``None`` before the first iteration.
+        lost: Reason why each lost node is considered lost, by name of the node.
+        iteration: Latest iteration, or ``None`` before the first iteration.
         iterations: Number of iterations in the whole training run.
         iteration_ms: Median duration of the latest iterations, in milliseconds.
         tokens_per_s: Tokens per second, summed over all ranks.
         since_s: Seconds since the latest iteration was reported.
         is_over: Whether the job has finished and will not continue.
-        is_stalled: Whether the job is running without progress, which means that the latest
-            iteration is older than five times ``iteration_ms``, and older than 30 s.
+        is_stalled: Whether the job is running without progress: the latest iteration is older than
+            five times ``iteration_ms``, and older than 30 s.
         requested: Variables of the configuration, by name.
-        effective: Values of these variables as reported by the run, by name.
-        differences: Name, requested value and effective value of each variable whose values differ.
+        effective: Values of these variables that the run has reported, by name.
+        differences: (Name, requested value, effective value) of each variable whose values differ.
     """
 
     job: str
@@ -363,18 +366,18 @@ class JobStatus:
 
     @property
     def has_errors(self) -> bool:
-        """Whether a node was lost, or has reported an error since the job's latest start."""
+        """Returns whether a node was lost or has reported an error since the job's latest start."""
         return bool(self.lost) or any(node.errors for node in self.nodes if not node.is_former)
 
 
 def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> JobStatus:
-    """Summarizes a job based on the last lines of its log files.
+    """Summarizes a job from the last lines of its log files.
 
     Args:
         job: ID of the job, which is also the name of its log folder.
         logs: Folder that contains one log folder per job.
-        progress: Reader of the job's progress file, which must be up to date; ``None`` to create a
-            reader.
+        progress: Reader of the job's progress file, which must be up to date, or ``None`` to create
+            a reader.
 
     Raises:
         SetupError: Neither Slurm nor the logs contain the job, or the job belongs to another user.
@@ -386,8 +389,8 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     if progress is None:
         progress = progress_of(folder, record)
         progress.refresh()
-    # Skip lines from before the job's latest start. A tolerance of a few seconds allows for
-    # differences between the nodes' clocks.
+    # Skip lines from before the latest start of the job. Allow a few seconds for differences
+    # between the clocks of nodes.
     since_ns = max(
         progress.start.get("unix_ns", 0), (record.get("started_unix_s", 0.0) - _SILENT_S / 3) * 1e9
     )
@@ -395,8 +398,8 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     ended = progress.ended_ns >= since_ns and bool(progress.ended)
     nodes = _read_nodes(folder, record)
     lost = {} if ended else _lost(slurm_job, nodes)
-    # Show the batch script's output like a node's output, because Slurm reports there which node
-    # failed.
+    # Show the output of the batch script like the output of a node, because Slurm reports in it
+    # which node failed.
     if (logs / f"{job}.batch").is_file():
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
     latest = lines[-1] if lines else {}
@@ -430,7 +433,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
 
 
 def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ...]:
-    """Returns a summary of each node that has files in the job's log folder ``folder``."""
+    """Returns a summary of each node that has files in ``folder``, the log folder of a job."""
     names = node_names(folder)
     ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
     nodes = [_node(folder, name, *ends[name]) for name in names]
@@ -438,14 +441,14 @@ def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ..
 
 
 def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
-    """Returns whether a job has finished, according to Slurm or else to the nodes' samples."""
+    """Returns whether a job has finished, according to Slurm, or else to its nodes' samples."""
     if slurm_job.state:
         return slurm_job.state not in _GOES_ON
     return has_ended or all(node.use and node.use.get(ENDED) for node in nodes)
 
 
 def slurm_rows(command: Sequence[str]) -> list[list[str]]:
-    """Runs a Slurm program and returns the columns of each row. Returns no rows if it fails."""
+    """Runs a Slurm program, and returns the columns of each row, or no rows if it fails."""
     with contextlib.suppress(SetupError):
         return [line.split("|") for line in slurm(command).splitlines() if "|" in line]
     return []
@@ -454,13 +457,13 @@ def slurm_rows(command: Sequence[str]) -> list[list[str]]:
 def slurm_state(job: str) -> SlurmState:
     """Returns the state of ``job`` in Slurm. A heterogeneous job has the state of its first part.
 
-    Queries ``squeue`` first, because ``sacct`` may be out of date.
+    ``squeue`` is queried first, because ``sacct`` may be out of date.
     """
     for command in (
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
     ):
-        # The list is empty if Slurm has forgotten the job, or accounting is off.
+        # There are no rows if Slurm has forgotten the job, or if accounting is off.
         rows = [row for row in slurm_rows(command) if len(row) > 3] if job.isdigit() else []
         if rows:
             node_list = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
@@ -503,10 +506,10 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
 
 
 def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """Returns, by node name, the reason why each lost node is considered lost.
+    """Returns the reason why each lost node is considered lost, by name of the node.
 
-    A node is lost if Slurm reports so, or if its samples have stopped while the job is running.
-    After the job has finished, samples are ignored if Slurm reports the node's state, because
+    A node is lost if Slurm reports this, or if its samples have stopped while the job is running.
+    After the job has finished, samples are ignored if Slurm reports the state of the node, because
     processes may have been killed before they could write a last sample.
     """
     reasons: dict[str, str] = {}
@@ -553,9 +556,9 @@ def progress_of(
 
     Args:
         folder: Folder of the job's logs.
-        record: Content of the job's ``run.json``. Its flags may specify a different folder for the
+        record: Content of the job's ``run.json``. Its flags may set a different folder for the
             progress file.
-        kept: Number of latest lines to keep in memory; ``None`` to keep all lines.
+        kept: Number of latest lines to keep in memory, or ``None`` to keep all lines.
     """
     path = progress_file(folder)
     named = last_value(record.get("flags", []), "--progress-dir")
@@ -570,7 +573,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sizes that a run reported, by the names of the variables in ``conf.sh``."""
+    """Returns the sizes that a run has reported, by name of the variable in ``conf.sh``."""
     sizes = {name: start.get(key) for name, key in _SIZES.items()}
     if latest:
         sizes["TRAIN_ITERS"] = start.get("total_iterations")

@@ -28,7 +28,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks the configuration, writes the batch script, and submits it to Slurm."""
+    """Checks the configuration, writes the batch script, and submits the script to Slurm."""
     parser = CommandParser(
         prog=f"{PROGRAM} job submit",
         description="Write the batch script of a Slurm job, and submit it.",
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    # If Slurm is missing, this command fails before any file is written.
+    # If Slurm is missing, this command fails before any file has been written.
     slurm(["sbatch", "--version"])
     make_folder(settings.parent)
     job = submit(conf, script, settings)
@@ -122,7 +122,7 @@ def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
 
     Args:
         command: Command line of the program.
-        variables: Environment variables to add to those of this process; ``None`` to add none.
+        variables: Environment variables to add to those of this process, or ``None``.
 
     Raises:
         SetupError: The program is missing or fails, or Slurm does not answer.
@@ -187,7 +187,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
 
 
 def _hosts(conf: LaunchConf) -> str:
-    """Returns shell commands that print the job's host names, ordered by node rank."""
+    """Returns shell commands that print the host names of the job, ordered by node rank."""
     names = ["SLURM_JOB_NODELIST"]
     if len(conf.groups) > 1:
         names = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(conf.groups))]
@@ -225,7 +225,7 @@ def _group_options(conf: LaunchConf, group: LaunchGroup) -> list[str]:
     if conf["DEVICE"] == "gpu" and group.gres != "none":
         kind, _, model = group.gres.partition(":")
         amount = f"{model}:{group.processes}" if model else str(group.processes)
-        # Use --gpus-per-node: with --gpus-per-task and a GPU type, Slurm would leave
+        # Use --gpus-per-node, because with --gpus-per-task and a GPU type, Slurm would leave
         # CUDA_VISIBLE_DEVICES empty.
         options.append(
             f"--gpus-per-node={amount}"
@@ -257,7 +257,7 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings for a job's nodes as JSON, with only the names of secrets."""
+    """Returns the settings for the nodes of a job as JSON, with the names of secrets only."""
     settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
     return json.dumps(settings, indent=2) + "\n"
 
@@ -278,7 +278,7 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
         SetupError: Slurm is missing or does not answer.
     """
     with open(settings, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        # The file is private, because TRAINER_FLAGS may contain a secret.
+        # The file must be private, because TRAINER_FLAGS may contain a secret.
         file.write(settings_text(conf))
     path = settings.with_suffix(".sbatch")
     path.write_text(script)

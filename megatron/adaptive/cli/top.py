@@ -47,7 +47,7 @@ PIPE_COLUMNS = 160
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shows a run until Ctrl-C if the output is a terminal. Otherwise prints one frame."""
+    """Shows a run until Ctrl-C if the output is a terminal. Otherwise, prints one frame."""
     options = _parser().parse_args(argv)
     width = options.width
     if width is None and not sys.stdout.isatty():
@@ -101,10 +101,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 WIDE = 96
-"""Minimum width of the terminal in columns for tables with the column ``step``."""
+"""Minimum width of the terminal, in columns, for showing the column ``step`` in tables."""
 
 BAR = 14
-"""Length of the bar that shows how a rank spends a step, in columns."""
+"""Length, in columns, of the bar that shows how a rank spends a step."""
 
 CURVE = 16
 """Maximum number of points in the loss curve. Each point takes one column."""
@@ -123,13 +123,13 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def draw(snapshot: Snapshot, width: int, height: int | None = None) -> RenderableType:
-    """Draws a run.
+    """Draws the current or last state of a run.
 
     Args:
         snapshot: Snapshot of the run.
         width: Width of the terminal in columns.
-        height: Height of the terminal in lines; ``None`` for :data:`PIPE_ROWS` lines. If a line per
-            rank does not fit, the table has a line per stage.
+        height: Height of the terminal in lines, or ``None`` for :data:`PIPE_ROWS` lines. If there
+            is no room for a line per rank, the table has a line per stage.
     """
     parts: list[RenderableType] = [_title(snapshot)]
     if snapshot.iteration or snapshot.total_iterations:
@@ -233,7 +233,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
 
 
 def _table(columns: str) -> Table:
-    """Creates an empty table, in which text is left-aligned and numbers are right-aligned."""
+    """Creates an empty table with left-aligned text and right-aligned numbers."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
     for name in columns.split():
         is_text = name in ("now", "step", "waits", "slow")
@@ -242,7 +242,7 @@ def _table(columns: str) -> Table:
 
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
-    """Creates the table of stages, with each stage's activity and its median and worst values.
+    """Creates a table with each stage's activity, and the median and worst values of its ranks.
 
     Args:
         snapshot: Snapshot of the run.
@@ -282,7 +282,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
 
 
 def _word(rank: LiveRank) -> str:
-    """Returns one or two words that describe the current activity of ``rank``."""
+    """Returns one or two words for what ``rank`` is currently doing."""
     now = rank.now
     if rank.header is None:
         return "unreadable" if rank.problem else "not started"
@@ -319,7 +319,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws a rank's step as a bar of computation, waits by cause and remaining time."""
+    """Draws the step of a rank as a bar: computation, waits by cause, and the remaining time."""
     text = Text()
     if rank.busy is None:
         return text
@@ -332,7 +332,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the cause with the longest total wait, and which share of the step it takes."""
+    """Returns the cause with the longest total wait, and the share of the step that it takes."""
     cause = max(waits, key=lambda cause: waits[cause], default="")
     if waits.get(cause, 0.0) < 0.005:
         return Text()

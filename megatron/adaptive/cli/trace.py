@@ -65,8 +65,9 @@ _MOST_KERNELS = 100
 _KERNELS_SHOWN = 15
 _KERNEL_WIDTH = 60
 MOST_LAYERS = 4
-"""Maximum number of layers in the report about experts. The layers with the most uneven load are
-shown.
+"""Maximum number of layers in the report about experts.
+
+The layers with the most uneven load are shown.
 """
 
 
@@ -79,10 +80,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def process(argv: Sequence[str]) -> int:
-    """Prints how a run spent its time, and writes its events as JSON.
+    """Prints how a run spent its time, writes its events as JSON, and returns 0.
 
-    The script ``process_trace.py`` also uses this function. It returns 0, and raises expected
-    errors as ``AdaptiveError``.
+    The script ``process_trace.py`` also uses this function. Expected errors are raised as
+    ``AdaptiveError``.
     """
     (events,) = find_views(["perfetto"])
     parser = _parser(
@@ -94,10 +95,10 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Draws the actions that ran in one iteration, and writes them to a table.
+    """Draws the actions that ran in one iteration, writes them to a table, and returns 0.
 
-    The script ``visualize_trace.py`` also uses this function. It returns 0, and raises expected
-    errors as ``AdaptiveError``.
+    The script ``visualize_trace.py`` also uses this function. Expected errors are raised as
+    ``AdaptiveError``.
     """
     parser = _parser(
         f"{_TRACE} draw",
@@ -109,7 +110,7 @@ def visualize(argv: Sequence[str]) -> int:
 
 
 def diagnose_run(argv: Sequence[str]) -> int:
-    """Prints why a run is slow, or in which calls it hangs. Returns the exit status.
+    """Prints why a run is slow, or in which calls it hangs, and returns the exit status.
 
     If the folder contains dumps of torch's flight recorder, the job is assumed to hang.
     """
@@ -137,7 +138,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
 
 
 def what_if_run(argv: Sequence[str]) -> int:
-    """Predicts a run's speed with changed durations and prints it. Returns the exit status."""
+    """Predicts and prints a run's speed with changed durations. Returns the exit status."""
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
@@ -156,14 +157,14 @@ def _answer(
     find: Callable[..., Any],
     find_other: Callable[[Path | None], Any] | None = None,
 ) -> int:
-    """Analyzes a run, prints the result, and draws an image if requested.
+    """Analyzes a run, prints the result, draws an image if requested, and returns the exit status.
 
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
         find: Function that analyzes a run. It takes the run, its iterations and the parsed flags.
-        find_other: Function that analyzes a folder with files other than traces, and returns
-            ``None`` if the folder contains traces. ``None`` if only traces are supported.
+        find_other: Function that analyzes a folder that contains other files than traces, and
+            returns ``None`` for a folder of traces. ``None`` if only traces are supported.
     """
     help_text = "print the result as JSON instead of text"
     parser.add_argument("--json", action="store_true", help=help_text)
@@ -193,7 +194,7 @@ def _print_result(result: Any, *, as_json: bool) -> None:
 
 
 def compare(argv: Sequence[str]) -> int:
-    """Prints what became slower or faster between two runs. Returns the exit status."""
+    """Prints what became slower or faster between two runs, and returns the exit status."""
     from megatron.adaptive.trace.compare_runs import compare_runs
 
     parser = CommandParser(
@@ -235,7 +236,7 @@ def _share(text: str) -> float:
 
 
 def import_run(argv: Sequence[str]) -> int:
-    """Converts another program's trace to this project's format. Returns the exit status."""
+    """Converts the trace of another program to this project's format. Returns the exit status."""
     parser = CommandParser(
         prog=f"{_TRACE} import",
         description="Read the trace of another program, and write it in this project's format.",
@@ -279,12 +280,13 @@ def _show(
     report: bool = True,
     events: View | None = None,
 ) -> int:
-    """Writes the requested files about a run, and prints how the run spent its time.
+    """Writes the requested files about a run, prints how the run spent its time, and returns 0.
 
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
-        formats: Default of ``--format``: names of file formats, separated by commas, or ``all``.
+        formats: Default of ``--format``: names of file formats that are separated by commas, or
+            ``all``.
         report: Whether to print the report.
         events: Additional view to write for the shown replica, or ``None``.
     """
@@ -383,12 +385,12 @@ def _chosen_iterations(
 ) -> tuple[int, ...] | None:
     """Returns the iterations that the user chose with flags, or ``None`` without such a flag.
 
-    If some of the chosen iterations are complete, the result contains only these.
+    If some of the chosen iterations are complete, the result only contains these.
 
     Args:
         run: Traced run.
         arguments: Parsed flags.
-        dp_rank: Replica that must have completed an iteration; ``None`` for all replicas.
+        dp_rank: Replica that must have completed an iteration, or ``None`` for all replicas.
     """
     if arguments.iterations is None:
         return None
@@ -428,7 +430,7 @@ def _select(arguments: argparse.Namespace) -> ViewInput:
 
 
 def _report(selection: ViewInput) -> dict[str, Any]:
-    """Returns the report as data about the shown step and each traced rank.
+    """Returns the report about the shown step and each traced rank as a dictionary.
 
     ``bubble_fraction`` is the idle time divided by the step time. ``times`` contains the mean and
     the population standard deviation of the durations for each kind of action.
@@ -478,7 +480,7 @@ def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
     """Returns the load of the experts in an iteration, or ``{}`` if there are no MoE layers.
 
     ``tokens`` is the number of tokens per layer and expert, summed over all ranks. ``exchange_ms``
-    is the time that each rank spent exchanging tokens with other ranks, in milliseconds.
+    is the time in milliseconds that each rank spent on exchanging tokens with other ranks.
     """
     tokens: dict[int, Counter[int]] = {}
     exchange_ms = {}
@@ -505,7 +507,7 @@ def _collectives(run: RunTrace, iteration: int) -> dict[str, Any]:
 
 
 def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the longest kinds of kernels with their times, or ``{}`` without recorded kernels."""
+    """Returns the kinds of kernels that took longest, or ``{}`` if kernels were not recorded."""
     figures = kernel_figures(run, iteration)[:_MOST_KERNELS]
     return {"kernels": [asdict(of_name) for of_name in figures]} if figures else {}
 
@@ -513,8 +515,8 @@ def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
 def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
     """Returns a table of the longest kernels in ``iteration`` as lines of text.
 
-    If kernels were only recorded in other iterations, returns a line that lists those iterations.
-    If no kernels were recorded, returns no lines.
+    If kernels were only recorded in other iterations, the result is a line that lists these. If no
+    kernels were recorded, it is empty.
     """
     figures = kernel_figures(run, iteration)[:_KERNELS_SHOWN]
     if not figures:
@@ -599,7 +601,7 @@ def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
 
 
 def _extremes(values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the minimum and the maximum of ``values``, or one value if they are equal."""
+    """Returns the minimum and the maximum of ``values``, or one value if these are equal."""
     return tuple(dict.fromkeys((min(values), max(values))))
 
 
@@ -649,7 +651,7 @@ def _report_lines(selection: ViewInput) -> list[str]:
 
 
 def _length_lines(lengths: Lengths) -> list[str]:
-    """Returns a line about the lengths of the step's microbatches if the lengths differ."""
+    """Returns a line about the lengths of the step's microbatches, or no lines if all are equal."""
     if not lengths:
         return []
     positions = [microbatch[0] for microbatch in lengths]
@@ -662,7 +664,7 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns the cells of the table of ``ranks``, row by row, with the headings first."""
+    """Returns the cells of the table of ``ranks``, row by row, starting with the headings."""
     show_bytes = any(rank["peak_in_flight_bytes"] for rank in ranks)
     head = ["", "actions", "busy ms", "wait ms", "bubble"]
     table = [[*head, *(f"{kind} ms" for kind in kinds), "peak in flight"]]
@@ -678,9 +680,9 @@ def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[lis
 
 
 def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns the cells of the table that divides each rank's step time into parts.
+    """Returns the cells of a table that divides the step time of each rank into parts.
 
-    Omits parts that take no time on any rank, except ``busy``.
+    Parts that take no time on any rank are omitted, except for ``busy``.
     """
     parts = [rank["parts_ms"] for rank in ranks]
     shown = [

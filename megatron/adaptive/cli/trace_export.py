@@ -33,7 +33,7 @@ from megatron.adaptive.trace.read import RankTrace, RunTrace
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes or sends the spans of a run.
+    """Writes the spans of a run to a file, or sends them to a collector.
 
     Returns:
         0, or 1 if the collector did not accept all spans.
@@ -95,7 +95,7 @@ def otlp_requests(run: RunTrace) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _unix_offset_ns(run: RunTrace, trace: RankTrace) -> int:
-    """Returns what to add to the run's common time to get Unix time, in nanoseconds."""
+    """Returns the difference between Unix time and the run's common time, in nanoseconds."""
     header = trace.header
     if not run.alignment.clocks:
         return header.unix_ns - header.monotonic_ns
@@ -115,8 +115,8 @@ def _send(run: RunTrace, url: str, limit_s: float) -> int:
     reason = ""
     is_down = False
     for request, count in otlp_requests(run):
-        # After a failure, drop all later batches. Otherwise each batch would wait again for a
-        # collector that is down.
+        # After a failure, drop all later batches. Otherwise, each batch would wait for a collector
+        # that is down.
         if not is_down:
             answer = post(url, request, limit_s)
             is_down = answer.is_failure

@@ -34,13 +34,13 @@ _COLUMNS = ("ranks", "transport", "half round trip", "bandwidth", "")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Describes the result of checking one transport between two ranks.
+    """Result of checking one transport between two ranks.
 
     Attributes:
         ranks: Global ranks of the two processes.
-        hosts: Host names of the two ranks.
+        hosts: Host names of the two processes.
         transport: Name of the transport.
-        chosen: Whether a run would use this transport between these ranks.
+        chosen: Whether a run would use this transport between the two ranks.
         works: Whether the transport connected the ranks and delivered payloads without changing
             them.
         latency_us: Half of the round-trip time of a 1 KiB message, in microseconds.
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the check. Rank 0 prints the table.
+    """Checks the transports between the ranks of a job. Rank 0 prints a table.
 
     Returns:
         1 if the transport that a run would use does not work; otherwise 0.
@@ -101,7 +101,8 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
         raise ConfigError("transport requires at least two ranks, got one; start more processes")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
-    # A launcher kills all ranks once a rank has failed, so print before another rank can exit.
+    # A launcher kills all ranks once one rank has failed, so print the table before any rank can
+    # exit.
     if environment.rank == 0:
         _print(outcomes, as_json=options.json)
     check.close()

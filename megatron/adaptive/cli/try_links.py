@@ -18,10 +18,10 @@ _MEETING_S = 120.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Takes part in the measurement as one rank; rank 0 writes entries of a profile file.
+    """Takes part in the measurement as one rank. Rank 0 writes entries of a profile file.
 
-    The first argument is the path of this file. The second argument is the size of the largest
-    message in bytes.
+    ``argv[0]`` is the path of this file, and ``argv[1]`` is the size of the largest message in
+    bytes.
     """
     from megatron.adaptive.profiling.check_job import CheckJob
     from megatron.adaptive.profiling.free_memory import gpu_name

@@ -46,7 +46,7 @@ _ERROR = "error: "
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Describes the rank to try.
+    """Rank to try, with the plan that it belongs to.
 
     Attributes:
         path: Path of the plan file.
@@ -66,7 +66,10 @@ class _Trial:
 
     @property
     def pp_rank(self) -> int:
-        """Pipeline rank of the rank to try. The pipeline is the outermost axis of the mesh."""
+        """Returns the pipeline rank of the rank to try.
+
+        The pipeline is the outermost axis of the mesh.
+        """
         pipeline: int = self.content["degrees"].get("pipeline", 1)
         return self.rank // (self.world_size // pipeline)
 
@@ -77,12 +80,12 @@ def try_plan(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: An option or the plan file is not suitable for a trial, or the rank needs more
             memory than the device has.
-        SetupError: The rank's process exited without a result.
+        SetupError: The process of the rank exited without a result.
     """
     trial = _read(options)
     former = tried_ranks(trial.content, str(trial.path))
-    # The rank's memory and its order of actions do not depend on the device's name, so use a
-    # placeholder until the rank reports the name.
+    # The memory of the rank and its order of actions do not depend on the name of the device, so
+    # use a placeholder until the rank reports the name.
     cluster = cluster_of(trial.content, "here")
     plan = plan_of(trial.content, trial.model, cluster, str(trial.path))
     needed = needed_bytes(plan, trial.model, cluster)[trial.pp_rank]
@@ -115,7 +118,7 @@ def try_plan(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> _Trial:
-    """Reads the plan and checks that the rank in ``options`` can be tried."""
+    """Reads the plan, checks that the rank in ``options`` can be tried, and returns both."""
     path: Path = options.try_
     content = load_plan(path)
     flags = plan_flags(content, str(path))
@@ -218,8 +221,8 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
     """Measures messages and all-reduces between two ranks on this machine.
 
     Returns:
-        Entries of a profile file. They are empty if the plan has one rank, if the machine has one
-        GPU, or after a warning if the measurement failed.
+        Entries of a profile file. They are empty if the plan has a single rank, if the machine has
+        a single GPU, or, after a warning, if the measurement failed.
     """
     if trial.world_size == 1 or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) == 1:
         return {}
@@ -247,8 +250,8 @@ def _run_launcher(command: Sequence[str], errors: Path) -> int:
 
     Args:
         command: Command of the launcher.
-        errors: File for the error output of the launcher and the ranks. With a pipe, this function
-            would wait until all ranks have closed it.
+        errors: File for the error output of the launcher and the ranks. With a pipe instead, this
+            function would wait until all ranks have closed the pipe.
 
     Raises:
         TimeoutExpired: The launcher did not exit in time.
@@ -275,7 +278,7 @@ def _run_launcher(command: Sequence[str], errors: Path) -> int:
 
 
 def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -> str:
-    """Returns a table of the rank's planned and measured values as text."""
+    """Returns a table of the planned and the measured values of the rank as text."""
     prediction = trial.content.get("prediction", {})
     memories = prediction.get("memory_bytes", [])
     planned_memory = f"{memories[trial.pp_rank] / 1e9:.2f} GB" if memories else "-"

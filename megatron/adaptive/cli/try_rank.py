@@ -16,7 +16,7 @@ from megatron.adaptive.training.try_rank import TrialRequest, try_rank
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the rank that the first file describes, and writes measurements to the second file."""
+    """Runs the rank that the file ``argv[0]`` describes, and writes measurements to ``argv[1]``."""
     source, target = map(Path, argv)
     content = json.loads(source.read_text(encoding="utf-8"))
     lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}

@@ -106,10 +106,10 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _find_runs(folder: Path) -> dict[str, Path]:
-    """Finds traced runs in a folder, its subfolders, and their ``traces`` folders.
+    """Finds traced runs in ``folder``, in its subfolders, and in their ``traces`` folders.
 
     Returns:
-        Trace folder of each run, by the name of the run's folder.
+        Folder of the traces of each run, by name of the run's folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; pass the folder with the traced runs")
@@ -130,7 +130,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
 def _compared(
     traces_by_run: Mapping[str, Path], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Returns a row for each run with the plan and the predicted and measured step time."""
+    """Returns a row for each run, with its plan and its predicted and measured step times."""
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(
@@ -195,9 +195,9 @@ def _plan(run: TracedRun, inputs: PlanInputs, options: argparse.Namespace) -> Pl
 
 
 def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
-    """Returns the index of the node and the index of the GPU for each rank.
+    """Returns the index of the node and the index of the GPU of each rank.
 
-    Each host is assigned the first unused node of its node type in the cluster.
+    Each host is assigned the first unused node in the cluster that has the node type of the host.
     """
     nodes: dict[str, int] = {}
     used: dict[str, int] = {}

@@ -1,9 +1,9 @@
 """Runs one node of a job: connects to the manager, and starts and signals the node's ranks.
 
-If the node will be taken away (SIGTERM or SIGUSR1), the agent notifies the manager. The manager
-then makes the job save, starts the next layout without this node, and releases the agent. When the
-agent exits or loses its connection, it kills the node's ranks, because the manager could no longer
-stop them.
+A signal (SIGTERM or SIGUSR1) announces that the node will be taken away. The agent then notifies
+the manager. The manager makes the job save, starts the next layout without this node, and releases
+the agent. When the agent exits or loses its connection, it kills the node's ranks, because the
+manager could no longer stop them.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Exit status reported for a rank if the node does not allow the request to start it."""
+"""Exit status that is reported for a rank if the node rejects the request to start the rank."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _START_KEYS = frozenset(("what", "number", "ranks", "copies", "program"))
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
 
 class Agent:
-    """Runs one node of the job.
+    """Runs one node of the job, by executing the requests of the manager.
 
     Args:
         name: Name of the node, unique in the job.
         address: Address of the manager.
         port: Port on which the manager listens.
         secret: Secret with which agents and the manager authenticate each other.
-        work: Script and arguments of this node's ranks. The node refuses to run any other script
-            for the manager.
-        slots: Number of processes on this node; ``None`` for one per GPU.
-        keeper: Object that stores snapshots of the training state; ``None`` to create a keeper that
-            exists as long as this process.
-        silence_s: Seconds without a message after which the manager is considered lost.
+        work: Script and arguments of this node's ranks. The node refuses to run any other script.
+        slots: Number of processes on this node, or ``None`` for one per GPU.
+        keeper: Object that stores snapshots of the training state, or ``None`` to create a keeper
+            whose snapshots are lost when this process exits.
+        silence_s: Time in seconds without a message after which the manager is considered lost.
     """
 
     def __init__(
@@ -79,18 +78,17 @@ class Agent:
         self.why = ""
         """Reason that the manager gave for releasing the agent. It may be empty."""
         self.notice: signal.Signals | None = None
-        """First signal that announced that this node will be taken away, or ``None`` before such a
-        signal.
+        """First signal that announced the removal of this node, or ``None`` before that.
         """
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._asked: dict[str, int] = {}
-        # This set contains the keys of the device checks that are running.
+        # Keys of the device checks that are currently running.
         self._checks: set[str] = set()
 
     @classmethod
     def from_input(cls) -> Agent:
-        """Creates the agent from a line of JSON that the manager writes to standard input.
+        """Creates an agent from the line of JSON that the manager writes to standard input.
 
         Raises:
             SetupError: The line is missing or malformed, for example because a user started the
@@ -107,7 +105,7 @@ class Agent:
             ) from None
 
     async def run(self) -> None:
-        """Handles the manager's requests until the agent is released or the connection is closed.
+        """Handles the manager's requests until the agent is released or loses its connection.
 
         Raises:
             SetupError: The manager cannot be reached or rejects this node.
@@ -121,10 +119,11 @@ class Agent:
         try:
             await self._serve(link)
         finally:
-            # The handlers of ``_NOTICES`` stay installed.
+            # The handlers of ``_NOTICES`` must stay installed until the process exits.
             loop.remove_signal_handler(signal.SIGINT)
             assert self._orders is not None
-            self._orders.close()  # The forkserver then kills its ranks and exits.
+            # When the connection is closed, the forkserver kills its ranks and exits.
+            self._orders.close()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(forkserver.wait(), _END_S)
             if forkserver.returncode is None:
@@ -173,8 +172,8 @@ class Agent:
         agent_end, forkserver_end = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # When a rank fails, torch prints a C++ stack trace on each other rank, so hide these
-        # traces.
+        # When a rank fails, torch prints a C++ stack trace on each of the other ranks, so hide
+        # these traces.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if is_loopback(self._address):  # The job runs only on this machine.
             environment |= loopback_variables(environment)
@@ -187,7 +186,7 @@ class Agent:
             pass_fds=(forkserver_end.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl-C then does not reach the ranks.
+            start_new_session=True,  # The ranks must not receive Ctrl-C.
         )
         forkserver_end.close()
         reader, self._orders = await asyncio.open_connection(sock=agent_end)
@@ -214,13 +213,13 @@ class Agent:
                 self._order(signal=message["number"])
             elif kind == "leave":
                 # A message without a status means that the manager considers this node lost. The
-                # node may join again.
+                # node may then join again.
                 self.status = message.get("status")
                 self.why = message.get("why", "")
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares the keeper for new ranks' snapshots. Returns variables for the ranks."""
+        """Prepares for new ranks' snapshots, and returns environment variables for the ranks."""
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
@@ -234,7 +233,10 @@ class Agent:
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
 
     def _start(self, message: Mapping[str, Any]) -> None:
-        """Starts the processes that the manager requests in ``message``."""
+        """Starts the processes that the manager requests in ``message``.
+
+        Rejects the request if it contains unknown entries.
+        """
         program = message.get("program", "script")
         unknown = sorted(set(message) - _START_KEYS)
         added = {} if unknown else self._prepare(message.get("copies"))
@@ -246,9 +248,9 @@ class Agent:
             self._start_rank(rank, added, program, unknown)
 
     def _end_checks(self) -> None:
-        """Kills device checks that are still running, because they would slow down the ranks.
+        """Kills device checks that are still running, because they would slow down new ranks.
 
-        A check can only still be running if it hangs, and the manager no longer waits for its
+        A check only runs this long if it hangs, and then the manager no longer waits for its
         result.
         """
         for key in self._checks:

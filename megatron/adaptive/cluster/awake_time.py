@@ -1,7 +1,7 @@
 """Measures how long a process has waited, excluding time during which it was stopped.
 
 A process may be stopped by Ctrl-Z, a debugger or a paused virtual machine. When it continues, all
-its timeouts seem to have passed, although its peers answered in time. Waits are therefore divided
+of its timeouts seem to have passed, although its peers answered in time. So each wait is divided
 into short slices, and a stop of any length counts as one slice.
 """
 
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SLICE_S = 1.0
-# If more seconds than this pass between two readings of the clock, the process is assumed to have
-# been stopped. A running process reads the clock more often, even on a busy machine.
+# A longer gap between two readings of the clock, in seconds, means that the process was stopped. A
+# running process reads the clock more often, even on a busy machine.
 _LONGEST_GAP_S = 5.0
 
 
 class AwakeClock:
-    """Measures time in seconds, excluding time during which this process was stopped.
+    """Measures elapsed time in seconds, excluding time during which this process was stopped.
 
     :meth:`now_s` must be called at least every two seconds. A gap of more than five seconds between
     two calls is considered a stop.
@@ -36,7 +36,7 @@ class AwakeClock:
         self._stopped_s = 0.0
 
     def now_s(self) -> float:
-        """Returns the current time in seconds, minus the total time of stops."""
+        """Returns the current time in seconds, minus the total duration of all stops."""
         now_s = self._clock()
         gap_s = now_s - self._read_s
         self._read_s = now_s
@@ -48,7 +48,7 @@ class AwakeClock:
 async def result_within(future: asyncio.Future[T], limit_s: float) -> T:
     """Waits for ``future`` in slices of at most :data:`SLICE_S` seconds, and returns its result.
 
-    A timeout does not cancel the future.
+    A timeout does not cancel ``future``.
 
     Args:
         future: Future or task to wait for.

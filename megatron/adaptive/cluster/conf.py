@@ -1,8 +1,8 @@
-"""Reads ``conf.sh`` and a plan, and checks the configuration of a launch.
+"""Reads ``conf.sh`` and a plan, and checks the configuration for starting a job.
 
-A value can come from these sources, in order of precedence: the command line (``--set
-NAME=VALUE``), the plan, ``conf.sh``, the default. Values that the trainer restricts are checked
-later by the trainer's own parser.
+A value can come from four sources, in order of precedence: the command line (``--set NAME=VALUE``),
+the plan, ``conf.sh``, and the default. If the trainer restricts the possible values, the trainer's
+own parser checks them later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AUTO = "auto"
 
 
 def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
-    """Creates a field for each variable in ``table``."""
+    """Creates a field specification for each variable in ``table``, and returns them by name."""
     return {
         name: spec_of(name, kind, default, {"help": meaning, "choices": tuple(choices)})
         for name, (kind, default, meaning, *choices) in table.items()
@@ -38,7 +38,9 @@ def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
 
 
 def _slices_of(text: str) -> int | str:
-    """Reads the number or the length of slices: a number, or ``auto`` to choose it in training.
+    """Parses the number of slices, or the length of slices, from ``text``.
+
+    Returns a number, or ``auto`` to choose the number during training.
 
     Raises:
         ValueError: The text is neither a number nor ``auto``.
@@ -136,10 +138,13 @@ for _name in ("SEQUENCE_SLICES", "SLICE_TOKENS"):
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
-    """Rejects unknown names that begin with a capital letter. Other names are up to the user.
+    """Rejects unknown variables whose names begin with a capital letter.
+
+    All other names may be used freely by the user. ``where`` is the source of the variables, for
+    the error message.
 
     Raises:
-        ConfigError: A name is unknown. The message suggests the most similar variable.
+        ConfigError: A name is unknown. The message contains the most similar variable.
     """
     for name in variables:
         if name in SETTINGS or name.startswith(FROM_CONF) or not name[:1].isupper():
@@ -153,11 +158,11 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
 
 
 def read_value(name: str, text: str) -> object:
-    """Parses the value of the variable ``name``. An empty ``text`` means the default.
+    """Parses ``text`` as a value of the variable ``name``. An empty text selects the default.
 
     Returns:
-        The value as ``int``, ``float``, ``bool`` or ``str``, or ``None`` if there is neither a text
-        nor a default.
+        The value as ``int``, ``float``, ``bool`` or ``str``, or ``None`` if both the text and the
+        default are empty.
 
     Raises:
         ConfigError: The text is not a valid value of the variable's type.
@@ -173,8 +178,8 @@ def read_value(name: str, text: str) -> object:
 
 
 _LIMIT_S = 20.0
-# The script sources the file $1, and then prints each variable that the file set as NAME, NUL,
-# VALUE, NUL. A marker replaces the value of an array.
+# The script sources the file $1. It then prints the name and the value of each variable that the
+# file has set, with a NUL byte after each. For an array, it prints a marker instead of the value.
 _SCRIPT = r"""
 set -eu
 cd -- "$2"
@@ -196,14 +201,13 @@ _ARRAY = "\001array"
 def read_variables(path: Path) -> dict[str, str]:
     """Runs the file ``path`` in bash, and returns the variables that it sets.
 
-    The working directory is the file's folder. Only a few variables, such as ``PATH``, are
-    inherited.
+    The file runs in its own folder, and inherits only a few variables, such as ``PATH``.
 
     Args:
         path: Path of the file, such as ``conf.sh``.
 
     Returns:
-        Text of each variable by name, sorted by name.
+        Value of each variable as text, by name, in alphabetical order.
 
     Raises:
         ConfigError: The file is missing, fails in bash, or sets an array.
@@ -252,12 +256,12 @@ _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchGroup:
-    """Describes a group of equal nodes with consecutive ranks.
+    """Group of equal nodes with consecutive ranks.
 
     Attributes:
         kind: Name of the node type; empty if all nodes are equal.
-        nodes: Number of nodes; ``None`` if it is unknown before the nodes have connected.
-        processes: Number of processes on each node; ``None`` for one per GPU.
+        nodes: Number of nodes, or ``None`` if it is unknown before the nodes have connected.
+        processes: Number of processes on each node, or ``None`` to start one process per GPU.
         partition: Slurm partition of the group; empty for Slurm's default partition.
         gres: Slurm's name of the GPUs (generic resource); ``none`` to request no GPUs.
     """
@@ -271,13 +275,13 @@ class LaunchGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConf:
-    """Contains the checked configuration of a launch.
+    """The checked configuration with which a job is started.
 
     Attributes:
         folder: Folder of ``conf.sh``, to which paths are relative.
-        values: Value of each variable in ``SETTINGS``, by name; ``None`` if it has no value.
+        values: Value of each variable in ``SETTINGS``, by name, or ``None`` if it has no value.
         groups: Groups of equal nodes, ordered by rank.
-        environment: Environment variables in ``conf.sh`` for all processes.
+        environment: Environment variables that ``conf.sh`` sets for all processes.
     """
 
     folder: Path
@@ -290,13 +294,13 @@ class LaunchConf:
 
     @property
     def nodes(self) -> int | None:
-        """Number of nodes; ``None`` if it is not set."""
+        """Returns the number of nodes, or ``None`` if it is not set."""
         counts = [group.nodes for group in self.groups]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def processes(self) -> tuple[int, ...] | None:
-        """Number of processes on each node, by node rank; ``None`` if it is not set."""
+        """Returns the number of processes on each node, or ``None`` if it is not set."""
         counts: list[int] = []
         for group in self.groups:
             if group.nodes is None or group.processes is None:
@@ -306,7 +310,7 @@ class LaunchConf:
 
     @property
     def world_size(self) -> int | None:
-        """Total number of processes; ``None`` if it is not set."""
+        """Returns the total number of processes, or ``None`` if it is not set."""
         if self.processes is not None:
             return sum(self.processes)
         size: int | None = self.values["WORLD_SIZE"]
@@ -317,9 +321,9 @@ class LaunchConf:
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Returns the values of all variables as strings, by name, including environment variables.
+        """Returns the values of all variables and environment variables as strings, by name.
 
-        Secrets and ``PLAN`` are omitted. The variables that the plan sets are included instead.
+        Secrets and ``PLAN`` are omitted. The result contains the variables that the plan sets.
         """
         texts = {}
         for name, value in self.values.items():
@@ -330,19 +334,19 @@ class LaunchConf:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Secret environment variables, which must not be written to files or sent to nodes."""
+        """Returns the secret environment variables, which must not be written to files."""
         return {name: text for name, text in self.environment.items() if is_secret(name)}
 
 
 def load_conf(
     path: Path | None, changes: Sequence[str] = (), plan: Path | None = None
 ) -> LaunchConf:
-    """Reads and checks ``conf.sh``.
+    """Reads ``conf.sh``, applies changes to it, checks it, and returns the configuration.
 
     Args:
-        path: Path of ``conf.sh``; ``None`` to use only defaults.
+        path: Path of ``conf.sh``, or ``None`` to use only defaults.
         changes: Texts of the form ``NAME=VALUE`` that override the file and the plan.
-        plan: Path of a plan file that replaces the plan in the variable ``PLAN``.
+        plan: Path of a plan file to use instead of the file in the variable ``PLAN``.
 
     Raises:
         ConfigError: A name is unknown or a value is invalid.
@@ -361,7 +365,7 @@ def load_conf(
 def make_conf(
     variables: Mapping[str, str], folder: Path, *, fixed: frozenset[str] = frozenset()
 ) -> LaunchConf:
-    """Creates a configuration from ``variables`` and checks it.
+    """Creates a configuration from ``variables``, and checks it.
 
     Args:
         variables: Value of each variable as text, by name.
@@ -390,7 +394,7 @@ def make_conf(
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, str]:
-    """Parses texts of the form ``NAME=VALUE`` from the command line.
+    """Parses texts of the form ``NAME=VALUE`` from the command line, and returns values by name.
 
     Raises:
         ConfigError: A text does not have this form.
@@ -405,7 +409,10 @@ def read_changes(changes: Sequence[str]) -> dict[str, str]:
 
 
 def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[str]) -> None:
-    """Adds the plan's variables to ``texts``. Raises an error if the file sets another value."""
+    """Adds the plan's variables to ``texts``, except the names in ``fixed``.
+
+    Raises an error if ``texts`` already contains a different value.
+    """
     for name, value in plan.items():
         text = texts.get(name, "").strip()
         if name in fixed:
@@ -461,7 +468,10 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Parses ``TYPE=VALUE ...``, with a value for each node type, or one value for all types."""
+    """Parses ``TYPE=VALUE ...`` and returns the value for each node type in ``kinds``.
+
+    A single value without a type is used for all types.
+    """
     if "=" not in text:
         return dict.fromkeys(kinds, text)
     values = dict(assignment.partition("=")[::2] for assignment in text.split())

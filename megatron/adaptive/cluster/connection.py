@@ -1,6 +1,6 @@
-"""Sends JSON messages and heartbeats between the nodes of a job.
+"""Exchanges JSON messages and heartbeats between the nodes of a job.
 
-Both sides have proved that they know the job's secret, and each message is authenticated. If a side
+Both sides prove that they know the job's secret, and each message is authenticated. If one side
 receives nothing for :data:`SILENCE_S` seconds, it considers the other side lost, because a machine
 that loses power does not close its connections. Time during which the receiving process was stopped
 is not counted.
@@ -30,19 +30,19 @@ from megatron.adaptive.handshake import (
 BEAT_S = 1.0
 SILENCE_S = 20.0
 PATIENCE_S = 60.0
-"""Seconds without a message after which an agent that was started by the manager exits.
+"""Time in seconds without a message after which an agent exits, if the manager started the agent.
 
-This is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
+It is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
 """
 
 
 class Connection:
-    """Sends and receives messages over one connection, in one event loop.
+    """Sends and receives messages over one connection, in a single event loop.
 
     Args:
         reader: Stream from the other side.
         writer: Stream to the other side.
-        session: Session that authenticates outgoing messages and verifies incoming messages.
+        session: Session that signs outgoing messages and verifies incoming messages.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Connection:
     async def connect(
         cls, address: str, port: int, within_s: float, secret: str, purpose: str
     ) -> Connection:
-        """Connects to a :class:`Listener` of the job.
+        """Connects to a :class:`Listener` of the job, authenticates, and returns the connection.
 
         Args:
             address: Address of the listener.
@@ -87,7 +87,7 @@ class Connection:
 
     @classmethod
     async def over(cls, sealed: SealedSocket) -> Connection:
-        """Creates a connection from the socket ``sealed``, whose other side has authenticated."""
+        """Creates a connection from ``sealed``, a socket with an authenticated other side."""
         try:
             reader, writer = await asyncio.open_connection(sock=sealed.socket)
         except BaseException:
@@ -97,33 +97,38 @@ class Connection:
 
     @property
     def peer(self) -> str:
-        """Address of the peer. An IPv4 address that is mapped to IPv6 is returned as IPv4."""
+        """Returns the address of the other side.
+
+        An IPv4 address that is mapped to IPv6 is returned as IPv4.
+        """
         return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 
     @property
     def own_address(self) -> str:
-        """Address of this side."""
+        """Returns the address of this side of the connection."""
         return str(self._writer.get_extra_info("sockname", ("",))[0])
 
     def send(self, kind: str, **values: Any) -> None:
-        """Sends a message of the kind ``kind``, or drops it if the connection is closed.
+        """Sends a message of the given kind with the entries ``values``.
 
-        :meth:`receive` reports that the connection is closed.
+        The message is dropped if the connection is closed.
+
+        In this case, :meth:`receive` reports that the connection is closed.
         """
         if not self._writer.is_closing():
             self._writer.write(self._session.seal(json.dumps({"what": kind, **values}).encode()))
 
     def beat(self) -> None:
-        """Starts sending a heartbeat every :data:`BEAT_S` seconds."""
+        """Starts to send a heartbeat every :data:`BEAT_S` seconds."""
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def receive(self, silence_s: float = SILENCE_S) -> dict[str, Any] | None:
-        """Waits for the next message. Returns ``None`` if the peer is lost.
+        """Waits for the next message and returns it, or returns ``None`` if the peer is lost.
 
         Skips heartbeats.
 
         Args:
-            silence_s: Seconds without a message after which the peer is considered lost.
+            silence_s: Time in seconds without a message after which the peer is considered lost.
                 Heartbeats count as messages.
         """
         while True:
@@ -138,7 +143,10 @@ class Connection:
                 return message
 
     async def _next_payload(self, silence_s: float) -> bytes:
-        """Waits for the next payload. After a timeout, the next call continues the same read."""
+        """Waits for the next payload and returns it.
+
+        If the call times out, the next call continues the same read.
+        """
         if self._reading is None:
             self._reading = asyncio.get_running_loop().create_task(self._read())
             self._reading.add_done_callback(_take_error)
@@ -146,14 +154,14 @@ class Connection:
         try:
             payload = await result_within(reading, silence_s)
         except asyncio.CancelledError:
-            if reading.cancelled():  # The method ``close`` cancelled the read, but not this task.
+            if reading.cancelled():  # :meth:`close` has cancelled the read, but not this task.
                 raise EOFError("the connection was closed here") from None
             raise
         self._reading = None
         return payload
 
     async def close(self) -> None:
-        """Sends buffered messages and closes the connection. Can be called more than once."""
+        """Sends buffered messages and closes the connection. Safe to call more than once."""
         for task in (self._beating, self._reading):
             if task is not None:
                 task.cancel()
@@ -173,7 +181,7 @@ class Connection:
 
 
 def _close_dialed(dialing: asyncio.Future[SealedSocket]) -> None:
-    """Closes a connection for which nobody waits any longer."""
+    """Closes the socket of ``dialing``, a connection attempt whose result is no longer needed."""
     if not dialing.cancelled() and dialing.exception() is None:
         dialing.result().socket.close()
 
@@ -185,17 +193,18 @@ def _take_error(reading: asyncio.Task[bytes]) -> None:
 
 
 class Listener:
-    """Accepts connections from programs that know the job's secret, in the current event loop.
+    """Accepts connections from programs that know the job's secret.
+
+    The connections are handled in the current event loop.
 
     Args:
         attend: Coroutine function that handles one connection. The connection stays open when the
-            coroutine returns. A malformed message closes only the connection on which it was
-            received.
-        secret: Secret of the job, which the other side must know.
+            coroutine returns. If a message is malformed, only its connection is closed.
+        secret: Secret of the job, which both sides must know.
         purpose: Label of the connections, which must be the same on both sides.
-        report: Function that prints a line about a rejected connection.
-        host: Address of this machine at which to listen. If it is empty or not an address of this
-            machine, the listener uses all addresses.
+        report: Function that prints a line of text when a connection is rejected.
+        host: Address of this machine at which to listen. If it is empty or is not an address of
+            this machine, the listener uses all addresses.
         port: Port on which to listen; 0 for any free port.
 
     Raises:
@@ -215,14 +224,14 @@ class Listener:
         self._attend = attend
         self._report = report
         self._loop = asyncio.get_running_loop()
-        # Each task has its socket here until a connection takes it over.
+        # A task's socket is stored here until the task has created a connection from it.
         self._tasks: dict[asyncio.Task[None], SealedSocket | None] = {}
         self._is_closed = False
         self._gate = Gate(bind(host, port), lambda: secret, purpose, self._admit, report)
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops listening. Accepted connections stay open. Can be called more than once."""
+        """Stops listening. Accepted connections stay open. Safe to call more than once."""
         self._is_closed = True
         self._gate.close()
 
@@ -241,7 +250,7 @@ class Listener:
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Closes the socket of a task that was cancelled before it could use the socket."""
+        """Closes the socket of a task that was cancelled before using the socket."""
         sealed = self._tasks.pop(task)
         if sealed is not None:
             sealed.socket.close()

@@ -1,22 +1,22 @@
-"""Excludes nodes that fail a probe of the running job, and uses them again when they pass.
+"""Excludes nodes that fail a probe of the running job, and uses them again once they pass.
 
 The ranks probe each other (``--probe-interval``) and report the nodes that failed. With the policy
 ``exclude``, such a node gets no ranks, unless no layout fits without it. The excluded node is then
-measured alone, at increasing intervals, until it is as fast as the probe requires::
+measured alone, at increasing intervals, until it is fast enough to pass the probe::
 
     probe fails ──> excluded ── 5 s ──> measure ── fails, 10 s ──> measure ── passes ──> used again
 
-A single node cannot measure its link to another node. A node with a slow link therefore stays
-excluded until it joins again, for example because the user removes its line from the machines file
-and adds the line again.
+A single node cannot measure its link to another node. So a node with a slow link stays excluded
+until it joins again, for example because the user removes its line from the machines file and then
+adds the line again.
 
-Heat or other programs may slow down a node only while it trains. Such a node passes alone and fails
-in the job, and each change of layout requires restarting the ranks. The interval is therefore reset
-only when the node joins again, not when it passes.
+Heat or other programs may slow down a node only while it trains. Such a node passes alone but fails
+in the job, and each change of layout requires restarting the ranks. So the interval is not reset
+when the node passes, but only when it joins again.
 
 Only the manager excludes nodes. Ranks only report measurements, and a node cannot exclude itself.
-If another manager takes over the job, it does not know which nodes were excluded, and uses all
-nodes again.
+If another manager takes over the job, it uses all nodes again, because it does not know which nodes
+were excluded.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.profiling.failed_nodes import FailedNode
 
 _FIRST_WAIT_S = 5.0
-"""Seconds after which an excluded node is measured for the first time."""
+"""Time in seconds after which an excluded node is measured for the first time."""
 _MOST_WAIT_S = 600.0
 
 
 class FailedProbes:
-    """Handles the nodes of a job that fail a probe.
+    """Handles the nodes of a job that fail a probe, according to a policy.
 
     Args:
         policy: Reaction to a node that fails a probe: ``report`` or ``exclude``.
         stragglers: Object that chooses layouts and stores which nodes are excluded.
-        members: Nodes of the job. When a node passes again, the event ``passed`` is put into this
-            object's queue.
+        members: Nodes of the job. When a node passes its check, the event ``passed`` is put into
+            the queue of this object.
         in_use: Function that returns the names of the nodes that run ranks.
     """
 
@@ -58,7 +58,7 @@ class FailedProbes:
         self._stragglers = stragglers
         self._members = members
         self._in_use = in_use
-        # Number of the latest incarnation in which each node's failure was handled, by node.
+        # Number of the latest incarnation in which the failure of each node was handled, by node.
         self._handled: dict[str, int] = {}
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._waits_s: dict[str, float] = {}
@@ -67,11 +67,11 @@ class FailedProbes:
     async def handle(
         self, failed: Sequence[FailedNode], running: RunningRanks, nodes: Sequence[Node]
     ) -> str:
-        """Prints the nodes that failed, and excludes them if the policy is ``exclude``.
+        """Prints which nodes failed a probe, and excludes them if the policy is ``exclude``.
 
         Args:
-            failed: Nodes that failed a probe in this incarnation, with the measurements that were
-                too low.
+            failed: Nodes that failed a probe in this incarnation, with measurements that missed a
+                limit.
             running: Ranks of the incarnation.
             nodes: Nodes that are present, in the order in which they get ranks.
 
@@ -95,7 +95,9 @@ class FailedProbes:
         return ", ".join(reasons)
 
     def joined(self, name: str) -> None:
-        """Resets the records of the node ``name`` when it joins, because it may have been repaired.
+        """Forgets earlier failures of the node ``name`` when it joins.
+
+        The node may have been repaired.
 
         Args:
             name: Name of the node. The node need not be present.
@@ -106,7 +108,7 @@ class FailedProbes:
             task.cancel()
 
     def passed(self, name: str) -> None:
-        """Uses the node ``name`` again after it has passed its check.
+        """Includes the node ``name`` in layouts again, after it has passed its check.
 
         Args:
             name: Name of the node in the event ``passed``.
@@ -122,10 +124,10 @@ class FailedProbes:
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
     def _is_handled(self, name: str, running: RunningRanks) -> bool:
-        """Returns whether the probe failure of the node ``name`` was already handled.
+        """Returns whether the manager has already handled the failure of the node ``name``.
 
-        With the policy ``exclude``, a failure is handled again in each incarnation, because a
-        layout without the node may fit by then.
+        With the policy ``exclude``, a failure is handled again in each incarnation, because by then
+        a layout may fit without the node.
         """
         number = self._handled.get(name)
         if number is None or self._policy == "report":
@@ -138,7 +140,7 @@ class FailedProbes:
             self._checks[failed.node] = task
 
     async def _check(self, failed: FailedNode) -> None:
-        """Measures the node in ``failed`` repeatedly until it passes or is no longer present."""
+        """Measures the node in ``failed`` repeatedly, until it passes or leaves the job."""
         name = failed.node
         while True:
             # Double the wait each time, even if the node passes and then fails in the job again.
@@ -149,14 +151,14 @@ class FailedProbes:
             if node.status != "present":
                 del self._checks[name]
                 return
-            # Ranks on the node would disturb the measurement. The job's own probes measure such a
-            # node.
+            # Do not measure a node that runs ranks, because the ranks would disturb the
+            # measurement. The job's own probes measure such a node.
             if name not in self._in_use() and await self._passes(node, failed):
                 self._members.events.put_nowait(Event("passed", name, {}))
                 return
 
     async def _passes(self, node: Node, failed: FailedNode) -> bool:
-        """Returns whether all devices of ``node`` now reach the performance that it had missed."""
+        """Returns whether all devices of ``node`` now reach the limits in ``failed``."""
         for local_rank in range(node.slots):
             self._count += 1
             order = {

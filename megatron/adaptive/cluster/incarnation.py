@@ -1,6 +1,6 @@
-"""Describes the program that a job's ranks run, the node of each rank, and how ranks exited.
+"""Describes which program a job's ranks run, on which nodes they run, and how they exited.
 
-An incarnation is one layout of the job, from the start of its ranks until the last rank exits. A
+An incarnation is the period from the start of the ranks in one layout until the last rank exits. A
 job runs either this project's trainer or the user's script with a ``Pipeline``:
 
 ==================  ================================  ==========================================
@@ -39,8 +39,8 @@ _MODEL = "model.json"
 _TRACES = "--trace-dir"
 _MOST_MEASURED = 3
 _PATH_FLAGS = ("--save", "--load", "--progress-dir", _TRACES)
-# Flags for a run that starts from another run's checkpoint. They are removed when a job resumes
-# from its own checkpoint.
+# A run that starts from another run's checkpoint uses these flags. They are removed when a job
+# resumes from its own checkpoint.
 _FIRST_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 
 
@@ -55,10 +55,10 @@ class Program(ABC):
         self.folder = folder
 
     def check(self) -> None:
-        """Checks that ranks can resume from the folder of checkpoints.
+        """Checks that the folder contains an intact checkpoint, if it contains any.
 
-        Accepts checkpoints that contain pickles. If the user has not allowed pickles, the ranks
-        refuse such checkpoints later.
+        Checkpoints that contain pickles are accepted. If the user has not allowed pickles, the
+        ranks refuse such checkpoints later.
 
         Raises:
             CheckpointError: The folder contains checkpoints, but none is intact.
@@ -78,7 +78,7 @@ class Program(ABC):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Returns the arguments and environment variables with which an incarnation's ranks start.
+        """Returns the arguments and environment variables for the ranks of an incarnation.
 
         Args:
             layout: Layout of the ranks.
@@ -89,7 +89,7 @@ class Program(ABC):
         """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Returns why a job restarts although its ranks exited without failures.
+        """Returns the reason to restart the ranks although they exited without failures.
 
         Returns an empty string if the job is finished.
 
@@ -104,7 +104,7 @@ class Program(ABC):
 
 
 class TrainerProgram(Program):
-    """Runs this project's trainer, whose layout and folders are set by flags.
+    """Runs this project's trainer. Flags set the layout and the folders.
 
     Args:
         arguments: The user's arguments for the trainer.
@@ -155,8 +155,9 @@ class ScriptProgram(Program):
     ) -> tuple[list[str], dict[str, str]]:
         measured = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if measured is not None and measured.is_random and measured.micro_batch_size is None:
-            # Random numbers, such as dropout masks, depend on the microbatch size. Therefore record
-            # the first layout's size in the model's file, so that later layouts use the same size.
+            # Random numbers, such as dropout masks, depend on the microbatch size. So record the
+            # size that the first layout uses in the model's file, and use the same size in later
+            # layouts.
             replace(measured, micro_batch_size=layout.micro_batch).write(self._model)
         order = JobOrder(
             checkpoints=str(self.folder.path),
@@ -191,33 +192,38 @@ class ScriptProgram(Program):
 
 
 def model_file(checkpoints: Path) -> Path:
-    """Returns the path of the file with the measured costs of the model that a script trains."""
+    """Returns the path of the file with the measured costs of a script's model.
+
+    ``checkpoints`` is the folder of the job's checkpoints.
+    """
     return job_folder(checkpoints) / _MODEL
 
 
 def is_trainer(script: Path) -> bool:
-    """Returns whether ``script`` is the trainer, or contains the trainer's name."""
+    """Returns whether ``script`` is the trainer itself, or contains the trainer's name."""
     if script.stem == _TRAINER:
         return True
     try:
         return _TRAINER.encode() in read_whole(script)
     except OSError:
-        return True  # A rank will report that the script is unreadable.
+        return True  # Let a rank report that the script cannot be read.
 
 
 Policy = Literal["ignore", "replan", "exclude"]
-"""Reaction to a node that stays slow: do nothing, move layers away, or exclude the node."""
+"""Reaction to a node that stays slow: nothing, move layers away, or exclude the node."""
 
 ProbePolicy = Literal["report", "exclude"]
-"""Reaction to a node that fails its probe: report it, or exclude the node until it passes."""
+"""Reaction to a node that fails its probe: report it, or exclude it until it passes."""
 
 NodeProgram = Literal["script", "restore", "check"]
-"""Program that a manager may request a node to run: the job's script, the program that restores
-snapshots, or the program that measures a node that failed its probe."""
+"""Program that a manager may request a node to run.
+
+``script`` is the job's script, ``restore`` restores snapshots, and ``check`` measures a node that
+failed its probe."""
 CHECK_S = 120.0
-"""Seconds for which a manager waits until a node has measured a device."""
+"""Time in seconds for which a manager waits for a node to measure a device."""
 _CHECK_LIMIT_S = 110
-"""Seconds after which the node kills the measurement of a device."""
+"""Time in seconds after which the node kills a measurement of a device."""
 _CHECK = Path(__file__).resolve().parents[1] / "profiling" / "node_check.py"
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
@@ -241,26 +247,26 @@ _VARIABLES = frozenset(
 """Environment variables that a manager may set for the ranks of a node."""
 
 EXIT_LEFT = 75
-"""Exit status of a node that left while the job continues. The node may join again."""
+"""Exit status of a node that has left a job that continues. The node may join the job again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """Describes the job to run.
+    """Description of the job to run.
 
     Attributes:
         script: Path of the script that each rank runs.
         arguments: The user's arguments for the script.
         checkpoints: Folder of checkpoints, in storage that all nodes share.
-        machines: Path of the machines file; ``None`` if nodes join by themselves.
+        machines: Path of the machines file, or ``None`` if nodes join by themselves.
         nodes: Number of nodes to wait for before the first start, if nodes join by themselves.
         join_s: Timeout in seconds for nodes to join before the first start.
         wait_s: Time in seconds to wait for more nodes if no layout fits the available nodes.
         stop_s: Timeout in seconds for ranks to finish the current step and save a checkpoint.
-        max_restarts: Maximum number of consecutive failures without a new checkpoint in between.
-        address: Address at which other machines can reach the manager; ``None`` to detect it.
+        max_restarts: Maximum number of failures without a new checkpoint between them.
+        address: Address at which other machines can reach the manager, or ``None`` to detect it.
         copy_every: Number of steps between in-memory copies of the training state; 0 for no copies.
-        copy_bytes: Maximum size of the copies on a node in bytes; ``None`` to use the available
+        copy_bytes: Maximum size of the copies on a node in bytes, or ``None`` to use the available
             memory.
         on_straggler: Reaction to a node that stays slow.
         on_failed_probe: Reaction to a node that fails a probe of the running job.
@@ -285,21 +291,21 @@ class JobSpec:
 
     @property
     def copy_settings(self) -> dict[str, Any] | None:
-        """Interval and memory limit of in-memory copies of the state; ``None`` if disabled."""
+        """Returns the interval and memory limit of in-memory copies, or ``None`` without copies."""
         if not self.copy_every:
             return None
         return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
 
     @property
     def program(self) -> Program:
-        """Program that the ranks run: the trainer, or a script with a ``Pipeline``."""
+        """Returns the program that the ranks run: the trainer, or a script with a ``Pipeline``."""
         if self.is_pipeline:
             return ScriptProgram(self.script, self.arguments, self.checkpoints)
         return TrainerProgram(self.arguments, self.checkpoints)
 
     @property
     def work(self) -> NodeWork:
-        """Script and arguments that each node runs."""
+        """Returns the script and the arguments that each node runs."""
         return NodeWork(
             script=str(self.script), arguments=self.arguments, checkpoints=str(self.checkpoints)
         )
@@ -307,7 +313,7 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWork:
-    """Defines what a node runs, and rejects all other requests of the manager.
+    """Defines what a node runs. The node rejects all other requests of the manager.
 
     Attributes:
         script: Path of the script that each rank runs.
@@ -321,12 +327,12 @@ class NodeWork:
     checkpoints: str
 
     def order(self, rank: Mapping[str, Any], program: NodeProgram) -> dict[str, Any]:
-        """Converts the manager's request for a process to a command for the node's forkserver.
+        """Converts the manager's request for a process into a command for the node's forkserver.
 
-        The script and the working directory are those of this node, never chosen by the manager.
+        The script and the working directory always come from this node, not from the manager.
 
         Args:
-            rank: Request for one process, as created by :func:`rank_orders`.
+            rank: Request to start a process, as created by :func:`rank_orders`.
             program: Program to run.
 
         Raises:
@@ -370,7 +376,7 @@ class NodeWork:
         }
 
     def _paths(self, arguments: Sequence[str]) -> Iterator[str]:
-        """Yields the paths in ``arguments``, except paths in the user's own arguments."""
+        """Yields the paths in ``arguments``, except those in the user's own arguments."""
         for before, argument in zip(("", *arguments), arguments, strict=False):
             name, equals, value = argument.partition("=")
             if not (equals and name.startswith("--")):
@@ -385,7 +391,7 @@ class NodeWork:
 
 @dataclass(kw_only=True, eq=False)
 class RunningRanks:
-    """Tracks the ranks of one incarnation.
+    """State of the ranks of one incarnation.
 
     Attributes:
         incarnation: Record of the incarnation that the ranks run.
@@ -394,14 +400,13 @@ class RunningRanks:
         where: Name of the node of each rank, by the rank's key. Keys have the form
             ``incarnation/rank``, and are ordered by rank.
         statuses: Exit statuses of the ranks that have exited, by the rank's key.
-        stopping: Reason why the ranks were asked to save and exit; empty if they were not asked.
-        fault: Description of the first failure; empty if there was no failure. If it turns out
-            later that a signal from outside the job killed a rank, a description of that signal
-            replaces it.
+        stopping: Reason why the ranks were asked to save and exit, or empty.
+        fault: Description of the first failure, or empty. It is replaced if it turns out later that
+            a signal from outside the job killed a rank.
         has_kill: Whether ``fault`` describes a signal from outside the job.
-        gone: Description of the first node whose loss or departure made a rank exit; may be empty.
-        deadline_s: Time on the manager's clock at which the remaining ranks are killed, in seconds;
-            ``None`` if there is no deadline.
+        gone: Description of the first node whose loss or departure made a rank exit, or empty.
+        deadline_s: Time in seconds, on the manager's clock, at which the remaining ranks are
+            killed; ``None`` if there is no deadline.
         killed: Whether the manager has killed the remaining ranks.
     """
 
@@ -419,22 +424,23 @@ class RunningRanks:
 
     @property
     def alive(self) -> set[str]:
-        """Keys of the ranks that have not exited."""
+        """Returns the keys of all ranks that have not exited."""
         return set(self.where) - set(self.statuses)
 
     def record_fault(
         self, fault: str, deadline_s: float, *, gone: str = "", kill: bool = False
     ) -> None:
-        """Records the failure ``fault`` and when the other ranks must have exited.
+        """Records the failure ``fault``, and the deadline for the exit of all other ranks.
 
         Args:
             fault: Description of the failure.
-            deadline_s: Time on the manager's clock by which the other ranks must exit, in seconds.
-            kill: Whether a signal from outside the job killed a rank. This is recorded as the cause
-                even if the failure of another rank, which lost its peer, was noticed first.
-            gone: Description of the node's loss or departure, if this caused the failure. It is
-                recorded even after other failures, because ranks that cannot reach the node may
-                exit before the node is known to be lost.
+            deadline_s: Time in seconds, on the manager's clock, by which the other ranks must exit.
+            kill: Whether a signal from outside the job killed a rank. Such a signal is recorded as
+                the cause even if the failure of another rank, which lost its peer, was noticed
+                first.
+            gone: Description of the loss or departure of the node that caused the failure, or
+                empty. It is recorded even after other failures, because ranks that cannot reach the
+                node may exit before the node is known to be lost.
         """
         self.gone = self.gone or gone
         if not self.fault or (kill and not self.killed and not self.has_kill):
@@ -445,26 +451,26 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of ``moments`` in seconds, where ``None`` means never."""
+    """Returns the earliest of ``moments``, in seconds; ``None`` means no deadline."""
     return min((moment for moment in moments if moment is not None), default=None)
 
 
 def ended_well(status: int) -> bool:
-    """Returns whether the exit status ``status`` of a rank means success."""
+    """Returns whether a rank that exits with ``status`` has succeeded."""
     return status in (0, EXIT_MEASURED)
 
 
 def how_ended(status: int) -> str:
-    """Describes in words how a process with the exit status ``status`` ended."""
+    """Returns a description in words of how a process with the exit status ``status`` ended."""
     if status < 0:
         return f"was killed by signal {signal.Signals(-status).name}"
     return f"exited with status {status}"
 
 
 def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
-    """Assigns ranks to nodes in order. Fills each node before using the next node.
+    """Assigns ranks to nodes, and returns the node of each rank. Fills one node after the other.
 
-    Each tensor-parallel group is placed on a single node.
+    All ranks of a tensor-parallel group are on the same node.
 
     Args:
         nodes: Nodes to use. They get ranks in this order, unless the layout defines an order of
@@ -472,7 +478,8 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
         layout: Layout to run.
 
     Returns:
-        Node of each rank. There are fewer entries than ranks if nodes are missing.
+        Node of each rank, in order of ranks. The list is shorter than the number of ranks if nodes
+        are missing.
     """
     places: list[Node] = []
     by_name = {node.name: node for node in nodes}
@@ -486,7 +493,7 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
 def rank_orders(
     arguments: Sequence[str], places: Sequence[Node], incarnation: int, variables: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the requests to start ranks, by the name of the node that receives them.
+    """Returns the requests to start ranks, by name of the node that receives them.
 
     Each request contains the environment variables that torchrun would set. It does not contain the
     script, because each node's :class:`NodeWork` defines it.

@@ -1,4 +1,4 @@
-"""Finds this node's addresses, interfaces, RDMA devices and GPUs, and samples resource use.
+"""Finds this node's addresses, interfaces, RDMA devices and GPUs, and samples resource usage.
 
 Every few seconds, :class:`ResourceSampler` appends a line of JSON to the file ``<node>.gpu``::
 
@@ -7,8 +7,8 @@ Every few seconds, :class:`ResourceSampler` appends a line of JSON to the file `
      "memory_bytes": ...}]}
 
 GPUs are sampled through NVML (NVIDIA's management library), if it is available. When a node exits
-normally, its last line also contains ``"ended": true``. If the samples stop without such a line,
-the node was lost.
+normally, its last line also contains ``"ended": true``. If the samples end without such a line, the
+node was lost.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _READERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 @dataclass(frozen=True, kw_only=True)
 class RdmaPort:
-    """Describes a port of an RDMA device.
+    """Port of an RDMA device.
 
     Attributes:
         device: Name of the device, such as ``mlx5_0``.
         port: Number of the port, from 1.
         state: State of the port, such as ``ACTIVE``.
         link: Link layer, ``Ethernet`` or ``InfiniBand``.
-        gid_index: Index of the port's RoCE v2 address (GID); ``None`` if the port has no such
+        gid_index: Index of the port's RoCE v2 address (GID), or ``None`` if the port lacks such an
             address.
         gbit_per_s: Data rate of the port in Gbit/s; 0 if unknown.
     """
@@ -56,7 +56,7 @@ class RdmaPort:
 
 
 def resolve(host: str) -> str:
-    """Resolves the host name ``host`` to an address that is not a loopback address if possible.
+    """Resolves ``host`` to an address, if possible to an address other than a loopback address.
 
     Raises:
         SetupError: The host name cannot be resolved.
@@ -73,7 +73,7 @@ def resolve(host: str) -> str:
 
 
 def interface_variables(interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables that set the network interface of gloo and NCCL.
+    """Returns environment variables that make gloo and NCCL use ``interface``.
 
     Variables that are already set in ``environment`` are omitted.
     """
@@ -94,15 +94,15 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables that set the RDMA ports for NCCL and UCX.
+    """Returns environment variables that make NCCL and UCX use RDMA ports of this node.
 
-    The active InfiniBand ports are used. If there are none, active Ethernet ports with a RoCE v2
-    address are used. Without these variables, NCCL and UCX may first try a port that is down or has
-    no address, and fail.
+    The variables select the active InfiniBand ports or, if there are none, the active Ethernet
+    ports with a RoCE v2 address. Without these variables, NCCL and UCX may first try a port that is
+    down or has no address, and fail.
 
     Args:
         ports: RDMA ports of this node.
-        environment: Environment variables that are already set. They are not overridden.
+        environment: Environment variables that are already set. The result does not contain them.
     """
     active = [port for port in ports if port.state == "ACTIVE"]
     usable = [port for port in active if port.link == "InfiniBand"]
@@ -139,7 +139,7 @@ def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
 
 
 def _gid_index(port: Path) -> int | None:
-    """Returns the index of the first RoCE v2 GID of ``port`` for IPv4, or ``None``."""
+    """Returns the index of the first RoCE v2 GID for IPv4 of ``port``, or ``None``."""
     for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         kind = _read(port / "gid_attrs" / "types" / path.name)
         if kind == "RoCE v2" and _read(path).startswith("0000:0000:0000:0000:0000:ffff:"):
@@ -151,23 +151,24 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # The file of an unset GID cannot be read.
+        return ""  # The file of a GID that is not set cannot be read.
 
 
 ENDED = "ended"
-"""Key that marks the last sample of a node that exited normally."""
+"""Key in the last sample of a node that has exited normally."""
 _PERIOD_S = 5.0
 
 
 def why_no_gpu_use() -> str | None:
-    """Returns the reason why GPU use cannot be sampled on this node, or ``None`` if it can."""
+    """Returns the reason why this node's GPU usage cannot be sampled, or ``None`` if it can."""
     try:
         import pynvml
     except ImportError:
         return "the package nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
-    except Exception as error:  # This fails, for example, without a driver or without permission.
+    # Initialization fails, for example, without a driver or without permission.
+    except Exception as error:
         return f"NVML cannot be initialized: {error}"
     return None
 
@@ -185,7 +186,7 @@ def count_gpus(visible: str | None) -> int:
     """Returns the number of GPUs that a process on this node may use.
 
     Args:
-        visible: Value of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
+        visible: Value of ``CUDA_VISIBLE_DEVICES``, or ``None`` if it is not set.
     """
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -196,7 +197,7 @@ def count_gpus(visible: str | None) -> int:
 
 
 class ResourceSampler:
-    """Samples this node's GPUs and all descendants of the process ``pid`` in a thread.
+    """Samples the usage of this node's GPUs, and of all descendants of a process, in a thread.
 
     The sampler must be closed after use.
 
@@ -215,7 +216,7 @@ class ResourceSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes a last sample and stops the thread. Can be called more than once."""
+        """Writes a last sample and stops the thread. Safe to call more than once."""
         self._done.set()
         self._thread.join()
 
@@ -236,7 +237,7 @@ class ResourceSampler:
         file.append((json.dumps({**self.sample(), **extra}) + "\n").encode())
 
     def sample(self) -> dict[str, Any]:
-        """Takes a sample and returns the content of a line of the file."""
+        """Takes a sample and returns it as the content of a line of the file."""
         processes = self._processes()
         return {"unix_s": round(time.time(), 1), "gpus": self._gpus(), "processes": processes}
 

@@ -1,4 +1,4 @@
-"""Stores the state of a job in JSON files that other programs can read.
+"""Stores the state of a job in JSON files, so that other programs can read it.
 
 ::
 
@@ -35,12 +35,12 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""Last words in the description of a layout whose ranks only measure the model."""
+"""Words at the end of a layout's description if the ranks only measure the model."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
 def say(text: str) -> None:
-    """Prints the line ``text`` for the user, to stderr if it is an error or a warning."""
+    """Prints the line ``text`` for the user, on stderr if it is an error or a warning."""
     stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
     print(f"[elastic] {printable(text)}", file=stream, flush=True)
 
@@ -49,14 +49,14 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins ``names`` with commas. If there are many, gives only the number of the last names."""
+    """Joins ``names`` with commas. If there are many, replaces the last names by their number."""
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"
 
 
 def job_folder(checkpoints: Path) -> Path:
-    """Returns the folder for the state of a job, which is inside the folder ``checkpoints``."""
+    """Returns the folder for the state of a job, inside the folder ``checkpoints``."""
     return checkpoints / _FOLDER
 
 
@@ -73,7 +73,7 @@ def incarnation_folder(job: Path, number: int, manager: str) -> Path:
 
 @dataclass(kw_only=True)
 class Incarnation:
-    """One incarnation of the job: one layout, from its start to the next reconfiguration.
+    """One incarnation of the job: the period from the start of a layout to the next change.
 
     Attributes:
         number: Number of the incarnation, counted from 1 by each manager.
@@ -83,15 +83,15 @@ class Incarnation:
         reason: Reason why the previous incarnation ended; ``start`` for a job's first incarnation.
         resumed: Iteration of the checkpoint from which the incarnation resumed.
         lost_steps: Number of completed steps that have to be repeated.
-        source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the nodes'
-            own disks`` or ``copies in memory``. If a newer state could not be used, the reason
-            follows.
-        marks_ns: Times of the events ``notice``, ``ended``, ``planned`` and ``begun``, by event.
-            Times are read from the manager's clock, in nanoseconds since the Unix epoch.
-        phases_s: Duration of each phase of the reconfiguration to this layout, in seconds.
-        before: Last progress of the previous incarnation; ``None`` for the first incarnation.
-        predicted_s: Step time that the planner predicted, in seconds; ``None`` without a plan.
-        step_s: Measured step time in seconds; ``None`` before any step was measured.
+        source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the
+            nodes' own disks`` or ``copies in memory``. If a newer state could not be used, the
+            reason follows.
+        marks_ns: Time of each of the events ``notice``, ``ended``, ``planned`` and ``begun``, by
+            event, on the manager's clock, in nanoseconds since the Unix epoch.
+        phases_s: Duration in seconds of each phase of the change to this layout, by name.
+        before: Last progress of the previous incarnation, or ``None`` for the first incarnation.
+        predicted_s: Step time that the planner predicted, in seconds, or ``None`` without a plan.
+        step_s: Measured step time in seconds, or ``None`` before any step was measured.
     """
 
     number: int
@@ -109,13 +109,13 @@ class Incarnation:
     step_s: float | None = None
 
     def begun_at(self, iteration: int | None) -> None:
-        """Corrects the record if the ranks resumed from a different iteration than ``resumed``.
+        """Updates the record if the ranks resumed from a different iteration than ``resumed``.
 
         Ranks resume from a later iteration if the nodes' local disks contain a newer checkpoint,
         and from an earlier iteration if the newest checkpoint is damaged.
 
         Args:
-            iteration: Iteration from which the ranks resumed; ``None`` if it is not known yet.
+            iteration: Iteration from which the ranks resumed, or ``None`` if it is not known yet.
         """
         if iteration is None or iteration == self.resumed:
             return
@@ -147,13 +147,13 @@ class Incarnation:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """Rank that the diagnosis of the running job reported as slow.
+    """Rank that a diagnosis of the running job reported as slow.
 
     Attributes:
         slow_rank: Global rank of the slow rank.
         times: Number of consecutive diagnoses that reported this rank.
-        factor: Ratio of the rank's computing time to that of the other ranks.
-        pace_ns: Computing time per microbatch and layer, in nanoseconds, by rank; may be empty.
+        factor: Ratio of this rank's computing time to that of the other ranks.
+        pace_ns: Computing time per microbatch and layer in nanoseconds, by rank, or empty.
     """
 
     slow_rank: int
@@ -170,22 +170,22 @@ _SLOW = tuple(entry.name for entry in fields(SlowRank))
 class IncarnationProgress:
     """Summary of the progress file that the ranks of one incarnation write.
 
-    Times are in nanoseconds since the Unix epoch; ``None`` before the event.
+    Times are in nanoseconds since the Unix epoch, and ``None`` before the event.
 
     Attributes:
         total: Number of iterations in the whole training run; 0 if it is not known yet.
         start: Number of iterations completed before this incarnation; ``None`` if it is not known
             yet.
-        iteration: Last completed iteration; ``None`` before the first iteration.
-        ended: Reason that the ranks gave when training ended normally; ``None`` otherwise.
-        begun_ns: Time at which the model was built and the checkpoint was loaded.
-        loaded_s: Duration of loading the checkpoint, in seconds.
-        first_ns: Time at which the first step of the incarnation was complete.
-        saved_ns: Time at which the last checkpoint was complete.
-        saving_s: Seconds for which training was blocked by the last checkpoint.
+        iteration: Last completed iteration, or ``None`` before the first iteration.
+        ended: Reason that the ranks gave when training ended normally, or ``None``.
+        begun_ns: Time when the model had been built and the checkpoint had been loaded.
+        loaded_s: Time in seconds that it took to load the checkpoint.
+        first_ns: Time when the first step of the incarnation was complete.
+        saved_ns: Time when the last checkpoint was complete.
+        saving_s: Time in seconds for which the last checkpoint blocked training.
         copies: Description of the in-memory copies of the state; empty if it is not known yet.
-        step_s: Median step time in seconds over the last 1,000 steps, without the first step.
-        slow: Ranks that the diagnosis reported as slow, oldest report first.
+        step_s: Median step time in seconds over the last 1,000 steps, excluding the first step.
+        slow: Ranks that diagnoses reported as slow, in order of the reports.
         failed: Nodes that failed the last probe.
     """
 
@@ -217,7 +217,7 @@ class ProgressReader:
         self._steps_ms: deque[float] = deque(maxlen=_STEPS)
 
     def read(self, folder: Path) -> IncarnationProgress:
-        """Reads new lines of the progress file, and returns a summary of all lines so far.
+        """Reads new lines of the progress file, and returns a summary of all lines read so far.
 
         Args:
             folder: Folder to which the ranks of one incarnation write their progress.
@@ -231,7 +231,7 @@ class ProgressReader:
         return replace(self._now, step_s=statistics.median(self._steps_ms) / 1e3)
 
     def _found(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the attributes of :class:`IncarnationProgress` that ``line`` changes."""
+        """Returns new values of the :class:`IncarnationProgress` attributes in ``line``."""
         moment_ns = line["unix_ns"]
         now = self._now
         if "total_iterations" in line:
@@ -257,10 +257,10 @@ class ProgressReader:
 
 
 def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, float]:
-    """Returns the duration in seconds of each phase of a reconfiguration, as far as known.
+    """Returns the duration in seconds of each known phase of a change of layout.
 
     Args:
-        incarnation: Incarnation with the new layout.
+        incarnation: Incarnation that runs the new layout.
         now: Latest progress of this incarnation's ranks.
     """
     marks = incarnation.marks_ns
@@ -285,12 +285,12 @@ def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, floa
             durations_s["first_step"] = (now.first_ns - now.begun_ns) / 1e9
             first = notice or ended or marks["begun"]
             durations_s["whole"] = (now.first_ns - first) / 1e9
-    # Clocks of different machines may differ, so a short phase may appear negative.
+    # Clocks of different machines may differ, so the duration of a short phase may be negative.
     return {name: round(max(0.0, value), 3) for name, value in durations_s.items()}
 
 
 class StateFile:
-    """Writes the state file of a job, and adds the history of earlier managers.
+    """Writes the state file of a job, including the history of earlier managers.
 
     In the file, ``lost_steps`` is the number of steps lost under all managers, and ``earlier``
     lists the incarnations that earlier managers started.
@@ -306,10 +306,10 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> int:
-        """Reads the state of an earlier manager, and adds its history to all later writes.
+        """Reads an earlier manager's state, to include its history in all later writes.
 
         Returns:
-            Number of machines that were present under that manager; 0 if there was no manager.
+            Number of machines that were present under that manager, or 0 if there was none.
         """
         try:
             self._before = read_state(checkpoints)
@@ -320,11 +320,11 @@ class StateFile:
         return sum(machine.get("status") == "present" for machine in machines)
 
     def _with_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds the incarnations and lost steps of earlier managers to ``state``."""
+        """Returns ``state`` with the incarnations and lost steps of earlier managers added."""
         if not self._earlier:
             return {**state, "earlier": []}
         # This manager's first incarnation resumed from a checkpoint. Steps that the previous
-        # manager completed after this checkpoint are repeated, so count them as lost.
+        # manager completed after this checkpoint are repeated, so count them as lost steps.
         repeated = 0
         if state["epochs"]:
             done = self._before.get("iteration", 0)
@@ -342,8 +342,8 @@ class StateFile:
         header = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
-            # Write a line per entry without using json.dumps(indent=...), which runs in pure Python
-            # and would block the manager for too long while nodes wait for its answers.
+            # Write a line per entry without json.dumps(indent=...), which runs in pure Python and
+            # would block the manager for too long while nodes wait for its answers.
             body = {**header, **self._with_earlier(state)}.items()
             lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
             draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -354,11 +354,10 @@ class StateFile:
 
 
 def read_state(checkpoints: Path) -> dict[str, Any]:
-    """Reads the state of the job that saves to the folder ``checkpoints``.
+    """Reads the state of the job that saves checkpoints to the folder ``checkpoints``.
 
     Raises:
-        ConfigError: There is no state file, or it is damaged, or its format version is not
-            supported.
+        ConfigError: The state file is missing or damaged, or has an unsupported format version.
     """
     path = job_folder(checkpoints) / _STATE
     try:
@@ -391,7 +390,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
 
 
 def render_state(state: Mapping[str, Any]) -> str:
-    """Formats the state of a job as text for the terminal."""
+    """Returns the state of a job as text for the terminal."""
     done = state["iteration"]
     total = state["total_iterations"]
     earlier = state.get("earlier", [])

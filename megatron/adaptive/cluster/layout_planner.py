@@ -9,11 +9,11 @@
 The plan sets the parallel sizes, the number of layers per stage, the microbatch size and the
 recomputation. Settings that affect the losses are kept: the global batch size, the tensor-parallel
 size and, if dropout is used, the microbatch size, because dropout draws its random numbers per
-microbatch. A node that is slow, or that runs fewer processes than its type allows, becomes its own
-node type. The new type has the links of the original type, and its durations are multiplied by the
-node's slowness.
+microbatch. A node that is slow, or that runs fewer processes than its type allows, is described by
+a separate node type. The new type has the links of the original type, and its durations are
+multiplied by the node's slowness.
 
-For a script with a ``Pipeline``, the plan is based on what its ranks measured at the first start.
+For a script with a ``Pipeline``, the plan is based on measurements of the ranks at the first start.
 The microbatch size is kept if the script sets it, or if the model draws random numbers. A node that
 was absent when the model was measured is treated like the first measured node. Choices are made in
 this order::
@@ -25,7 +25,7 @@ this order::
 
 The planner runs in a separate process, so that a long search does not block the manager. This
 process is started once, and imports its modules while machines are still joining. A plan that is
-finished after the timeout is ignored.
+ready only after the timeout is ignored.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns a copy of the node type ``base`` with other values for ``gpus`` and ``slowness``."""
+    """Returns a copy of the node type ``base`` with the given number of GPUs and slowness."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -88,10 +88,12 @@ def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
 
 
 def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
-    """Reads one cluster file and any number of profiles, which are recognized by their content.
+    """Reads one cluster file and any number of profiles from ``paths``.
+
+    The kind of each file is recognized by its content.
 
     Returns:
-        The cluster, and all profiles merged into one (``None`` if there are no profiles).
+        The cluster, and all profiles merged into one, or ``None`` if there are no profiles.
 
     Raises:
         ConfigError: A file is missing or invalid, or there is not exactly one cluster file.
@@ -126,7 +128,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
-    """Returns a copy of ``cluster`` with ``counts`` nodes of each type.
+    """Returns a copy of ``cluster`` with the given number of nodes of each type.
 
     Args:
         cluster: Cluster that defines the links between the node types.
@@ -139,7 +141,7 @@ def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
 
 
 _PLANS = 6
-"""Number of best plans to try. The trainer may reject a plan for reasons unknown to the planner."""
+"""Number of best plans to try, because the trainer may reject a plan."""
 _UNEQUAL_PLANS = 4 * _PLANS
 _CHOSEN = (
     "--plan",
@@ -152,16 +154,16 @@ _RECOMPUTE = ("--recompute", "--checkpoint-activations")
 
 
 class Planning:
-    """Plans the layouts of one job.
+    """Plans the layouts of one job that runs the trainer.
 
     Args:
-        paths: Paths of the cluster file and the profiles, which are distinguished by content.
+        paths: Paths of the cluster file and the profiles, which are recognized by their content.
         arguments: Command-line arguments of the trainer.
         unequal: Whether stages may have different numbers of replicas.
 
     Raises:
-        ConfigError: A file is missing or invalid, the profile was measured on a different model, or
-            an argument sets a value that the planner has to choose.
+        ConfigError: A file is missing or invalid, the profile belongs to a different model, or an
+            argument sets a value that the planner has to choose.
     """
 
     def __init__(
@@ -232,7 +234,10 @@ class Planning:
         ]
 
     def _named_by_file(self, path: Path) -> list[Offer]:
-        """Returns the nodes in a machines file. Nodes without ``slots`` have no process limit."""
+        """Returns the nodes in the machines file ``path``.
+
+        Nodes without ``slots`` have no limit on the number of processes.
+        """
         offers = [
             Offer(name=machine.name, hosts=(machine.host,), slots=machine.slots or _ANY_NUMBER)
             for machine in read_machines(path)
@@ -246,19 +251,19 @@ class Planning:
         return offers
 
     def unknown(self, offers: Sequence[Offer]) -> str:
-        """Returns the names of the nodes that are missing from the cluster file."""
+        """Returns the names of the nodes in ``offers`` that the cluster file does not contain."""
         return ", ".join(offer.name for offer in offers if self._type_of(offer) is None)
 
     def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
-        """Finds the layout with the shortest predicted step time for the nodes in ``offers``.
+        """Returns the layout with the shortest predicted step time for the nodes in ``offers``.
 
         Args:
             offers: Available nodes. Nodes that are missing from the cluster file are ignored.
             most_cpu_s: Maximum CPU time of the search in seconds. When it is used up, the best plan
-                found so far is returned.
+                so far is returned.
 
         Raises:
-            ConfigError: No plan fits. The message names the limit that rules out all plans.
+            ConfigError: No plan fits. The message contains the limit that rules out all plans.
         """
         nodes, inputs = self._inputs_for(offers)
         equal = replace(self._options(), most_cpu_s=most_cpu_s)
@@ -282,10 +287,10 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best layout that the trainer accepts, and the first error of a rejected plan.
+        """Returns (the best layout that the trainer accepts, the error of the first rejected plan).
 
-        Either value may be ``None``: the layout if the trainer rejects all plans, and the error if
-        the trainer rejects no plan.
+        The layout is ``None`` if the trainer rejects all plans. The error is ``None`` if the
+        trainer rejects no plan.
         """
         wished = self._config.schedule.pipeline_schedule
         options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))
@@ -301,8 +306,8 @@ class Planning:
     def _with_unequal(self, options: SearchOptions) -> SearchOptions:
         """Returns options for a search that also tries different numbers of replicas per stage.
 
-        The search treats a stage with few replicas as if it used larger microbatches. In the run,
-        these microbatches are divided among the stage's replicas.
+        The search treats a stage with fewer replicas as if it used larger microbatches. In the run,
+        these microbatches are divided among the replicas of the stage.
         """
         samples = self._config.batch.global_batch_size
         sizes = options.micro_batch and tuple(
@@ -322,7 +327,7 @@ class Planning:
         return self._other
 
     def _inputs_for(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
-        """Returns the node names in the planner's order, and planner inputs for these nodes."""
+        """Returns the node names in the planner's order, and the planner's inputs."""
         names_by_kind: dict[NodeType, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
@@ -349,8 +354,8 @@ class Planning:
             tp=(config.parallel.tensor_model_parallel_size,),
             micro_batch=self._micro_batches(),
             recompute=RECOMPUTE if not self._is_given(_RECOMPUTE) else (recompute or "none",),
-            # Sharding the optimizer state has no effect with one replica, so also search without
-            # sharding.
+            # Sharding the optimizer state has no effect with a single replica, so also search for
+            # layouts without sharding.
             distributed_optimizer=(False, True) if sharded else (False,),
             overlap_reduce=config.parallel.overlap_grad_reduce,
             sequence_parallel=(config.parallel.sequence_parallel,),
@@ -362,7 +367,10 @@ class Planning:
         return any(argument.startswith(tuple(prefixes)) for argument in self._arguments)
 
     def _micro_batches(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes that keep the losses unchanged; empty if all sizes do."""
+        """Returns the microbatch sizes that keep the losses unchanged.
+
+        An empty result means that all sizes do.
+        """
         model = self._config.model
         drops = model.attention_dropout > 0 or model.hidden_dropout > 0
         # Dropout draws random numbers per microbatch, and a masked loss is averaged over the tokens
@@ -423,14 +431,14 @@ class Planning:
 
 
 def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
-    """Finds the best layout for the model of a script, whose costs have been measured.
+    """Returns the best layout for a script whose model has been measured.
 
     Args:
         path: Path of the file with the measured costs.
         offers: Available nodes.
 
     Raises:
-        ConfigError: No layout fits. The message names the limit that rules out all layouts.
+        ConfigError: No layout fits. The message contains the limit that rules out all layouts.
     """
     module = MeasuredModule.read(path)
     if module is None:
@@ -470,8 +478,8 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
 
 def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
     unsplit = module.profile(split=False)
-    # Several nodes may share a machine. The planner treats equally slow nodes of a machine as one
-    # node.
+    # Several nodes may share a machine. The planner treats nodes of the same machine as one node if
+    # they are equally slow.
     hosts: dict[tuple[str, float], int] = {}
     on_host: dict[str, int] = {}
     for offer, count in places:
@@ -486,7 +494,7 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
         node_kind(type_by_host.get(host, other), count, slowness)
         for (host, slowness), count in hosts.items()
     ]
-    # Processes on one host share its memory, so divide the host's memory by their current number.
+    # Processes on a host share its memory, so divide the memory by their current number.
     processes_on_host: dict[NodeType, int] = {}
     for (host, _), kind in zip(hosts, kinds, strict=True):
         processes_on_host[kind] = max(processes_on_host.get(kind, 0), on_host[host])
@@ -515,12 +523,15 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
 
 
 def _host(offer: Offer) -> str:
-    """Returns the host name that the node in ``offer`` reports (the last entry of ``hosts``)."""
+    """Returns the host name that the node ``offer`` reports, the last of its ``hosts``."""
     return offer.hosts[-1] if offer.hosts else offer.name
 
 
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
-    """Assigns ``count`` processes to nodes, machine by machine. Slow nodes come last."""
+    """Assigns ``count`` processes to the nodes in ``offers``, machine by machine.
+
+    Returns pairs of a node and its number of processes. Slow nodes come last on each machine.
+    """
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
         hosts.setdefault(_host(offer), []).append(offer)
@@ -535,7 +546,7 @@ def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
-    """Returns the pipeline sizes to try, in order. A size of 0 makes the planner try all sizes."""
+    """Returns the pipeline sizes to try, in order. 0 means that the planner tries all sizes."""
     requested = module.pipeline_size
     if requested is None:
         return [0]
@@ -550,24 +561,24 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 
 
 _FIRST_S = 180.0
-"""Timeout in seconds for the first plan on a machine, which includes compiling the search."""
+"""Timeout in seconds for the first plan on a machine, which includes compiling the search code."""
 _SEARCH = 0.5
-"""Fraction of a plan's timeout for the search. The remaining time is for preparing the search."""
+"""Fraction of a plan's timeout that the search may use. The rest is for preparing the search."""
 
 
 class PlannerChooser(Chooser):
     """Chooses layouts with the planner.
 
-    If the planner exceeds its timeout, the trainer's layout is chosen by the simple rule of
-    :class:`Chooser`. A script's first layout uses all processes to measure the model; later layouts
-    are planned. The chooser must be closed after use.
+    If the planner exceeds its timeout, the simple rule of :class:`Chooser` chooses the trainer's
+    layout. A script's first layout uses all processes to measure the model; later layouts are
+    planned. The chooser must be closed after use.
 
     Args:
-        paths: Paths of the cluster file and the profiles, which are distinguished by content.
+        paths: Paths of the cluster file and the profiles, which are recognized by their content.
         arguments: Command-line arguments of the trainer.
-        within_s: Timeout for a plan in seconds.
+        within_s: Timeout for each plan in seconds.
         unequal: Whether stages may have different numbers of replicas.
-        model: Path of the file with the measured costs of a script's model; ``None`` if the job
+        model: Path of the file with the measured costs of a script's model, or ``None`` if the job
             runs the trainer.
     """
 
@@ -594,7 +605,7 @@ class PlannerChooser(Chooser):
                 the machines of the cluster file are used.
 
         Returns:
-            Reason why the check was not completed, such as the timeout; empty if it was completed.
+            Reason why the check was not completed, such as the timeout, or an empty string.
 
         Raises:
             ConfigError: A file is invalid, or no plan is possible.
@@ -606,15 +617,15 @@ class PlannerChooser(Chooser):
         return ""
 
     def close(self) -> None:
-        """Terminates the planner's process. Can be called more than once."""
+        """Terminates the planner's process. Safe to call more than once."""
         self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
-        """Asks the planner's process for a layout on the available nodes. Blocks meanwhile.
+        """Asks the planner's process for a layout on the nodes in ``offers``, and waits.
 
         Returns:
-            The layout, and a text for the user that lists ignored nodes (empty if no node was
-            ignored). If no layout fits, the first value is ``None`` and the text is the reason.
+            The layout, and a text for the user that lists the ignored nodes, or an empty text if no
+            node was ignored. If no layout fits, the layout is ``None`` and the text is the reason.
         """
         try:
             layout: ParallelLayout
@@ -635,7 +646,7 @@ class PlannerChooser(Chooser):
             raise SetupError(f"the planner did not answer within {within_s:g} s") from None
         except AdaptiveError as error:
             raise ConfigError(str(error)) from None
-        # Any other error is a bug in the planner. Print the traceback, and let the job continue.
+        # Any other error is a bug in the planner. Print a traceback, and let the job continue.
         except Exception as error:
             traceback.print_exc()
             raise SetupError(f"the planner failed: {error!r}") from None

@@ -1,10 +1,10 @@
 """Chooses the layout of a job for the available nodes.
 
 Without ``--plan-with``, the layout uses as many processes as the batch size and the number of
-layers allow. Among such layouts, the pipeline size that is nearest to the size on the command line
-is chosen. A larger pipeline size is preferred to a smaller one, because with fewer stages the model
-may not fit in memory. The global batch size never changes. Nodes that are known to be slow get
-fewer layers. With ``--plan-with``, the planner chooses the layout (``layout_planner``).
+layers allow. Among these layouts, the rule chooses the pipeline size nearest to the size on the
+command line. It prefers a larger pipeline size to a smaller size, because with fewer stages the
+model may not fit in memory. The global batch size never changes. Nodes that are known to be slow
+get fewer layers. With ``--plan-with``, the planner chooses the layout (``layout_planner``).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron.adaptive.errors import ConfigError
 
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
-"""Minimum predicted saving, as a fraction of the step time, for which a job changes its layout."""
+"""Minimum predicted saving for which a job changes its layout, as a fraction of the step time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """Node that a layout may use.
+    """Node that a layout may use, with its capacity and speed.
 
     Attributes:
         name: Name of the node.
         slots: Number of processes that the node may run.
-        hosts: Host names of the node's machine. The last entry is the name that the machine
+        hosts: Host names of the node's machine. The last entry is the name that the machine itself
             reports.
         slowness: Ratio of the node's computing time to the expected time; 1 if unknown.
     """
@@ -46,22 +46,22 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Defines how ranks share the model and the batch, with flags for the trainer.
+    """Defines how ranks share the model and the batch, and contains the corresponding flags.
 
     Attributes:
         tensor: Tensor-parallel size.
         pipeline: Pipeline-parallel size.
-        data: Number of replicas (data-parallel size). If ``widths`` is not empty, the number of
-            replicas of the first stage.
+        data: Number of replicas (data-parallel size). If ``widths`` is not empty, it is the number
+            of replicas of the first stage.
         partition: Number of layers of each stage; empty if the model must be measured first.
         micro_batch: Number of samples per microbatch.
         microbatches: Number of microbatches per step for each replica of the first stage.
         flags: Trainer flags, which are appended to the user's own flags.
-        places: Name of each node and maximum number of processes on it, ordered by rank; empty to
-            use all nodes in the manager's order.
-        step_s: Step time that the planner predicts, in seconds; ``None`` without the planner.
-        pace: Computing time per layer on each node, by node name, in any common unit; empty without
-            the planner.
+        places: (Node name, maximum number of processes) pairs, ordered by rank. If empty, all nodes
+            are used in the manager's order.
+        step_s: Step time that the planner predicts, in seconds, or ``None`` without the planner.
+        pace: Computing time per layer on each node, by node name, in any unit; empty without the
+            planner.
         widths: Number of replicas of each stage; empty if all stages have the same number.
         unit: Name of the items that ``partition`` counts, such as ``layers`` or ``segments``.
     """
@@ -81,19 +81,19 @@ class ParallelLayout:
 
     @property
     def is_to_be_measured(self) -> bool:
-        """Whether this layout's ranks only measure the model, before any training."""
+        """Returns whether this layout's ranks only measure the model, before any training."""
         return not self.partition
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Key that is the same for equal layouts, regardless of how they were chosen."""
+        """Returns a key that is equal for equal layouts, however they were chosen."""
         nodes = [name for name, _ in self.places]
         degrees = self.tensor, self.pipeline, self.data, self.widths
         return *degrees, self.partition, self.micro_batch, nodes
 
     @property
     def world_size(self) -> int:
-        """Number of processes in the layout."""
+        """Returns the number of processes in the layout."""
         if self.widths:
             return self.tensor * sum(self.widths)
         return self.tensor * self.pipeline * self.data
@@ -110,7 +110,7 @@ class ParallelLayout:
 
 
 class Chooser:
-    """Chooses the layout of a job without a planner. Subclasses may use a planner.
+    """Chooses the layout of a job by a simple rule. Subclasses may use a planner.
 
     Attributes:
         why: Reason why the last call of :meth:`choose` returned no layout; may be empty.
@@ -121,7 +121,7 @@ class Chooser:
     async def choose(
         self, arguments: Sequence[str], offers: Sequence[Offer]
     ) -> ParallelLayout | None:
-        """Chooses the best layout.
+        """Chooses the best layout for the nodes in ``offers`` and returns it.
 
         Args:
             arguments: The user's arguments for the trainer.
@@ -134,7 +134,7 @@ class Chooser:
         return choose_layout(arguments, offers)
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Returns whether a job should change from the layout ``running`` to ``layout``.
+        """Returns whether a job should change from the layout ``running`` to the layout ``layout``.
 
         Args:
             layout: Layout to which the job could change.
@@ -148,9 +148,9 @@ class Chooser:
 
 
 def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> ParallelLayout | None:
-    """Chooses a layout without a planner.
+    """Chooses a layout by a simple rule, without a planner, and returns it.
 
-    Prefers the layout with the most processes, and among those the layout whose pipeline size is
+    Prefers the layout with the most processes and, among equals, the layout whose pipeline size is
     nearest to the requested size.
 
     Args:
@@ -184,13 +184,13 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
 
 
 def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
-    """Estimates the step time of ``layout``, relative to the time per layer and sample.
+    """Estimates the step time of ``layout``, in multiples of the time per layer and sample.
 
     The unit is the time of the forward and backward pass of one sample through one layer.
 
     Args:
         layout: Layout whose step time is estimated.
-        slowness: Slowness of each rank's node, by rank (1 is the expected speed).
+        slowness: Slowness of each rank's node, by rank. A node with the expected speed has 1.
     """
     layers: Sequence[float] = layout.partition
     if layout.widths:
@@ -215,10 +215,10 @@ def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float
 
 
 def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Splits layers into stages so that the time of the slowest stage is shortest.
+    """Splits layers into stages so that the slowest stage takes the shortest time.
 
-    Each stage gets at least one layer. Each further layer is assigned to the stage that would have
-    the shortest time including this layer. In case of a tie, the layer is assigned to the stage
+    Each stage gets at least one layer. Each further layer is assigned to the stage whose time
+    including this layer would be shortest. In case of a tie, the layer is assigned to the stage
     that is farthest from both ends of the pipeline.
     """
     count = len(weights)
@@ -238,8 +238,8 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
 def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
     """Parses the trainer's arguments with the smallest world size for which they are valid.
 
-    The assumed size is not used later, because the layout sets the world size and the parallel
-    sizes.
+    The assumed world size is not used later, because the layout sets the world size and the
+    parallel sizes.
 
     Raises:
         ConfigError: The arguments are invalid for every number of replicas from 1 to 8. The message
@@ -263,7 +263,7 @@ def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
 
 
 def _unit(flags: Sequence[str]) -> int:
-    """Returns the number of processes per replica, which is the tensor times the pipeline size."""
+    """Returns the number of processes per replica: tensor size times pipeline size."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         value = last_value(flags, name) or "1"
@@ -272,10 +272,9 @@ def _unit(flags: Sequence[str]) -> int:
 
 
 def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Yields the possible pairs of number of replicas and pipeline size, best pair first.
+    """Yields possible pairs of (number of replicas, pipeline size), best pair first.
 
-    The argument ``usable`` is the number of tensor-parallel groups that the available processes can
-    form.
+    ``usable`` is the number of tensor-parallel groups that the available processes can form.
     """
     per_replica = config.batch.global_batch_size // config.batch.micro_batch_size
     meant = config.parallel.pipeline_model_parallel_size
@@ -300,7 +299,7 @@ def _layout(
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """Creates a layout from parallel sizes, or returns ``None`` if the trainer rejects it."""
+    """Creates a layout with the given sizes, or returns ``None`` if the trainer rejects it."""
     tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:

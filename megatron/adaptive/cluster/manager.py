@@ -1,18 +1,18 @@
 """Runs a job in one layout after another as its nodes come and go.
 
-An incarnation is the time during which ranks run in one layout. After it, the manager starts the
-next incarnation, or the job ends::
+An incarnation is the period during which ranks run in one layout. After an incarnation, the manager
+starts the next incarnation, or the job ends::
 
     wait for nodes -> choose a layout -> start ranks -> watch ──┬─ all iterations done: end
          ^                                                      ├─ error in the program: end
          │            SIGUSR1 to the ranks, which save <──── node joins or will be taken away
          └──────────────── from the last complete checkpoint <──┴─ node or rank lost
 
-A new layout changes how ranks share the model and the batch, but neither the global batch size nor
-the order of the data. Checkpoints do not depend on the layout, so the next layout resumes from the
-newest complete checkpoint.
+A new layout changes how ranks share the model and the batch. It does not change the global batch
+size or the order of the data. Checkpoints do not depend on the layout, so the next layout resumes
+from the newest complete checkpoint.
 
-If nodes join by themselves, each node runs a :class:`Participant`, and one of the nodes is the
+If nodes join by themselves, each node runs a :class:`Participant`. One of the nodes is the
 manager::
 
     claim the job ── free ──> manage it until its end, or until this node is taken away
@@ -76,16 +76,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Manager:
-    """Manages one job. :meth:`run` may only be called once.
+    """Manages one job until it ends. :meth:`run` may only be called once.
 
     Args:
         spec: Description of the job.
         chooser: Object that chooses the best layout for the available nodes.
-        own_machine: Machine of this process if nodes join by themselves; ``None`` if the job has a
-            machines file. With ``own_machine``, a signal removes only this node from the job, and
+        own_machine: Machine of this process if nodes join by themselves, or ``None`` if the job has
+            a machines file. With ``own_machine``, a signal removes only this node from the job, and
             another node becomes the manager.
-        keeper: Object with the snapshots that this node stored under the previous manager; ``None``
-            if there are no snapshots.
+        keeper: Object with the snapshots that this node stored under the previous manager, or
+            ``None`` if there are no snapshots.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Manager:
         self._lease = Lease(spec.checkpoints)
         self._program.folder.lease = self._lease
         self._secret = new_secret()
-        self._name = secrets.token_hex(4)  # Names of folders and runs contain this name.
+        self._name = secrets.token_hex(4)  # Names of folders and runs contain this random name.
         self._clock = AwakeClock()
         self._members = Membership(
             spec.machines, own_machine, spec.address, self._secret, asdict(spec.work)
@@ -125,7 +125,7 @@ class Manager:
         self._status = "waiting for machines"
         self._iteration = 0
         self._total = 0
-        # This is the first stop signal that was received.
+        # First stop signal that this process received, or ``None``.
         self.notice: signal.Signals | None = None
         self._stop: signal.Signals | None = None
         self._is_deposed = False
@@ -139,7 +139,7 @@ class Manager:
         self._ended_ns = 0
 
     async def run(self) -> int:
-        """Runs the job until it ends.
+        """Runs the job until it ends, and returns an exit status.
 
         Returns:
             0 if training is complete, 128 + N after signal N, or :data:`EXIT_LEFT` if a signal
@@ -209,9 +209,12 @@ class Manager:
             running = await self._start(*choice, reason)
             if running is None:
                 continue
-            self._write_state()  # Programs that show the status expect the file now.
+            # Programs that show the status expect the state file to exist from now on.
+            self._write_state()
             await self._watch(running)
-            if running.fault:  # Recover while the remaining nodes are still connected.
+            # Recover while the remaining nodes are still connected, because they store the
+            # snapshots.
+            if running.fault:
                 await self._recover()
             status, reason = self._judge(running)
             if status is not None:
@@ -219,13 +222,14 @@ class Manager:
 
     @property
     def _is_successor(self) -> bool:
-        """Whether the job had a manager before this one."""
+        """Returns whether another manager ran this job before."""
         return "run" in self._lease.former
 
     async def _recover(self) -> None:
         self._fence()
         await self._copies.recover(self._spec.stop_s)
-        while not self._members.events.empty():  # Apply events that have arrived in the meantime.
+        # Apply the events that have arrived in the meantime.
+        while not self._members.events.empty():
             await self._next(None)
 
     async def _first_nodes(self) -> None:
@@ -233,7 +237,7 @@ class Manager:
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
-            # Expect the previous manager's nodes to join again, except the node on which that
+            # Expect the nodes of the previous manager to join again, except the node on which that
             # manager ran.
             expected = max(1, self._before_us - 1)
             limit_s = min(limit_s, _RETURN_S)
@@ -245,12 +249,15 @@ class Manager:
             await self._apply_all(until_s)
 
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
-        """Chooses a layout for the available nodes. Waits for more nodes if no layout fits."""
+        """Chooses a layout for the available nodes, and waits for more nodes while no layout fits.
+
+        Returns the layout and its nodes, or ``None`` if the job was asked to stop.
+        """
         self._status = "waiting for machines"
         until_s = self._clock.now_s() + self._spec.wait_s
         is_reported = False
-        # Prefer nodes that have already imported the ranks' modules, because ranks start without
-        # delay on these nodes. At the first start, no node has imported them yet.
+        # Prefer nodes that have already imported the ranks' modules, because ranks start faster on
+        # these nodes. At the first start, no node has imported the modules yet.
         is_ready = bool(self._incarnations)
         while self._stop is None:
             if choice := await self._fitting(ready=is_ready) or await self._fitting():
@@ -269,8 +276,8 @@ class Manager:
                     f"{safe}"
                 )
             if self._members.start_lost_again():
-                # All restarted nodes import their modules at the same time, so wait for all of them
-                # instead of using only the fastest.
+                # All restarted nodes import their modules at the same time, so wait for all of
+                # these nodes instead of using only the fastest.
                 is_ready = False
                 while self._members.are_starting and self._clock.now_s() < until_s:
                     await self._apply_all(until_s)
@@ -286,7 +293,10 @@ class Manager:
     async def _start(
         self, layout: ParallelLayout, nodes: list[Node], reason: str
     ) -> RunningRanks | None:
-        """Starts the ranks of ``layout``. Returns ``None`` if a node of it has just left."""
+        """Starts the ranks of ``layout`` on ``nodes``, and returns the state of these ranks.
+
+        Returns ``None`` if a node of the layout has just left.
+        """
         planned_ns = time.time_ns()
         places = assign([node for node in nodes if node.status == "present"], layout)
         if len(places) < layout.world_size:
@@ -357,7 +367,7 @@ class Manager:
         return incarnation
 
     async def _watch(self, running: RunningRanks) -> None:
-        """Waits until each rank of ``running`` has exited or its node is lost."""
+        """Waits until each rank in ``running`` has exited or its node is lost."""
         while len(running.statuses) < len(running.where):
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             kind = "" if event is None else event.kind
@@ -369,9 +379,9 @@ class Manager:
                 for key in running.alive:
                     name = running.where[key]
                     is_gone = self._members.nodes[name].status in ("lost", "gone")
-                    # After an event, mark only the ranks on the event's node. Ranks on another lost
-                    # node may have exited normally, with their reports still in the queue. Do not
-                    # check the node's status, because the node may have joined again.
+                    # After an event, mark only the ranks on the node of the event. Ranks on another
+                    # lost node may have exited normally, with their reports still in the queue. Do
+                    # not check the node's status, because the node may have joined again.
                     if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
                         running.record_fault(
@@ -380,8 +390,8 @@ class Manager:
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if kind == "tick" and not running.stopping:
-                # The tick may have been queued during the previous incarnation, so read which ranks
-                # of this incarnation are slow.
+                # The tick may have been queued during the previous incarnation, so read again which
+                # ranks are slow in this incarnation.
                 now = self._progress.read(running.folder)
                 nodes = self._members.usable()
                 reason = await self._probes.handle(now.failed, running, nodes)
@@ -404,7 +414,7 @@ class Manager:
         if not ended_well(status):
             node = self._members.nodes[event.node]
             rank = event.message["key"].partition("/")[2]
-            # If the node will be taken away, count the rank's exit as a departure, not as a
+            # If the node will be taken away, count the exit of its rank as a departure instead of a
             # failure.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
@@ -412,7 +422,7 @@ class Manager:
             running.record_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
-        """Kills the remaining ranks. A second call marks nodes whose ranks still run as lost."""
+        """Kills the remaining ranks. The second call marks nodes whose ranks still run as lost."""
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
@@ -442,7 +452,7 @@ class Manager:
             newcomers = some_names(node.name for node in nodes if node.name not in former_names)
             self._ask_to_save(running, f"{newcomers} came" if newcomers else "another plan")
         elif not running.stopping:
-            self._notice_ns = None  # The notice does not cause a change of layout.
+            self._notice_ns = None  # No layout changes because of this notice, so forget it.
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
         if self._is_deposed and not running.killed:  # Another manager has taken over.
@@ -457,11 +467,11 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGUSR1)
 
     def _judge(self, running: RunningRanks) -> tuple[int | None, str]:
-        """Decides whether the job ends or starts another incarnation after ``running``.
+        """Decides whether the job ends, or starts another incarnation after ``running``.
 
         Returns:
-            The job's exit status, and the reason to start another incarnation. The status is
-            ``None`` if another incarnation follows; otherwise the reason is empty.
+            (Exit status of the job, ``""``) if the job ends, otherwise (``None``, reason to start
+            another incarnation).
         """
         assert self._before is not None
         for node in list(self._members.nodes.values()):
@@ -490,13 +500,14 @@ class Manager:
         say(f"error: {running.fault}{f'; {lost}' if lost not in running.fault else ''}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
-        # Count failures since the last checkpoint. The loss of a node is not a failure of the
-        # program.
+        # Count failures since the last checkpoint. The loss of a node does not count as a failure
+        # of the program.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
         code = next((code for code in statuses if code > 0 and not ended_well(code)), 1)
         is_own_error = not lost and not any(code < 0 for code in statuses)
         if is_own_error and not self._has_worked:
-            # The program never completed a step, so it would fail again. It has printed its error.
+            # The program never completed a step, so it would fail again. It has already printed an
+            # error.
             return code, ""
         if self._failures > self._spec.max_restarts and not lost:
             say(
@@ -507,16 +518,19 @@ class Manager:
         return None, lost or running.fault
 
     async def _apply_all(self, until_s: float | None) -> None:
-        """Waits for the next event, and then applies all events that are in the queue.
+        """Waits for an event, and then applies all events that are in the queue.
 
-        If several nodes have joined, all of them are considered in a single choice of layout.
+        If several nodes have joined, the next choice of a layout then considers all of them.
         """
         await self._next(until_s)
         while not self._members.events.empty():
             await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
-        """Waits for an event and updates its node. Returns ``None`` if the deadline passes."""
+        """Waits for an event, applies it to its node, and returns it.
+
+        Returns ``None`` if the deadline ``until_s`` passes first.
+        """
         limit_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
         try:
             event = await asyncio.wait_for(self._members.events.get(), limit_s)
@@ -560,40 +574,41 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Handles SIGHUP. Stops the job if the terminal was closed, else rereads the machines."""
+        """Stops the job on SIGHUP if the terminal was closed, else rereads the machines."""
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:
             self._members.reread_file()
 
     async def _tick(self) -> None:
-        """Periodically renews the lease, writes the state and rereads the machines file."""
+        """Periodically renews the lease, writes the state file and rereads the machines file."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._clock.now_s()
             if not self._holds():
                 return
             self._members.reread_file()
-            # Ignore errors here, because the next reconfiguration reports the same errors.
+            # Ignore errors here, because the next change of layout reports the same errors.
             with contextlib.suppress(AdaptiveError, OSError):
                 self._write_state()
             if self._has_findings:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
-        """Renews the lease (the exclusive right to manage the job). Returns whether it is held."""
+        """Renews the lease, the right to manage the job, and returns whether it is held."""
         self._is_deposed = self._is_deposed or not self._lease.is_held(say)
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)
         return not self._is_deposed
 
     def _fence(self) -> bool:
-        """Prevents ranks of earlier incarnations, which may still run, from saving checkpoints.
+        """Prevents ranks of earlier incarnations that still run from saving checkpoints.
 
         Returns:
             Whether this manager still holds the job's lease.
         """
-        with contextlib.suppress(OSError):  # If the disk is full, ranks report this when they save.
+        # If the disk is full, the ranks report this when they save.
+        with contextlib.suppress(OSError):
             if not self._lease.advance():
                 return self._holds()
         return self._holds()
@@ -640,14 +655,14 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 class Participant:
     """Takes part in a job as one node. :meth:`run` may only be called once.
 
-    The node switches between the roles of manager and agent, in one event loop. Signal handlers
-    stay installed in between, so that a signal during a switch does not kill the process.
+    The node switches between the roles of manager and agent, in the same event loop. Its signal
+    handlers stay installed in between, so that a signal during a switch does not kill the process.
 
     Args:
         spec: Description of the job.
         chooser: Object that chooses layouts while this node is the manager.
         name: Name of the node, unique in the job.
-        slots: Number of processes on this node; ``None`` for one per GPU.
+        slots: Number of processes on this node, or ``None`` for one per GPU.
         is_local: Whether all nodes of the job run on this machine.
     """
 
@@ -658,7 +673,8 @@ class Participant:
         self._chooser = chooser
         self._name = name
         self._slots = slots
-        # Snapshots of the state must outlive the manager, because they are needed if it is lost.
+        # Snapshots of the training state must outlive the manager, because they are needed if the
+        # manager is lost.
         self._keeper = SnapshotKeeper("127.0.0.1" if is_local else "")
         self._until_s = 0.0
         self._notice: signal.Signals | None = None
@@ -694,7 +710,10 @@ class Participant:
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
-        """Joins the job as an agent. Returns ``None`` if the manager is lost or not ready yet."""
+        """Joins the job as an agent, and returns the exit status.
+
+        Returns ``None`` if the manager is lost or not ready yet.
+        """
         agent = Agent(
             name=self._name,
             address=owner.get("address", ""),
@@ -711,7 +730,7 @@ class Participant:
                 raise
             await asyncio.sleep(_AGAIN_S)
             return None
-        # The manager may have been lost before the notice reached it, so remember the notice here.
+        # The manager may have been lost before the notice reached it, so remember the notice.
         await self._over(agent.notice)
         if agent.status is not None:
             say(f"node {self._name} leaves: {agent.why}")
@@ -721,14 +740,14 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Takes over signal handling and cancels all tasks, to end the role of manager or agent."""
+        """Ends the role of manager or agent: takes over signal handling, and cancels all tasks."""
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-        await asyncio.sleep(0)  # The event loop runs pending signal handlers here.
+        await asyncio.sleep(0)  # Yield to the event loop, which then runs pending signal handlers.
 
     def _listen(self) -> None:
         for number in _NOTICES:

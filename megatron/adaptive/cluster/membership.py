@@ -1,4 +1,4 @@
-"""Tracks a job's nodes: starts agents on listed machines, and accepts nodes that join.
+"""Tracks the nodes of a job: starts agents on listed machines, and accepts nodes that join.
 
 The machines file has one host per line, and is read again whenever it changes::
 
@@ -7,7 +7,7 @@ The machines file has one host per line, and is read again whenever it changes::
     node-b                         one process per GPU, one without a GPU
     localhost name=c slots=1       nodes on one machine need different names
 
-Each change of a node puts an event into a queue, from which the manager reads.
+Each change of a node's status puts an event into a queue, from which the manager reads.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _KEYS = ("slots", "name")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Describes one line of the machines file.
+    """Line of the machines file.
 
     Attributes:
         name: Name of the node, which is unique within the file.
         host: Host name or address, in a form that ssh accepts.
-        slots: Number of processes that the node may run; ``None`` for one per GPU.
+        slots: Number of processes that the node may run, or ``None`` for one per GPU.
     """
 
     name: str
@@ -56,23 +56,23 @@ class Machine:
 
     @property
     def has_loopback(self) -> bool:
-        """Whether the host is ``localhost`` or a loopback address."""
+        """Returns whether the host is ``localhost`` or a loopback address."""
         return self.host.lower() == "localhost" or self.host.startswith("127.")
 
     @property
     def is_local(self) -> bool:
-        """Whether the host is this machine, by host name or by interface address."""
+        """Returns whether the host is this machine, by host name or by interface address."""
         host_name = socket.gethostname().lower()
         is_own = self.has_loopback or self.host.lower() in (host_name, host_name.partition(".")[0])
         return is_own or interface_of(self.host) is not None
 
 
 def read_machines(path: Path) -> tuple[Machine, ...]:
-    """Reads the machines file ``path``.
+    """Reads the machines file ``path`` and returns its machines.
 
     Raises:
-        ConfigError: The file is missing or empty, or a line is invalid. The message states the
-            line.
+        ConfigError: The file is missing or empty, or a line is invalid. The message contains the
+            number of the line.
     """
     try:
         text = read_whole(path).decode()
@@ -123,8 +123,8 @@ def _machine(fields: list[str], where: str) -> Machine:
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# Program for the remote Python interpreter: it reads environment variables from the first line of
-# standard input, and then replaces itself with the requested program.
+# The remote Python interpreter runs this program. It reads environment variables from the first
+# line of standard input, and then replaces itself with the requested program.
 _BEGIN = (
     'import json,os,sys; os.environ.update(json.loads(open(0, closefd=False, mode="rb",'
     " buffering=0).readline())); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -132,7 +132,7 @@ _BEGIN = (
 _END_S = 20.0
 _AGAIN_S = 1.0
 RETRY_S = 10.0
-"""Minimum time between two starts of a listed machine's agent, in seconds."""
+"""Minimum time in seconds between two starts of the agent of the same machine."""
 PURPOSE = "manager"
 """Label of connections between agents and the manager, which must be the same on both sides."""
 PROTOCOL = 2
@@ -148,19 +148,19 @@ _SLOTS_AT_MOST = 4096
 def over_ssh(
     host: str, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[list[str], bytes]:
-    """Returns the ssh command that runs Python on the machine ``host`` in the same folder.
+    """Returns an ssh command that runs Python on ``host``, in the current folder.
 
     The variables are passed on standard input, because they may be secrets and other users can see
     the command line.
 
     Args:
         host: Host name or address, in a form that ssh accepts.
-        arguments: Arguments for the Python interpreter, which must have the same path on both
-            machines.
-        variables: Environment variables to set in addition to the other machine's own variables.
+        arguments: Arguments for the Python interpreter. The interpreter must have the same path on
+            both machines.
+        variables: Environment variables to set, in addition to the variables of that machine.
 
     Returns:
-        The command, and the bytes that must be written to the command's standard input first.
+        The command, and the bytes that must first be written to the standard input of the command.
     """
     # The isolated mode (-I) prevents modules in the working directory from shadowing modules that
     # the start-up program imports.
@@ -173,13 +173,16 @@ Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"
 
 
 class Event(NamedTuple):
-    """A change of a node, a signal to the manager (``stop``), or a timer (``tick``).
+    """Event for the manager.
+
+    A node has changed, the manager has received a signal (``stop``), or a timer has fired
+    (``tick``).
 
     Attributes:
         kind: Name of the event: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
             ``lost``, ``ended``, ``passed`` (a node that had failed a probe), ``stop`` or ``tick``.
         node: Name of the node that changed; empty for an event of the manager.
-        message: Message from the node's agent, or values in the same form.
+        message: Message from the node's agent, or a dictionary with the same structure.
     """
 
     kind: str
@@ -189,24 +192,24 @@ class Event(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Node:
-    """Describes a node that takes part in the job, or that took part before.
+    """Node that takes part in the job, or that took part earlier.
 
     Attributes:
         name: Name of the node, which is unique in the job.
         machine: Machine on which the manager starts the node's agent; ``None`` if the node joined
             by itself.
         status: Status of the node, such as ``present``, ``leaving`` or ``lost``.
-        why: Reason why the node does not take part; empty if it takes part.
+        why: Reason why the node does not take part, or empty if it does.
         host: Host name that the node reported when it joined.
         pid: Process ID of the node's agent.
         slots: Number of processes that the node may run.
-        is_ready: Whether the node has imported the ranks' modules, so that ranks start without
-            delay.
+        is_ready: Whether the node has imported the modules of the ranks, so that ranks start
+            without delay.
         copies_port: Port at which the node receives snapshots from other nodes.
-        link: Connection to the node's agent; ``None`` before it joins.
-        process: Process of the agent; ``None`` if the manager did not start the agent.
-        asked: Futures for the answers that :meth:`Membership.ask` waits for, by message number.
-        started_s: Value of ``time.monotonic`` when this entry was created, in seconds.
+        link: Connection to the node's agent, or ``None`` before it joins.
+        process: Process of the agent, or ``None`` if the manager did not start the agent.
+        asked: Futures for the answers on which :meth:`Membership.ask` waits, by message number.
+        started_s: Time in seconds, on the clock ``time.monotonic``, when this entry was created.
     """
 
     name: str
@@ -230,12 +233,12 @@ class Node:
 
 
 class Membership:
-    """Tracks the nodes of a job.
+    """Tracks which nodes take part in a job, and communicates with their agents.
 
     Args:
-        machines: Path of the machines file; ``None`` if nodes join by themselves.
-        own_machine: Machine of the manager if nodes join by themselves; otherwise ``None``.
-        address: Address at which other machines can reach this machine; ``None`` to detect it.
+        machines: Path of the machines file, or ``None`` if nodes join by themselves.
+        own_machine: Machine of the manager if nodes join by themselves, otherwise ``None``.
+        address: Address at which other machines can reach this machine, or ``None`` to detect it.
         secret: Secret with which agents and the manager authenticate each other.
         work: Script and arguments of the ranks, which are sent to the agents that this process
             starts.
@@ -256,8 +259,8 @@ class Membership:
         self._read = () if machines is None else read_machines(machines)
         self._own_machine = own_machine
         self._stamp = self._file_stamp()
-        # Decide only once whether to use the loopback address. Agents store the manager's address,
-        # so it must not change when the machines file changes.
+        # Decide only once whether to use the loopback address. Agents store the address of the
+        # manager, so it must not change when the machines file changes.
         self._is_alone = machines is not None and all(
             machine.has_loopback for machine in self._read
         )
@@ -271,13 +274,13 @@ class Membership:
 
     @property
     def address(self) -> str:
-        """Address at which agents reach the manager."""
+        """Returns the address at which agents reach the manager."""
         if self._address is not None:
             return self._address
         return "127.0.0.1" if self._is_alone else own_address(None, alone=True)
 
     async def start(self) -> None:
-        """Starts accepting connections and starts an agent on each listed machine.
+        """Starts to accept connections, and starts an agent on each listed machine.
 
         Raises:
             OSError: No port is available.
@@ -294,7 +297,7 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """Returns the first of the nodes ``names`` that will be taken away, or ``None``."""
+        """Returns the first node in ``names`` that will be taken away, or ``None``."""
         nodes = (self.nodes[name] for name in names)
         return next((node for node in nodes if node.status == "leaving"), None)
 
@@ -339,7 +342,7 @@ class Membership:
 
     @property
     def are_starting(self) -> bool:
-        """Whether any agent has not answered yet."""
+        """Returns whether any agent has been started but has not connected yet."""
         return any(node.status == "starting" for node in self.nodes.values())
 
     def address_of(self, node: Node) -> str:
@@ -349,7 +352,10 @@ class Membership:
         return self.address if peer in ("127.0.0.1", "::1") else peer
 
     def reread_file(self) -> None:
-        """Reads the machines file again if it has changed. Starts new and removes missing nodes."""
+        """Rereads the machines file if it has changed.
+
+        Starts agents on new machines, and removes nodes that are no longer listed.
+        """
         stamp = self._file_stamp()
         if self._path is None or stamp == self._stamp:
             return
@@ -382,7 +388,7 @@ class Membership:
     def start_lost_again(self) -> bool:
         """Restarts the agents of listed machines that are lost or did not answer.
 
-        Each agent is started at most once in :data:`RETRY_S` seconds.
+        The agent of a machine is started at most once in :data:`RETRY_S` seconds.
 
         Returns:
             Whether any agent was started.
@@ -401,7 +407,7 @@ class Membership:
         return bool(lost)
 
     def release(self, node: Node, why: str, status: int) -> None:
-        """Releases ``node``, which no longer runs ranks.
+        """Releases ``node`` from the job. The node must not run any ranks.
 
         Args:
             node: Node to release.
@@ -419,7 +425,7 @@ class Membership:
         Args:
             status: Exit status with which the agents must exit.
             hands_over: Whether another manager continues the job. If so, nodes that joined by
-                themselves are not released, and look for the new manager.
+                themselves are not released, so that they look for the new manager.
         """
         self._is_closing = True
         if self._server is not None:
@@ -429,8 +435,8 @@ class Membership:
                 self.release(node, "the job has ended", status)
         for node in self.nodes.values():
             if node.process is not None and node.process.returncode is None:
-                # Terminate agents that have not connected yet. Otherwise they would report a lost
-                # manager.
+                # Terminate agents that have not connected yet. Otherwise they would report that the
+                # manager is lost.
                 if node.status == "starting":
                     with contextlib.suppress(ProcessLookupError):
                         node.process.terminate()
@@ -460,7 +466,7 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
-        """Starts the agent on ``machine`` and waits until the agent exits."""
+        """Starts the agent on ``machine``, and waits until the agent exits."""
         arguments = ["-m", "megatron.adaptive", "train", "elastic", "--agent"]
         command = [sys.executable, *arguments]
         stdin_head = b""
@@ -499,8 +505,8 @@ class Membership:
         if node.status == "starting" and not (is_own and status < 0):
             self._failed(node, last_line or f"its agent exited with status {status}")
         elif is_own:
-            # The manager's own node must take part, so restart its agent. Wait first, so that the
-            # manager has handled the loss.
+            # The manager's own node must take part, so restart its agent. First wait until the
+            # manager has handled the loss of the node.
             await asyncio.sleep(_AGAIN_S)
             if node.status in ("starting", "lost") and not self._is_closing:
                 self._start_agent(machine)
@@ -558,7 +564,7 @@ class Membership:
 
 
 def allow_files(count: int) -> None:
-    """Raises this process's limit on open files to ``count`` or to the system's maximum."""
+    """Raises the limit on open files of this process to ``count``, or to the system's maximum."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY:
         count = min(count, hard_limit)

@@ -8,8 +8,8 @@
     <LOG_DIR>/<job>/<node>.gpu    samples of the resources that the processes use
     <LOG_DIR>/<job>/progress.jsonl    progress of the run
 
-Each node runs torchrun, which starts the trainer, inside a container if a container is configured.
-Files, folders and the port are checked before any process is started.
+Each node runs torchrun, which starts the trainer, inside a container if the user has configured a
+container. Files, folders and the port are checked before any process is started.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MOCK_VOCABULARY = "50303"
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """A node's part in the job, which is decided once all nodes have connected.
+    """Part of a node in the job, which is known once all nodes have connected.
 
     Attributes:
         node_rank: Index of this node among the job's nodes, from 0.
@@ -71,7 +71,7 @@ class NodePlace:
 
 
 def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
-    """Returns the flags of ``pretrain_gpt.py`` that correspond to ``conf``.
+    """Returns the flags of ``pretrain_gpt.py`` that correspond to the configuration ``conf``.
 
     Args:
         conf: Configuration of the launch.
@@ -115,11 +115,11 @@ def _data_flags(conf: LaunchConf) -> list[str]:
 
 
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
-    """Checks ``conf`` with the trainer's parser before any process is started.
+    """Checks with the trainer's parser that the trainer would accept the configuration ``conf``.
 
     Raises:
-        ConfigError: The trainer would reject a flag. The message names the variable of ``conf.sh``
-            that sets the flag, or the flag itself if there is no such variable.
+        ConfigError: The trainer would reject a flag. The message contains the variable of
+            ``conf.sh`` that sets the flag, or the flag itself if there is no such variable.
     """
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
@@ -140,7 +140,7 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
 
 
 def python_of(conf: LaunchConf) -> str:
-    """Returns the path of the Python interpreter that all nodes use."""
+    """Returns the path of the Python interpreter on all nodes."""
     return conf["PYTHON"] or sys.executable
 
 
@@ -173,7 +173,10 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
-    """Wraps ``command`` to run in the container, unless Slurm starts the container (pyxis)."""
+    """Returns a command that runs ``command`` in the container.
+
+    Returns ``command`` itself if there is no container, or if Slurm starts the container (pyxis).
+    """
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
     if conf["CONTAINER"] not in starts:
@@ -190,7 +193,7 @@ def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
 
 
 def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
-    """Returns the text of ``run.json``, with start time, settings and number of processes."""
+    """Returns the text of ``run.json``: start time, settings and number of processes."""
     record = {
         "started_unix_s": round(time.time(), 1),
         "conf": {name: masked_text(text) for name, text in conf.texts().items()},
@@ -214,7 +217,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 1.0
 _OUTPUTS = ("out", "err")
 _SHORTEST_SECRET = 8
-"""Minimum length of a secret to mask. Shorter values, such as 1, also occur in harmless lines."""
+"""Minimum length of masked secrets. Shorter values, such as 1, are in harmless lines."""
 
 
 def run_node(
@@ -226,7 +229,7 @@ def run_node(
     variables: Mapping[str, str],
     echo: bool,
 ) -> int:
-    """Starts the processes of a node, waits until they exit, and returns the exit status.
+    """Starts this node's processes, waits until they exit, and returns the exit status.
 
     Forwards SIGINT, SIGTERM and SIGHUP to torchrun, and SIGUSR1 directly to the ranks.
 
@@ -236,7 +239,7 @@ def run_node(
         run_dir: Folder of the job's logs.
         name: Name of the node, with which the names of its log files begin.
         variables: Environment variables for the processes, in addition to those of this process.
-        echo: Whether to also print the processes' output to the terminal.
+        echo: Whether to also print the output of the processes on the terminal.
 
     Returns:
         Exit status, or :data:`EXIT_STOPPED_EARLY` if the run saved and exited because of SIGUSR1.
@@ -258,8 +261,8 @@ def run_node(
     with contextlib.closing(files[0]) as out, contextlib.closing(files[1]) as err:
         for file in (out, err):
             file.begin()
-        # Start the job in its own session. Otherwise it would receive Ctrl-C twice: from the
-        # terminal, and forwarded by this process.
+        # Start the job in a separate session. Otherwise it would receive Ctrl-C twice: from the
+        # terminal, and from this process, which forwards the signal.
         job = subprocess.Popen(
             command,
             env=environment,
@@ -268,15 +271,16 @@ def run_node(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            # If this process is killed, the node's ranks save a checkpoint and exit. The kernel
-            # clears this setting for set-user-ID programs, such as the starter of some versions of
-            # Apptainer.
+            # If this process is killed, the node's ranks then save a checkpoint and exit. The
+            # kernel clears this setting for set-user-ID programs, such as the starter of some
+            # versions of Apptainer.
             preexec_fn=ending_with_this_process(signal.SIGTERM),
         )
         samples = run_dir / f"{name}.gpu"
         status, is_stopped = _watch_job(job, out, err, samples, hidden=hidden, echo=echo)
     if status == 0 and is_stopped:
-        # srun kills the job's other nodes after a non-zero status, so give them time to exit first.
+        # After a non-zero status, srun kills the job on all other nodes, so give these nodes time
+        # to exit first.
         time.sleep(_GRACE_S)
         return EXIT_STOPPED_EARLY
     return 128 - status if status < 0 else status
@@ -328,7 +332,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards signals to ``job`` during the block. Then kills ``job`` if it still runs."""
+    """Forwards signals to ``job`` during the context, and then kills ``job`` if it still runs."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
     former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _signal_ranks(job.pid, n))
     try:
@@ -342,7 +346,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _signal_ranks(pid: int, number: int) -> None:
-    """Sends a signal to the ranks below the process ``pid``, but not to the ranks' children."""
+    """Sends the signal ``number`` to the ranks below process ``pid``, but not to their children."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -370,8 +374,9 @@ def _copy(
 ) -> None:
     """Copies lines from ``source`` to ``target``, and to ``terminal`` if it is not ``None``.
 
-    Sets ``stopped`` when a line reports that the run exited because of SIGUSR1. Replaces secrets by
-    a mask, because a library may print a secret, for example in an address that it could not open.
+    Sets ``stopped`` when a line reports that the run exited because of SIGUSR1. Replaces the
+    secrets in ``hidden`` by a mask, because a library may print a secret, for example in an address
+    that it could not open.
     """
     for line in source:
         for secret in hidden:
@@ -386,7 +391,7 @@ def _copy(
 
 
 def check_files(conf: LaunchConf) -> None:
-    """Checks that the data files exist, and the container image if it is a file.
+    """Checks that the data files exist, and that the container image exists if it is a file.
 
     Raises:
         ConfigError: A file is missing.

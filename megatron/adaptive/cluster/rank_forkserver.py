@@ -1,9 +1,9 @@
 """Forks ranks from a process that has already imported their modules, so that they start fast.
 
-Importing torch and megatron-core takes longer than all other parts of a start. The forkserver
-imports them once per node, before any rank is needed, and then forks each rank. The forkserver has
-a single thread, and does not open any device. On a node with GPUs it only imports torch, because a
-process that has detected GPUs cannot be forked.
+Importing torch and megatron-core takes longer than all other parts of starting a rank. The
+forkserver imports them once per node, before any rank is needed, and then forks each rank. The
+forkserver has a single thread, and does not open any device. On a node with GPUs, it only imports
+torch, because a process that has detected GPUs cannot be forked.
 
 The forkserver reads commands from the file descriptor on its command line, with one JSON object per
 line, and writes its answers to the same descriptor::
@@ -59,16 +59,17 @@ def main(descriptor: int) -> None:
         descriptor: File descriptor of the socket.
     """
     orders = socket.socket(fileno=descriptor)
-    end_with_parent()  # Call this first, because the agent may die during the imports below.
+    end_with_parent()  # Call this first, because the agent may exit during the imports below.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # The agent handles these signals.
     _import()
-    gc.freeze()  # Without this call, garbage collection in a rank would copy shared pages.
+    # Without this call, garbage collection in a rank would copy memory pages that ranks share.
+    gc.freeze()
     _Forkserver(orders).serve()
 
 
 def _import() -> None:
-    """Imports the ranks' modules. Ignores failures, because ranks report missing modules."""
+    """Imports the modules that ranks need. Ranks report missing modules later."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch")
         if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
@@ -79,7 +80,7 @@ def _import() -> None:
             for name in _MODULES:
                 importlib.import_module(f"megatron.adaptive.{name}")
             # Ranks import these modules only in the first step or when they read data, so import
-            # them once here instead.
+            # them here for all ranks.
             for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
                 importlib.import_module(name)
 
@@ -124,9 +125,9 @@ class _Forkserver:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        # Block SIGUSR1 before the fork, so that a signal right after the fork stays pending until
-        # the rank's training loop handles it. Otherwise the signal would be lost, because the
-        # forkserver ignores it and a forked process does the same.
+        # Block SIGUSR1 before the fork, so that a signal directly after the fork stays pending
+        # until the rank's training loop handles it. Otherwise the signal would be lost, because a
+        # forked process, like the forkserver, ignores it.
         kept_back = {signal.SIGUSR1}
         signal.pthread_sigmask(signal.SIG_BLOCK, kept_back)
         pid = os.fork()
@@ -138,7 +139,7 @@ class _Forkserver:
         self._send(started=rank["key"], pid=pid)
 
     def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
-        """Runs the script of ``rank`` in the forked process and exits. Never returns."""
+        """Runs the script of ``rank`` in the forked process, and then exits the process."""
         status = 1
         try:
             with contextlib.suppress(OSError):
@@ -187,7 +188,8 @@ class _Forkserver:
             if key is None:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # Data workers may outlive their rank.
+                # Data workers may outlive the rank that started them.
+                os.killpg(pid, signal.SIGKILL)
             self._send(ended=key, status=os.waitstatus_to_exitcode(status))
 
     def _send(self, **values: Any) -> None:
@@ -207,7 +209,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _print_error(error: BaseException) -> int:
-    """Prints the uncaught exception ``error``, and returns the exit status for the process."""
+    """Prints the uncaught exception ``error``, and returns the exit status of the process."""
     errors = sys.modules.get("megatron.adaptive.errors")
     if errors is not None and isinstance(error, errors.AdaptiveError):
         from megatron.adaptive.config.input_files import say

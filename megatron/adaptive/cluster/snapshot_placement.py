@@ -1,9 +1,9 @@
 """Decides which nodes store copies of the training state, and restores the state from copies.
 
-The copies (snapshots) are stored in the nodes' memory. After ranks have failed, the manager asks
-each remaining node which copies it has, and chooses the newest step for which all parts exist on
-some node. The nodes write this step as a checkpoint, from which the job resumes as usual. If no
-step is complete, a message lists the ranks whose state is missing.
+The copies (snapshots) are stored in the memory of the nodes. After ranks have failed, the manager
+asks each remaining node which copies it has. It chooses the newest step for which the remaining
+nodes have all parts. The nodes write this step as a checkpoint, from which the job resumes as
+usual. If no step is complete, a message lists the ranks whose state is missing.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSource:
-    """The newest step that can be restored, or the reason why no step can be restored.
+    """The newest step that can be restored from copies, or the reason why no step can be restored.
 
     Attributes:
         step: Newest step whose parts all still exist; 0 if there is no such step.
-        seen: Newest step for which any part of a snapshot still exists; 0 if there is no such step.
-        why: Reason why no step can be restored; empty if a step can be restored.
-        parts: Copies from which ``step`` is restored, as in the keepers' inventories, with two
-            additional entries. ``node`` is the name of the copy's node, and ``needs`` contains the
-            indices of the required parts that the copy provides.
+        seen: Newest step for which any part of a snapshot still exists, or 0.
+        why: Reason why no step can be restored, or empty if a step can be restored.
+        parts: Copies from which ``step`` is restored, with the entries of the keepers' inventories
+            and two additional entries. ``node`` is the name of the node that has the copy, and
+            ``needs`` contains the indices of the required parts that the copy provides.
     """
 
     step: int = 0
@@ -46,10 +46,11 @@ class SnapshotSource:
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
-    """Returns the name of each node's buddy, which stores copies of the node's state, by node.
+    """Chooses a node that stores copies of the state of each node, and returns its name by node.
 
-    The buddy is the next node, in cyclic order, that is on another machine. If all nodes are on the
-    same machine, as in a trial run, the buddy is the next node. It is ``None`` for a single node.
+    The chosen node (buddy) is the next node, in cyclic order, that is on another machine. If all
+    nodes are on the same machine, as in a trial run, it is the next node. It is ``None`` if there
+    is only one node.
     """
     buddy_names: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
@@ -61,13 +62,14 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
 
 
 def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotSource:
-    """Finds the newest step whose parts all still exist on the remaining nodes.
+    """Finds the newest step for which the remaining nodes still have all parts.
 
     Args:
-        kept: Pairs of a remaining node's name and the list of copies in the node's memory. In an
-            inventory, ``needs`` lists the parts required for a complete step. Each part has the
-            entries ``ranks`` and ``is_sent``: a copy from any rank in ``ranks`` provides the part.
-            If ``is_sent`` is false, a copy that was sent by another node does not count.
+        kept: Pairs of a remaining node's name and the list of copies in this node's memory. In the
+            entry of a copy, ``needs`` lists the parts that are required for a complete step. Each
+            part has the entries ``ranks`` and ``is_sent``: a copy from any rank in ``ranks``
+            provides the part. If ``is_sent`` is false, copies that were sent by another node do not
+            count.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
@@ -94,7 +96,8 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
             ]
             if fitting:
                 # Prefer a copy that already provides another part, so that fewer copies are read.
-                # Next, prefer a rank's own copy to a copy that was sent to a buddy.
+                # Next, prefer a copy on the rank's own node to a copy that was sent to another
+                # node.
                 best = min(fitting, key=lambda copy: (not copy["needs"], copy["kind"] != "own"))
                 best["needs"].append(index)
             else:
@@ -109,17 +112,17 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
 
 class JobSnapshots:
-    """Decides where a job's snapshots are stored, and restores steps from them.
+    """Decides on which nodes a job's snapshots are stored, and restores steps from them.
 
     Args:
-        settings: Interval and memory limit of snapshots; ``None`` to take no snapshots. ``every``
-            is the number of steps between snapshots, and ``limit_bytes`` is the maximum size of a
-            node's snapshots.
+        settings: Interval and memory limit of snapshots, or ``None`` to take no snapshots.
+            ``every`` is the number of steps between snapshots, and ``limit_bytes`` is the maximum
+            size of the snapshots on a node.
         members: Nodes of the job.
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
         kept: Name of the manager's own node, and the object with the snapshots that this node
-            stored under the previous manager; ``None`` if there are no such snapshots.
+            stored under the previous manager, or ``None`` if there are no such snapshots.
     """
 
     def __init__(
@@ -140,9 +143,9 @@ class JobSnapshots:
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the snapshot settings for each node that starts ranks, by node name.
+        """Returns the snapshot settings for each node that starts ranks, by name of the node.
 
-        Also asks nodes that do not start ranks to drop their copies.
+        Also asks all other nodes to drop their copies.
 
         Args:
             epoch: Number of the incarnation.
@@ -155,7 +158,7 @@ class JobSnapshots:
         taking_part = set(names)
         for name, node in members.nodes.items():
             if node.link is not None and node.status in _HERE and name not in taking_part:
-                # A node without ranks only has outdated copies, so ask it to drop them.
+                # The copies of a node without ranks become outdated, so ask the node to drop them.
                 node.link.send("start", ranks=[], copies=_NONE)
         nodes = [members.nodes[name] for name in names]
         alone = len({node.host for node in nodes}) == 1
@@ -175,11 +178,12 @@ class JobSnapshots:
         return orders
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Returns where the training state comes from, and how many steps are repeated.
+        """Returns where the training state comes from, and how many steps must be repeated.
 
         Args:
             resumed: Iteration of the checkpoint from which the incarnation resumes.
-            before: Last progress of the previous incarnation; ``None`` for the first incarnation.
+            before: Last progress of the previous incarnation, or ``None`` for the first
+                incarnation.
         """
         last = self._last
         restored = self._restored
@@ -235,7 +239,7 @@ class JobSnapshots:
         )
 
     async def _ask(self) -> SnapshotSource:
-        """Asks all nodes which copies they have, and returns the newest step to restore."""
+        """Asks all nodes for their copies, and returns the newest step to restore."""
 
         async def held(name: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
             try:
@@ -280,10 +284,10 @@ class JobSnapshots:
         return await self._run({common: assembly}, until_s)
 
     async def _run(self, orders: Mapping[str, Mapping[str, Any]], until_s: float) -> str:
-        """Runs the program that restores snapshots on the nodes in ``orders``.
+        """Runs the program that restores snapshots on each node in ``orders``.
 
         Returns:
-            The first failure as text, or an empty string if all programs succeeded.
+            The first failure as text, or an empty string if the program succeeded on all nodes.
         """
         self._written += 1
 

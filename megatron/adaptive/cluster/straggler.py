@@ -1,10 +1,10 @@
 """Tracks nodes that stay slow, and decides whether another layout would be faster.
 
-If two consecutive diagnoses of the running job report the same slow rank, the rank's node is
-considered slow. Later layouts take the slowness into account, for example by giving the node's
-stage fewer layers. The job changes its layout at most once for each slow node, and only if the new
+If two consecutive diagnoses of the running job report the same rank as slow, the node of this rank
+is considered slow. Later layouts take this into account, for example by giving fewer layers to the
+stage on this node. The job changes its layout at most once for each slow node, and only if the new
 layout is predicted to be faster. If a node leaves and joins again, or another manager takes over
-the job, the node is considered normal again.
+the job, the node is no longer considered slow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.adaptive.cluster.membership import Node
 
 _IN_A_ROW = 2
 _LEAST = 1.1
-"""Minimum ratio of measured to expected computing time at which a node is considered slow."""
+"""Minimum ratio of measured to expected computing time of a slow node."""
 _MOST_SLOW = 8.0
 _LEFT_OUT = "left out: slow"
 
@@ -46,12 +46,12 @@ class Stragglers:
         self._chooser = chooser
         self._arguments = arguments
         self._slowness: dict[str, float] = {}
-        # This dictionary contains the reason for each excluded node.
+        # Reason why each excluded node was excluded, by node.
         self._aside: dict[str, str] = {}
         self._judged: set[str] = set()
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
-        """Chooses a layout, using excluded nodes only if no layout fits without them.
+        """Chooses a layout that uses excluded nodes only if no layout fits without them.
 
         Excluded nodes are added one at a time, starting with the most recently excluded node.
 
@@ -67,15 +67,15 @@ class Stragglers:
             aside.remove(next(name for name in reversed(self._aside) if name in aside))
 
     def included(self, nodes: Sequence[Node]) -> list[Node]:
-        """Returns those of ``nodes`` that are not excluded."""
+        """Returns the nodes in ``nodes`` that are not excluded."""
         return [node for node in nodes if node.name not in self._aside]
 
     async def leave_out(self, name: str, why: str, nodes: Sequence[Node]) -> bool:
-        """Excludes the node ``name`` from later layouts, unless no layout fits without it.
+        """Excludes the node ``name`` from later layouts, unless no layout fits without this node.
 
         Args:
             name: Name of the node.
-            why: Reason to show in the state of the job.
+            why: Reason for excluding the node, which is shown in the state of the job.
             nodes: Available nodes, in the order in which they get ranks.
 
         Returns:
@@ -88,17 +88,20 @@ class Stragglers:
         return True
 
     def take_back(self, name: str) -> None:
-        """Uses the node ``name`` again, which :meth:`leave_out` excluded."""
+        """Includes the node ``name`` in layouts again, after :meth:`leave_out` has excluded it."""
         self._aside.pop(name, None)
 
     def joined(self, name: str) -> None:
-        """Resets the records of the node ``name``, which joins and may have been repaired."""
+        """Forgets that the node ``name`` was slow or excluded.
+
+        Called when the node joins, because it may have been repaired.
+        """
         self._slowness.pop(name, None)
         self._aside.pop(name, None)
         self._judged.discard(name)
 
     def to_dict(self, node: Node) -> dict[str, Any]:
-        """Returns the entry for ``node`` in the job's state file, with its slowness."""
+        """Returns the entry for ``node`` in the job's state file, including the node's slowness."""
         left_out = self._aside.get(node.name, "")
         return {
             **node.to_dict(),
@@ -113,9 +116,9 @@ class Stragglers:
         """Decides whether the job should change its layout because of a slow rank.
 
         Args:
-            slow_ranks: Slow ranks that the diagnosis reported in this incarnation.
+            slow_ranks: Ranks that diagnoses reported as slow in this incarnation.
             running: Ranks of the incarnation. The predicted step time of their layout is increased
-                to account for the slow node.
+                if a node is slow.
             nodes: Available nodes, in the order in which they get ranks.
 
         Returns:
@@ -137,10 +140,10 @@ class Stragglers:
         return ""
 
     def _excess(self, slow_rank: SlowRank, name: str, running: RunningRanks) -> float:
-        """Returns the factor by which the node ``name`` is slower than expected.
+        """Returns how many times slower the node ``name`` is than expected.
 
-        Divides each rank's measured time by its expected time. The result is the maximum over the
-        node's ranks divided by the median over the other nodes' ranks.
+        Divides the measured time of each rank by the expected time. The result is the maximum over
+        the ranks of the node, divided by the median over the ranks of all other nodes.
         """
         nodes = running.where.values()
         if len(slow_rank.pace_ns) != len(nodes):
@@ -206,7 +209,7 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Increases the layout's predicted step time, because the node ``name`` is slow."""
+    """Increases the predicted step time in ``running``, because the node ``name`` is slow."""
     layout = running.layout
     nodes = running.where.values()
     if layout.step_s is None:

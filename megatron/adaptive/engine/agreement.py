@@ -1,20 +1,21 @@
-"""Makes all ranks that communicate during forward and backward passes run the same actions.
+"""Makes all ranks of a decision group run the same actions.
 
-These ranks form a decision group. It consists of the tensor- and context-parallel ranks of a stage.
-With experts, it also contains the replicas of the stage that exchange tokens (see
-``executor_setup.decision_group``). If two of these ranks ran different actions, they would add up
-values or exchange tokens of different microbatches, without any error. So the first rank of the
-group (the leader) chooses each action and publishes its choice. The other ranks (followers) read
-the choice and run the same action. This needs no collective operation.
+A decision group consists of the ranks that communicate with each other during forward and backward
+passes: the tensor- and context-parallel ranks of a stage. With experts, it also contains the
+replicas of the stage that exchange tokens (see ``executor_setup.decision_group``). If two of these
+ranks ran different actions, they would sum values or exchange tokens of different microbatches,
+without any error. So the first rank of the group (the leader) chooses each action and publishes its
+choice. The other ranks (followers) read the choice and run the same action. No collective operation
+is needed for this.
 
-Each member receives inputs separately; the inputs of a replica come from a replica of the previous
-stage. Every stage has such a group, so a group acts like one rank of a pipeline: an input counts as
-arrived when it has arrived on every member. A slow member delays its group. The groups can only
+Each member of a group receives inputs separately; the inputs of a replica come from a replica of
+the previous stage. An input counts as arrived when it has arrived on every member. So a group acts
+like a single rank of a pipeline, and a slow member delays the whole group. The groups can only
 deadlock if a pipeline of single ranks could deadlock, too.
 
-The leader chooses among the actions whose input has arrived on all members. It marks an input as
-arrived in its state when the input has arrived on every member. Followers report their inputs to
-the leader from the thread that received them, even while their executor is running an action::
+The leader chooses among the actions whose input has arrived on all members. Followers report their
+inputs to the leader from the thread that received them, even while their executor is running an
+action::
 
     follower   receives input ─ report ──┐                        ┌── next ─ run
                                          v                        │
@@ -24,9 +25,10 @@ If a leader considered only its own inputs, it could choose an action whose inpu
 a follower. All members would then wait in the first collective operation of this action, although
 other actions were ready.
 
-An input from another stage on the same rank needs no report, because all members run the action
-that produces it. A static order needs no agreement and no reports, because all ranks know it. A
-pipeline with one rank needs no agreement either, because no inputs arrive from other ranks.
+An input from another stage on the same rank is not reported, because all members run the action
+that produces this input. Under a static order, no reports and no decisions are sent, because all
+ranks know the order. In a pipeline with one rank, none are sent either, because no inputs arrive
+from other ranks.
 """
 
 from __future__ import annotations
@@ -45,30 +47,30 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
-# A follower sends this message to report that it cannot continue. No label of an input is encoded
-# as this number.
+# A follower sends this message to report that it cannot continue. The label of an input is never
+# encoded as this number.
 _LOST = (1 << 63) - 1
-# The leader sends this message to announce that no action starts while another action communicates.
-# No action is encoded as this number, because there is no kind 3.
+# The leader sends this message to announce that no new action starts while the current action
+# communicates. No action is encoded as this number, because there is no kind 3.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# This time limit for reporting a lost channel is short, because the reporting thread may be the
-# thread that must stop the process.
+# Reporting a lost channel must fail fast, because the reporting thread may be the thread that must
+# stop the process.
 _REPORT_S = 1.0
 
 
 class Agreement:
     """Chooses this rank's next action.
 
-    This base class is for a group with a single rank, which only calls its policy. Subclasses make
+    This base class is for a rank without a decision group; it only asks the policy. Subclasses make
     all ranks of a group run the same action. The methods must only be called from the executor's
     thread.
     """
 
     @property
     def decides(self) -> bool:
-        """Returns whether this rank chooses the actions of this step itself."""
+        """Returns whether this rank chooses the actions of the current step itself."""
         return True
 
     def begin(self, step: int, *, is_static: bool) -> None:
@@ -76,15 +78,15 @@ class Agreement:
 
         Args:
             step: Index of the step, in ascending order.
-            is_static: Whether the policy follows a static order, which all members know.
+            Whether the policy follows a static order, which is known to all members.
         """
 
     def is_everywhere(self, item: Item) -> bool:
-        """Records that ``item``, an input of this step, has arrived on this or another member.
+        """Records that ``item``, an input of this step, has arrived on a member of the group.
 
         Returns:
-            True if the input has arrived on all members, so that it may be marked as arrived in the
-            state.
+            True if the input has now arrived on all members, so that the caller may mark it as
+            arrived in the rank's state.
 
         Raises:
             DeadlineError: The leader did not accept a report within the timeout.
@@ -100,14 +102,15 @@ class Agreement:
         On a leader or a rank without a group, the result is ``None`` if no action can start; the
         rank must then wait for an input. On a follower, this method blocks until the leader has
         chosen. The input of the chosen action is then in the follower's completion queue, but may
-        not be marked as arrived in its state yet.
+        not be marked as arrived in ``state`` yet.
 
         Args:
-            policy: Policy that chooses the action, if this rank chooses.
-            state: State of this rank in the step, which the policy reads.
+            policy: Policy that chooses the action. Followers ignore it, except under a static
+                order.
+            state: Current state of this rank in the step, which the policy reads.
             timeout_s: Maximum time to wait for the leader's decision, in seconds.
             may_pass: Whether another action is communicating and can continue instead. If so, the
-                leader may decide that no action starts, and all members get ``None``.
+                leader may decide that no new action starts, and all members get ``None``.
 
         Raises:
             DeadlineError: The leader did not choose within ``timeout_s``.
@@ -116,9 +119,10 @@ class Agreement:
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Returns a text that lists the inputs that some members lack, and these members.
+        """Returns a text that lists inputs that have not arrived on all members.
 
-        The text is empty if there are no such inputs.
+        For each input, the text also names the members that lack it. It is empty if no input is
+        missing.
         """
         return ""
 
@@ -127,17 +131,17 @@ class Agreement:
 
 
 class Leader(Agreement):
-    """Chooses the actions of a group, on the first rank of the group.
+    """Runs on the first rank of a decision group, and decides which actions the group executes.
 
-    A thread per follower reads the follower's reports, and adds a notice for each report to the
-    completion queue.
+    One thread per follower reads the reports of this follower, and adds a notice for each report to
+    the completion queue.
 
     Args:
-        decisions: Channel that this rank writes its decisions to.
-        reports: Channels that this rank reads the followers' reports from, by global rank of the
+        decisions: Channel to which this rank writes its decisions.
+        reports: Channels from which this rank reads the followers' reports, by global rank of the
             follower.
-        completions: Queue of arrived inputs and notices, which the executor waits on.
-        describe: Function that returns the name of a global rank for messages.
+        completions: Queue of arrived inputs and notices, on which the executor waits.
+        describe: Function that returns the name of a global rank for error messages.
     """
 
     def __init__(
@@ -152,7 +156,8 @@ class Leader(Agreement):
         self._completions = completions
         self._describe = describe
         self._is_static = False
-        # A bit mask represents a set of members, with one bit per member. The leader's bit is 1.
+        # Each set of members is stored as a bit mask, with one bit per member. The leader's bit is
+        # 1.
         self._bits = {rank: 2 << number for number, rank in enumerate(reports)}
         self._everyone = (2 << len(reports)) - 1
         self._seen: dict[Action, int] = {}
@@ -206,7 +211,7 @@ class Leader(Agreement):
     def close(self) -> None:
         """Closes the decision channel, and waits until the followers have closed their channels.
 
-        Followers can still read earlier decisions.
+        Followers can still read the decisions that were published earlier.
 
         Raises:
             DeadlineError: A follower did not close its channel within 30 s.
@@ -223,7 +228,7 @@ class Leader(Agreement):
                 )
 
     def _collect(self, rank: int) -> None:
-        """Adds the reports of the follower ``rank`` to the completion queue.
+        """Adds a notice to the completion queue for each report of the follower ``rank``.
 
         This method runs in a thread until the follower closes its channel.
         """
@@ -244,12 +249,12 @@ class Leader(Agreement):
 
 
 class Follower(Agreement):
-    """Runs the actions that its group's leader chooses, and reports arrived inputs to the leader.
+    """Runs the actions that the leader of the group chooses, and reports arrived inputs to it.
 
     Args:
-        decisions: Channel that this rank reads the leader's decisions from.
-        reports: Channel that this rank writes its reports to.
-        completions: Queue of arrived inputs. It notifies the follower of each added input.
+        decisions: Channel from which this rank reads the leader's decisions.
+        reports: Channel to which this rank writes its reports.
+        completions: Queue of arrived inputs. It notifies the follower of each input that is added.
         timeout_s: Maximum time in seconds that a report waits for free space in the channel.
     """
 
@@ -307,7 +312,7 @@ class Follower(Agreement):
         self._decisions.close()
 
     def _hear(self, item: Item | Exception) -> None:
-        """Reports ``item`` of the completion queue, in the thread that added it."""
+        """Reports ``item`` of the completion queue, from the thread that added it."""
         try:
             if isinstance(item, Exception):
                 self._report_loss()
@@ -317,13 +322,13 @@ class Follower(Agreement):
         except AdaptiveError as error:
             self._completions.put(error)
         if not self._is_closed:
-            # Wake the executor, which may be waiting for a decision. It then gets the error from
-            # its queue.
+            # Wake the executor, which may be waiting for a decision. The executor then gets the
+            # error from the completion queue.
             self._decisions.give_up()
 
     def _report(self, label: Label) -> None:
         with self._lock:
-            # Skip an input of a later step, because the executor reports it when that step begins.
+            # Skip an input of a later step. The executor reports it when that step begins.
             skip = self._has_ended or self._is_static or label.step != self._step
             if skip or label.action in self._reported:
                 return
@@ -335,7 +340,7 @@ class Follower(Agreement):
                 raise
 
     def _report_loss(self) -> None:
-        """Reports to the leader that this rank cannot continue. Gives up after 1 s."""
+        """Reports to the leader that this rank cannot continue, and gives up after 1 s."""
         if not self._lock.acquire(timeout=_REPORT_S):
             return
         try:
@@ -355,19 +360,20 @@ def connect(
     describe: Describe,
     module: Any = None,
 ) -> Leader | Follower:
-    """Connects this rank to its decision group, as leader if this rank is the first member.
+    """Connects this rank to its decision group and returns the leader or follower object.
 
-    All ranks in ``members`` must call this function.
+    The first rank in ``members`` becomes the leader. All ranks in ``members`` must call this
+    function.
 
     Args:
         group: Gloo process group of the members, which must not be used for anything else.
-        members: Global ranks of the group, in ascending order.
+        members: Global ranks of the group's members, in ascending order.
         rank: Global rank of this process.
         completions: Queue of this rank's arrived inputs.
         timeout_s: Maximum time in seconds for sending a report.
-        describe: Function that returns the name of a global rank for messages.
-        module: C++ extension for channels in shared memory if all members are on one node, else
-            ``None``.
+        describe: Function that returns the name of a global rank for error messages.
+        module: C++ extension, which is used for shared memory, if all members are on one node;
+            otherwise ``None``.
     """
     writer, readers = make_channels(group, members, rank, describe, module)
     if rank == members[0]:
@@ -377,10 +383,13 @@ def connect(
 
 
 def encode(action: Action, extra: int) -> int:
-    """Packs ``action`` and ``extra``, the index of its piece or its step, into 63 bits.
+    """Packs ``action`` and the integer ``extra`` into 63 bits. Readers call :func:`decode`.
+
+    ``extra`` is the index of the action's piece in a decision, and the index of the step in a
+    report.
 
     Raises:
-        ScheduleError: A chunk, microbatch, piece or step does not fit into the integer.
+        ScheduleError: The chunk, microbatch, piece or step is too large to be encoded.
     """
     chunk = action.chunk
     microbatch = action.microbatch
@@ -393,5 +402,5 @@ def encode(action: Action, extra: int) -> int:
 
 
 def decode(number: int) -> tuple[ActionKind, int, int, int]:
-    """Unpacks the integer ``number`` of :func:`encode` into (kind, chunk, microbatch, extra)."""
+    """Unpacks an integer that :func:`encode` returned into (kind, chunk, microbatch, extra)."""
     return KINDS[number >> 30 & 3], number >> 20 & 0x3FF, number & 0xFFFFF, number >> 32

@@ -1,6 +1,6 @@
 """Measures the collectives of model-parallel groups, for ``--trace-detail collectives``.
 
-A collective begins on a rank when the rank has all its input, and ends when the result is
+A collective begins on a rank when all of the rank's input is available, and ends when the result is
 available. Data is only transferred after the last member of the group has arrived. Each rank
 records when the collective begins and ends on that rank. The trace reader converts the times of all
 ranks to one clock, and separates waiting from transferring (see ``trace.collectives``)::
@@ -8,15 +8,15 @@ ranks to one clock, and separates waiting from transferring (see ``trace.collect
     rank 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     rank 1                          arrives ┴─ transfer ─┘ end
 
-Every collective of torch calls a method of ``ProcessGroup``. These methods are patched, but only
-during traced steps. If steps of several models in one process overlap, their
+Every collective of torch calls a method of ``ProcessGroup``. This module patches these methods, but
+only during traced steps. If steps of several models in one process overlap, their
 :class:`CollectiveMeter` objects share one patch of each method, and the last object to finish
 removes the patch. Collectives on tensors in host memory are timed with the host's clock, and
-collectives on tensors on a device with events of the device.
+collectives on device tensors with device events.
 
 A rank counts all collectives of a step, but keeps the times of at most :data:`MOST_KEPT` per group.
-The choice depends only on the iteration and on the index of a collective, so all members keep the
-same collectives, and over many steps every collective is kept about equally often.
+Which collectives are kept depends only on the iteration and on the index of a collective. So all
+members keep the same collectives, and over many steps every collective is kept about equally often.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ class _Group:
 
 
 class CollectiveMeter:
-    """Measures the collectives of this rank. All methods must be called from the same thread.
+    """Measures the collectives that this rank takes part in, while a step is traced.
+
+    All methods must be called from the same thread.
 
     Args:
-        groups: Process groups of this rank, by kind, such as ``tensor``.
+        groups: Process groups of this rank to measure, by kind, such as ``tensor``.
         clock: Clock that records time marks on the device.
     """
 
@@ -98,10 +100,10 @@ class CollectiveMeter:
         self._iteration = 0
 
     def begin(self, iteration: int, *, is_traced: bool) -> None:
-        """Begins a step, and starts to measure its collectives if the step is traced.
+        """Begins a step, and starts to measure the step's collectives if ``is_traced`` is true.
 
         Args:
-            iteration: Iteration number, the same on all members.
+            iteration: Iteration number, which must be the same on all members.
             is_traced: Whether to measure the step.
         """
         self.close()
@@ -117,16 +119,19 @@ class CollectiveMeter:
         self._watching.close()
 
     def rows(self) -> list[GroupCollectives]:
-        """Stops measuring a step and returns its collectives, after waiting for them to finish.
+        """Waits for the step's collectives to finish, and returns one summary per process group.
 
-        Unfinished collectives are counted, but their times are not kept.
+        Stops measuring first. Collectives that have not ended are counted, but have no times.
         """
         self.close()
         measured = (group for group in self._groups.values() if group.calls)
         return [_summary(group, self._iteration) for group in measured]
 
     def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
-        """Records that a collective begins; returns ``None`` if its group is not measured.
+        """Records that a collective begins, and returns its record.
+
+        The caller later stores the end of the collective in the record. Returns ``None`` if this
+        rank does not measure ``group``.
 
         Args:
             operation: Name of the collective.
@@ -146,11 +151,10 @@ class CollectiveMeter:
 
 
 class _Replacement:
-    """Patches a method of all process groups while at least one :class:`CollectiveMeter` measures.
+    """Patches a method of ``ProcessGroup`` while at least one :class:`CollectiveMeter` measures.
 
     Args:
-        method: Name of a method of ``ProcessGroup``. Nothing is patched if this release of torch
-            does not have the method.
+        method: Name of the method. Nothing is patched if this release of torch lacks the method.
     """
 
     def __init__(self, method: str) -> None:
@@ -167,7 +171,7 @@ class _Replacement:
         return present if isinstance(present, cls) else cls(method)
 
     def join(self, meter: CollectiveMeter) -> Callable[[], None]:
-        """Adds ``meter``, and returns a function that removes it."""
+        """Starts recording calls in ``meter``. Returns a function that stops this again."""
         if self._attribute is None:
             return lambda: None
         if not self._meters:
@@ -181,7 +185,7 @@ class _Replacement:
             setattr(dist.ProcessGroup, self._method, self._attribute)
 
     def _measured(self) -> Callable[..., Any]:
-        """Returns a wrapper of the method that records each call in all meters that were added."""
+        """Returns a wrapper of the patched method that records each call in all added meters."""
         original = getattr(dist.ProcessGroup, self._method)
         operation = _OPERATIONS[self._method]
 
@@ -193,7 +197,7 @@ class _Replacement:
                 if call is None:
                     continue
                 if work is None:
-                    # NCCL has put a collective that the caller waits for into the current stream.
+                    # NCCL has queued a collective that the caller waits for on the current stream.
                     call.end = call.clock.mark()
                 else:
                     work = _TimedWork(work, call) if is_waited else _timed(work, call)
@@ -204,10 +208,11 @@ class _Replacement:
 
 
 class _TimedWork:
-    """Wraps the ``Work`` of a collective, and records when the caller's ``wait`` returns.
+    """Wraps the ``Work`` handle of a collective, and records when ``wait`` returns to the caller.
 
-    This costs less than a callback, which the thread that finishes the collective would run with
-    Python's global lock. Some collectives of gloo also have no future for a callback.
+    A callback would cost more, because the thread that finishes the collective would have to
+    acquire the GIL to run it. Some collectives of gloo also have no future that could take a
+    callback.
     """
 
     __slots__ = ("_call", "_work")
@@ -217,7 +222,7 @@ class _TimedWork:
         self._call = call
 
     def wait(self, *arguments: Any, **options: Any) -> Any:
-        """Waits for the collective, and records its end."""
+        """Waits for the collective, and records when it ended."""
         result = self._work.wait(*arguments, **options)
         if self._call.end is None:
             self._call.end = self._call.clock.mark()
@@ -228,11 +233,12 @@ class _TimedWork:
 
 
 def _timed(work: Any, call: _Call) -> Any:
-    """Returns ``work`` or a wrapper of it, and arranges that the collective's end is recorded."""
+    """Returns ``work``, or a wrapper of it, such that the end of ``call`` is recorded."""
 
     def ends(_: Any) -> None:
-        # For tensors on a device, torch calls this function when the collective is queued. The
-        # current stream then waits for the collective, so the mark on this stream is at its end.
+        # For device tensors, torch calls this function when the collective is queued. The current
+        # stream then waits for the collective, so a mark on this stream is reached when the
+        # collective ends.
         call.end = call.clock.mark()
 
     try:
@@ -244,7 +250,7 @@ def _timed(work: Any, call: _Call) -> Any:
 
 
 def _is_async(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Returns whether the caller of a collective may wait for it only later."""
+    """Returns whether a collective was started asynchronously, so that its caller waits later."""
     settings = options.get("opts", arguments[-1] if arguments else None)
     return bool(getattr(settings, "asyncOp", True))
 
@@ -253,7 +259,8 @@ def model_parallel_groups(model_groups: ModelGroups | None = None) -> dict[str, 
     """Returns this rank's process groups with more than one member, by kind.
 
     Args:
-        model_groups: Process groups of the model, or ``None`` for the groups of ``parallel_state``.
+        model_groups: Process groups of the model, or ``None`` to use the groups of
+            ``parallel_state``.
     """
     groups = (model_groups or ModelGroups()).by_kind()
     return {
@@ -273,7 +280,10 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _summary(group: _Group, iteration: int) -> GroupCollectives:
-    """Returns the counts, total times and some single times of a group's collectives in a step."""
+    """Returns the counts and total times of a group's collectives in a step.
+
+    The result also contains the start and end of up to :data:`MOST_KEPT` collectives.
+    """
     operations = list(dict.fromkeys(call.operation for call in group.calls))
     counts = dict.fromkeys(operations, 0)
     totals_ns = dict.fromkeys(operations, 0)
@@ -305,10 +315,13 @@ def _summary(group: _Group, iteration: int) -> GroupCollectives:
 
 
 def _chosen(count: int, iteration: int) -> list[int]:
-    """Returns the indices of the collectives to keep out of ``count``, equal on all ranks."""
+    """Chooses which of a step's ``count`` collectives to keep, and returns their indices.
+
+    All ranks choose the same indices, because the choice only depends on the arguments.
+    """
 
     def key(number: int) -> int:
-        # The top bits of a product with an odd constant depend on all bits of the number.
+        # The top bits of a product with an odd constant depend on all bits of ``number``.
         mixed = number * 0x9E3779B97F4A7C15 + iteration * 0xD1B54A32D192ED03
         return (mixed & (1 << 64) - 1) >> 20
 

@@ -1,8 +1,8 @@
 """Checks that the installed megatron-core has the functions that the engine calls.
 
-The check compares signatures instead of version numbers, because a checkout of Megatron-LM between
-two releases has no exact version number. This module only imports names that exist in every release
-of megatron-core since 0.14.
+The check compares function signatures instead of version numbers, because a checkout of Megatron-LM
+between two releases has no exact version number. This module only imports names that exist in every
+release of megatron-core since 0.14.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.adaptive.config.environment import is_first_process
 from megatron.adaptive.errors import SetupError
 
 NEWEST = (0, 20)
-"""Newest release of megatron-core that the tests run with."""
+"""Newest release of megatron-core with which the tests run."""
 
-# ``backward_step`` is not listed here, because its arguments differ between versions.
-# ``engine.stages`` checks them.
+# ``backward_step`` is not listed here, because its arguments differ between releases.
+# ``engine.stages`` checks these arguments.
 _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "forward_step": (
         [
@@ -50,18 +50,18 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "deallocate_output_tensor": (["out", "deallocate_pipeline_outputs"], []),
     "finalize_model_grads": (["model", "num_tokens"], ["pg_collection"]),
 }
-"""Parameters that the engine passes to each function, by position and by keyword."""
+"""Arguments that the engine passes to each function: (positional arguments, keyword arguments)."""
 
 
 def check(oldest: tuple[int, ...], remedy: str) -> None:
-    """Raises an error if the engine cannot use the installed megatron-core.
+    """Raises an error if the engine cannot use the installed release of megatron-core.
 
-    The job's first process prints a warning if the release is newer than the tested releases, or if
-    there are several copies of megatron-core on the path.
+    The job's first process prints a warning if the release is newer than the newest tested release,
+    or if there are several copies of megatron-core on the path.
 
     Args:
         oldest: Oldest release that the caller supports, such as ``(0, 16, 1)``.
-        remedy: End of the error message, with what to use instead.
+        remedy: Advice at the end of the error message, which says what to use instead.
 
     Raises:
         SetupError: A function of megatron-core is missing or has different parameters.
@@ -89,10 +89,11 @@ def check(oldest: tuple[int, ...], remedy: str) -> None:
 
 
 def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: bool) -> str | None:
-    """Returns the reason the engine cannot use this megatron-core release, or ``None`` if it can.
+    """Returns the reason why the engine cannot use this megatron-core, or ``None`` if it can.
 
     Args:
-        functions: Functions of megatron-core by name, or ``None`` for a missing function.
+        functions: Functions of megatron-core by name. The value is ``None`` if a function is
+            missing.
         has_groups: Whether megatron-core has ``ProcessGroupCollection``.
     """
     if not has_groups:

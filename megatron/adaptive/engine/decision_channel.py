@@ -1,8 +1,8 @@
 """Sends integers from one rank of a decision group to other ranks of the group.
 
-A channel has one writer and one or more readers. Every reader receives all numbers in order. There
-are two implementations with the same behaviour: shared memory if all members are on one node, and
-small messages otherwise.
+A channel has one writer and one or more readers. Every reader receives all numbers in the order in
+which they were written. There are two implementations with the same behaviour: shared memory if all
+members of the group are on one node, and small messages otherwise.
 
 ::
 
@@ -28,32 +28,32 @@ from megatron.adaptive.engine.process_context import gather
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 
 Describe = Callable[[int], str]
-"""Function that returns the name of a global rank for messages.
+"""Function that takes a global rank and returns a name of this rank for error messages.
 
-An example is ``rank 4 (stage 1, pid 17 on node-2)``.
+An example of such a name is ``rank 4 (stage 1, pid 17 on node-2)``.
 """
 
 _CLOSE_S = 30.0
-# The shared memory has room for this many numbers. The writer waits if the slowest reader has this
-# many unread numbers.
+# The shared memory has room for this many numbers. The writer waits if the slowest reader still has
+# to read this many numbers.
 _CAPACITY = 256
-# The writer waits if more messages than this number are in flight to the slowest reader.
+# The writer waits if more than this number of messages are in flight to each reader on average.
 _BEHIND = 8
 _CLOSED = -1
-# Timeouts are limited to this range, because gloo counts whole milliseconds, treats 0 as no limit,
-# and overflows at large values.
+# Limit timeouts to this range, because gloo counts whole milliseconds, treats 0 as no limit, and
+# overflows at large values.
 _SHORTEST_S = 0.001
 _LONGEST_S = 20 * 86400.0
 
 
 class Writer:
-    """Writes numbers to a channel as small gloo messages.
+    """Writes numbers to a channel, as small gloo messages to each reader.
 
     Args:
-        group: Gloo group of the members, which must not be used for anything else. There is at most
-            one channel in each direction between two members.
+        group: Gloo group of the members, which must not be used for anything else. Two members can
+            have at most one channel in each direction.
         readers: Global ranks that read from this channel.
-        describe: Function that returns the name of a global rank for messages.
+        describe: Function that returns the name of a global rank for error messages.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Writer:
         self._sent: deque[tuple[str, Any, torch.Tensor]] = deque()
 
     def publish(self, value: int, timeout_s: float) -> None:
-        """Sends a number to all readers. Must not be called by several threads at the same time.
+        """Sends ``value`` to all readers. Must not be called by several threads at the same time.
 
-        This method does not block, unless a reader has many unread numbers.
+        This method only blocks if a reader has many unread numbers.
 
         Raises:
             DeadlineError: The slowest reader did not read anything within ``timeout_s``.
@@ -81,7 +81,7 @@ class Writer:
         self._wait(_BEHIND * len(self._readers), timeout_s)
 
     def close(self) -> None:
-        """Closes the channel. Readers still receive numbers that were already sent.
+        """Closes the channel. Readers can still read the numbers that were sent earlier.
 
         Raises:
             DeadlineError: A reader did not read anything for 30 s.
@@ -99,9 +99,9 @@ class Writer:
 
 
 class Reader:
-    """Reads the numbers that a :class:`Writer` sends.
+    """Reads the numbers that a :class:`Writer` sends to this rank.
 
-    The next receive is always posted in advance, so that messages do not wait for a receive.
+    The next receive operation is always posted in advance, so that messages never wait for it.
     """
 
     def __init__(self, group: dist.ProcessGroup, writer: int, describe: Describe) -> None:
@@ -112,12 +112,15 @@ class Reader:
         self._post()
 
     def next(self, timeout_s: float) -> int | None:
-        """Returns the next number. Must not be called by several threads at the same time.
+        """Returns the next number, or ``None`` if the writer has closed the channel.
 
-        The method releases the GIL while it waits, so that other threads can run.
+        This method must not be called by several threads at the same time. It releases the GIL
+        while it waits, so that other threads can run.
+
+        Blocks until a number arrives.
 
         Returns:
-            The number, or ``None`` if the writer has closed the channel.
+            The number, or ``None`` after the last number.
 
         Raises:
             DeadlineError: No number arrived within ``timeout_s``.
@@ -135,14 +138,16 @@ class Reader:
         return value
 
     def give_up(self) -> None:
-        """Aborts a channel in shared memory on both ends. Can be called from any thread.
+        """Makes all waiting calls on both ends of a shared-memory channel fail.
 
-        For a channel of messages, this method does nothing, because such a channel fails when a
-        process exits.
+        This method can be called from any thread.
+
+        For a channel that uses messages, this method does nothing, because such a channel fails
+        when a process exits.
         """
 
     def close(self) -> None:
-        """Waits until the writer has closed the channel.
+        """Reads and ignores numbers until the writer has closed the channel.
 
         Raises:
             PeerLostError: The writer did not close the channel within 30 s.
@@ -156,12 +161,12 @@ class Reader:
 
 
 class _MemoryEnd:
-    """One end of a channel in shared memory, which the C++ extension implements.
+    """One end of a shared-memory channel, which is implemented in C++.
 
     Args:
         log: Object of the C++ extension for this end of the channel.
         peers: Names of the ranks at the other end, for error messages.
-        describe: Function that returns the name of a global rank for messages.
+        describe: Function that returns the name of a global rank for error messages.
     """
 
     def __init__(self, log: Any, peers: str, describe: Describe) -> None:
@@ -170,7 +175,10 @@ class _MemoryEnd:
         self._describe = describe
 
     def _raise(self, lack: str, error: TransportError) -> NoReturn:
-        """Raises ``error`` with the name of the rank that does not respond or has aborted."""
+        """Raises ``error`` with the name of the rank that does not respond or has aborted.
+
+        ``lack`` is the start of the message if the deadline has passed.
+        """
         if isinstance(error, DeadlineError):
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
         if (rank := self._log.abort_reason) is not None:
@@ -215,9 +223,9 @@ def make_channels(
     describe: Describe,
     module: Any = None,
 ) -> tuple[Writer, dict[int, Reader]]:
-    """Creates the channels of a decision group and returns this member's ends of the channels.
+    """Creates the channels of a decision group, and returns this member's writer and readers.
 
-    The first member writes to all other members, and each other member writes to the first member.
+    The first member writes to all other members, and all other members write to the first member.
 
     All members must call this function.
 
@@ -225,12 +233,12 @@ def make_channels(
         group: Gloo group of the members, which must not be used for anything else.
         members: Global ranks of the members, in ascending order.
         rank: Global rank of this process.
-        describe: Function that returns the name of a global rank for messages.
-        module: C++ extension for channels in shared memory if all members are on one node, else
-            ``None``.
+        describe: Function that returns the name of a global rank for error messages.
+        module: C++ extension, which is used for shared memory, if all members are on one node;
+            otherwise ``None``.
 
     Returns:
-        Writing end of this member, and its reading ends by global rank of the writer.
+        Writer of this member, and its readers by global rank of the member that writes.
 
     Raises:
         TransportError: The shared memory of another member cannot be opened.
@@ -247,8 +255,8 @@ def make_channels(
     for peer in others:
         process, number = handles[peer]
         try:
-            # The shared memory has no name in the file system, so open it through the file
-            # descriptor of its owner.
+            # The shared memory has no name in the file system, so open it through a file descriptor
+            # of the process that created it.
             fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError as error:
             raise TransportError(
@@ -260,7 +268,7 @@ def make_channels(
         finally:
             os.close(fd)
         readers[peer] = _MemoryReader(end, describe(peer), describe)
-    # Writers must keep their memory open until all readers have opened it.
+    # Writers must keep their shared memory open until all readers have opened it.
     dist.barrier(group=group)
     return _MemoryWriter(log, ", ".join(map(describe, others)), describe), readers
 
@@ -271,7 +279,10 @@ def _limit(timeout_s: float) -> datetime.timedelta:
 
 @contextlib.contextmanager
 def _lost(lack: str, timeout_s: float) -> Iterator[None]:
-    """Converts errors of gloo inside the context to :class:`PeerLostError`."""
+    """Converts errors that gloo raises inside the context to :class:`PeerLostError`.
+
+    The message starts with ``lack``, which says what did not happen within ``timeout_s``.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -1,19 +1,19 @@
-"""Splits the backward pass of megatron-core's layers into input (B) and weight gradients (W).
+"""Splits the backward passes of megatron-core layers into input (B) and weight gradients (W).
 
-A model is built as usual. :func:`attach_stores` then changes the class of each of its layers.
-Parameters, names and checkpoints do not change. A changed layer adds its weight gradient to a
-store, from which W computes the gradient later. Without an active store, a layer runs
-megatron-core's code, for example in an evaluation, under schedules without W, and in the first
-forward pass of a recomputed layer. A layer that cannot defer its weight gradient computes it in B.
+A model is built as usual. Then :func:`attach_stores` changes the class of each layer. Parameters,
+names and checkpoints do not change. A changed layer adds its weight gradient to a store, from which
+W computes the gradient later. Without an active store, a layer runs megatron-core's code, for
+example in an evaluation, under schedules without W, and in the first forward pass of a recomputed
+layer. A layer that cannot defer its weight gradient computes it in B.
 
 Layers of Transformer Engine can delay their weight gradients themselves: B puts the tensors of a
-call into a ``wgrad_store``, and ``backward_dw()`` takes them from there. The forward pass of a call
-determines its store. So each call gets a new store if weight gradients are deferred, and otherwise
-uses the store that the layer was built with.
+call into a ``wgrad_store``, and ``backward_dw()`` takes them out again. The forward pass of a call
+determines which store the call uses. So each call gets a new store if weight gradients are
+deferred. Otherwise, it uses the store with which the layer was built.
 
-If the layer adds its bias itself, the gradient of the bias is deferred, too. The gradients of all
-other parameters are computed in B: biases that the next operation adds (fused), norms (including
-those in a ``LayerNormLinear``) and position embeddings.
+If a layer adds its bias itself, the gradient of the bias is deferred, too. The gradients of all
+other parameters are computed in B: biases that are added by the next operation (fused), norms
+(including those in a ``LayerNormLinear``) and position embeddings.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ except ImportError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelLinearCall(LayerCall):
-    """Computes a call of megatron-core's linear layer, with the same operations as the layer.
+    """Computes a call of a megatron-core linear layer, with the same operations as the layer.
 
     Attributes:
         weight: This rank's shard of the weight, ``[out, in]``.
         bias: Bias ``[out]`` if the call adds a bias, else ``None``.
-        fuses: Whether a fused kernel computes the weight gradient and adds it to ``main_grad``.
+        fuses: Whether a fused kernel computes the weight gradient and adds it directly to
+            ``main_grad``.
         all_reduce_group: Group of tensor-parallel ranks to all-reduce input gradients over, or
             ``None``.
         sequence_group: Group of ranks that each have a part of the sequence (sequence parallelism),
@@ -74,12 +75,12 @@ class ParallelLinearCall(LayerCall):
     sequence_group: dist.ProcessGroup | None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for ``inputs``."""
+        """Returns the output of the layer for the input ``inputs``."""
         output = torch.matmul(self._whole(inputs), self.weight.t())
         return output if self.bias is None else output + self.bias
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given ``gradient``, the gradient of the output."""
+        """Returns the input gradient for ``gradient``, the gradient of the layer's output."""
         answer = gradient.matmul(self.weight)
         if self.all_reduce_group is not None:
             dist.all_reduce(answer, group=self.all_reduce_group)
@@ -94,7 +95,7 @@ class ParallelLinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields each parameter with its gradient, except for gradients that it accumulates."""
+        """Yields (parameter, gradient) pairs. Skips gradients that a fused kernel accumulates."""
         gradient, inputs = prepare_input_tensors_for_wgrad_compute(gradient, self._whole(inputs))
         if self.fuses:
             self._add_fused(inputs, gradient)
@@ -104,9 +105,9 @@ class ParallelLinearCall(LayerCall):
             yield self.bias, gradient.sum(dim=0)
 
     def _whole(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Gathers ``inputs``, the parts of the sequence, from all ranks of the group.
+        """Gathers ``inputs``, which are parts of a sequence, from all ranks of the group.
 
-        The next call overwrites the result.
+        The next call overwrites the returned tensor.
         """
         if self.sequence_group is None:
             return inputs
@@ -126,11 +127,11 @@ class ParallelLinearCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedCall(LayerCall):
-    """Multiplies the rows of each expert by the expert's weight, in one grouped matmul.
+    """Multiplies the rows of each expert by the weight of this expert, in one grouped matmul.
 
     Attributes:
         weight: Weights of all experts on this rank, in one parameter.
-        shape: Shape ``[experts, in, out]`` that the weight is viewed as.
+        shape: Shape ``[experts, in, out]`` as which the weight is viewed.
         counts: Number of rows of each expert, ``[experts]``, in host memory.
     """
 
@@ -139,17 +140,17 @@ class GroupedCall(LayerCall):
     counts: torch.Tensor
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for ``inputs``."""
+        """Returns the output of the layer for the input ``inputs``."""
         return self._product(inputs, turned=False)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given ``gradient``, the gradient of the output."""
+        """Returns the input gradient for ``gradient``, the gradient of the layer's output."""
         return self._product(gradient, turned=True)
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields each parameter with its gradient, except for gradients that it accumulates."""
+        """Yields the weight with its gradient."""
         kernel = getattr(experts.gg.grouped_gemm, "backend", None)
         if kernel is not None and inputs.is_cuda and inputs.numel():
             total = kernel.gmm(inputs, gradient, self.counts, trans_a=True, trans_b=False)
@@ -160,7 +161,7 @@ class GroupedCall(LayerCall):
         yield self.weight, total.view_as(self.weight)
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the approximate cost of :meth:`weight_gradients` in FLOPs."""
+        """Returns the approximate number of FLOPs of :meth:`weight_gradients`."""
         return 2.0 * gradient.numel() * self.shape[1]
 
     def _product(self, rows: torch.Tensor, *, turned: bool) -> torch.Tensor:
@@ -173,12 +174,12 @@ class GroupedCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DelayedCall(LayerCall):
-    """A call to a Transformer Engine layer, which keeps the tensors for W itself.
+    """Call of a Transformer Engine layer, which itself keeps the tensors that W needs.
 
     Attributes:
-        layer: Called Transformer Engine layer.
+        layer: Transformer Engine layer that is called.
         weight: First weight of the layer, ``[out, in]``. A grouped layer has several weights.
-        delayed: Store (``wgrad_store``) created for this call.
+        delayed: Transformer Engine store (``wgrad_store``) that was created for this call.
     """
 
     layer: Any
@@ -186,11 +187,11 @@ class DelayedCall(LayerCall):
     delayed: Any
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
-        """Adds the call's weight gradient to ``store``, directly before the B of the layer runs.
+        """Adds the call's weight gradient to ``store``, directly before the layer's B.
 
-        The layer keeps the tensors itself, so the store gets tensors on the meta device. If
-        megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight to
-        have a gradient after B, so the weight gets a gradient of zeros.
+        Only tensors on the meta device are added, because the layer keeps the real tensors itself.
+        If megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight
+        to have a gradient after B, so the weight gets a gradient of zeros.
         """
         inputs = gradient.new_empty(
             (*gradient.shape[:-1], self.weight.shape[1]), device=torch.device("meta")
@@ -210,10 +211,10 @@ class DelayedCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, Any]]:
-        """Returns each parameter with its gradient, except for gradients that it accumulates.
+        """Computes the weight gradients of the call and returns (parameter, gradient) pairs.
 
-        This method calls the layer's ``backward_dw()``. Gradients that the layer adds to
-        ``main_grad`` are not returned.
+        This method calls the layer's ``backward_dw()``. The result does not contain gradients that
+        the layer itself adds to ``main_grad``.
         """
         layer = self.layer
         weights = _weights(layer)
@@ -221,8 +222,8 @@ class DelayedCall(LayerCall):
         before = {parameter: parameter.grad for parameter in (*weights, *biases)}
         computed = self.delayed.pop()
         self.delayed.pop = lambda: computed
-        # Bias gradients in fp8 were already computed in B, but backward_dw() still expects a tensor
-        # for each bias.
+        # The bias gradients of fp8 were already computed in B, but backward_dw() still expects a
+        # tensor for each bias.
         absent = computed[0][1] is None
         for parameter in before:
             parameter.grad = None
@@ -257,7 +258,7 @@ def _trained(layer: torch.nn.Module, prefix: str) -> list[torch.nn.Parameter]:
 
 
 class Deferring:
-    """Base class of layers that defer their weight gradient while the chunk's store is active."""
+    """Base class of layers that defer their weight gradients while a store is attached."""
 
     weight_gradient_store: WeightGradientStore | None = None
 
@@ -288,21 +289,21 @@ class _DeferringLinear(Deferring):
 
 
 class DeferringColumnParallelLinear(_DeferringLinear, ColumnParallelLinear):
-    """Replaces ``ColumnParallelLinear``; defers its weight gradient while the store is active."""
+    """Replaces ``ColumnParallelLinear``; defers its weight gradient while a store is active."""
 
 
 class DeferringRowParallelLinear(_DeferringLinear, RowParallelLinear):
-    """Replaces ``RowParallelLinear``; defers its weight gradient while the store is active."""
+    """Replaces ``RowParallelLinear``; defers its weight gradient while a store is active."""
 
 
 class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):
-    """Replaces ``VocabParallelEmbedding``; defers its weight gradient while the store is active."""
+    """Replaces ``VocabParallelEmbedding``; defers its weight gradient while a store is active."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of the tokens in ``input_``, and defers the weight gradient.
+        """Returns the embeddings of the token IDs in ``input_``, and defers the weight gradient.
 
-        The shapes are ``[b, s] int -> [b, s, h]``, or ``[s, b, h]`` with this rank's part of the
-        sequence.
+        ``input_`` has the shape ``[b, s]``. The result has the shape ``[b, s, h]``, or ``[s, b,
+        h]`` with this rank's part of the sequence if the embeddings are reduce-scattered.
         """
         store = self.weight_gradient_store
         if store is None or not is_deferring(store, self.weight):
@@ -327,12 +328,12 @@ class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):
 
 
 class _DelayingLayer(Deferring):
-    """Makes a layer of Transformer Engine delay its weight gradient while its store is active."""
+    """Makes a Transformer Engine layer delay its weight gradient while a store is active."""
 
     wgrad_store: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a Transformer Engine layer delay its weight gradient while its store is active."""
+        """Runs the layer, and makes it delay its weight gradient if a store is active."""
         store = self.weight_gradient_store
         engine_layer: Any = super()
         this_layer: Any = self
@@ -353,7 +354,7 @@ class _DelayingLayer(Deferring):
 
 
 class _DeferringGroupedExperts(Deferring):
-    """Replaces megatron-core's ``GroupedMLP``; defers weight gradients while its store is active.
+    """Replaces megatron-core's ``GroupedMLP``; defers its weight gradients while a store is active.
 
     megatron-core 0.17 and later have no ``GroupedMLP``; their grouped experts are layers of
     Transformer Engine.
@@ -365,7 +366,7 @@ class _DeferringGroupedExperts(Deferring):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """Returns the experts' output ``[tokens, h]`` for tokens sorted by expert."""
+        """Returns the output ``[tokens, h]`` of the experts for tokens sorted by expert."""
         store: Any = self.weight_gradient_store
         layer: Any = self
         rows = permuted_local_hidden_states
@@ -405,19 +406,21 @@ def _delaying(layer: type) -> type:
 
 
 def _engine_class(layer: type) -> Any:
-    """Returns the Transformer Engine class from which ``layer`` derives, or ``None``."""
+    """Returns the Transformer Engine class that ``layer`` is derived from, or ``None``."""
     bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
     return next(bases, None)
 
 
 def defer_layers(chunk: torch.nn.Module) -> list[str]:
-    """Changes the layers of ``chunk`` so that they defer weight gradients if they have a store.
+    """Changes the layers of ``chunk`` so that they can defer weight gradients.
 
-    Only the class of each layer object changes.
+    Only the classes of the layer objects change. Layers defer while a store is attached to them
+    (see :func:`attach_store`).
 
     Returns:
-        One text for each layer that has a weight matrix but cannot defer, with the reason, such as
-        ``"layers.0.linear is a Linear, which computes its weight gradient in its backward"``.
+        A text for each layer that has a weight matrix but cannot defer its gradient, with the
+        reason, such as ``"layers.0.linear is a Linear, which computes its weight gradient in its
+        backward"``.
     """
     whole: list[str] = []
     captured: tuple[str, ...] = ()
@@ -467,7 +470,7 @@ _IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
 
 
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Returns whether ``chunks`` contain layers that delay weight gradients themselves.
+    """Returns whether ``chunks`` contain layers that can delay weight gradients by themselves.
 
     This is only true for layers of Transformer Engine.
     """
@@ -475,7 +478,9 @@ def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Makes the layers of ``chunks`` defer weight gradients (see :func:`defer_layers`).
+    """Makes layers of ``chunks`` defer weight gradients. Returns why this is not possible, if so.
+
+    See :func:`defer_layers`.
 
     Returns:
         ``None`` if at least one layer can defer, or if no layer has a weight matrix. Otherwise, the
@@ -487,10 +492,10 @@ def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
 
 
 def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> int:
-    """Sets the store of all deferring layers in a chunk, or removes it if ``store`` is ``None``.
+    """Attaches ``store`` to all deferring layers in ``model``, or detaches the store if ``None``.
 
     Returns:
-        Number of deferring layers in the chunk.
+        Number of deferring layers in ``model``.
     """
     layers = [module for module in model.modules() if isinstance(module, Deferring)]
     for layer in layers:
@@ -499,10 +504,10 @@ def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> i
 
 
 def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore]:
-    """Makes the layers of each chunk defer weight gradients, and returns a new store per chunk.
+    """Makes the layers of each chunk defer weight gradients. Returns the new store of each chunk.
 
     Raises:
-        ConfigError: The layers have weight gradients, but no layer can defer them.
+        ConfigError: The layers have weight gradients, but no layer can defer its gradient.
     """
     reason = why_not_split(chunks)
     if reason is not None:

@@ -1,9 +1,9 @@
 """Diagnoses performance problems of a run during training, in a separate process.
 
-The training process starts the diagnosing process every few iterations, and checks between
-iterations whether it has exited. The training process does not read traces itself, and does not
-wait for a diagnosis before the end of the run. If the diagnosing process fails, training continues
-without a diagnosis. The diagnosing process runs for a few seconds, at the lowest priority.
+The training process starts a diagnosing process every few iterations, and checks between iterations
+whether it has exited. The training process does not read traces itself, and only waits for a
+diagnosis at the end of the run. If the diagnosing process fails, training continues without a
+diagnosis. The diagnosing process runs for a few seconds, at the lowest priority.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[3]
 _DIAGNOSE = ("-m", "megatron.adaptive", "trace", "diagnose", "--json")
 _LAST_S = 10.0
-"""Maximum time in seconds to wait for the last diagnosis at the end of the run."""
+"""Maximum time in seconds to wait at the end of the run for a diagnosis that is still running."""
 
 
 class RunningDiagnosis:
-    """Detects causes that slow down the run, and reports each cause once.
+    """Finds out what slows down the run, and reports each cause once.
 
     Nothing is diagnosed if ``folder`` is ``None``, if ``interval`` is 0, or if the run has too few
     iterations for a diagnosis.
@@ -37,10 +37,10 @@ class RunningDiagnosis:
         start_iteration: Number of iterations completed before this process started. The first
             iteration after the start is not diagnosed.
         report: Function that prints the text of a finding.
-        note: Function that records results, given as keyword arguments. It is called with
+        note: Function that records results, which it gets as keyword arguments. It is called with
             ``findings``, which has the ``headline`` of each finding, its ``gain`` (the fraction of
-            a step that a repair would save) and ``do`` (the advice). It is also called for each
-            rank that is still slow in the last iteration. Its arguments are then ``slow_rank`` (the
+            a step that could be saved) and ``do`` (the advice). It is also called for each rank
+            that is still slow in the last iteration. Its arguments are then ``slow_rank`` (the
             rank), ``times`` (the number of consecutive diagnoses in which this rank was slow),
             ``factor`` and ``cost_fraction`` (see ``Finding``), and ``pace_ns`` of all ranks (see
             ``Diagnosis``).
@@ -67,9 +67,9 @@ class RunningDiagnosis:
         self._process: subprocess.Popen[bytes] | None = None
 
     def after_iteration(self, iteration: int) -> None:
-        """Reports the result of a finished diagnosis, and starts the next diagnosis if it is due.
+        """Reports a diagnosis if it has finished, and starts the next diagnosis if it is due.
 
-        The call takes at most a millisecond.
+        Called after each iteration. A call takes at most a millisecond.
         """
         if self._process is not None:
             if self._process.poll() is not None:
@@ -78,15 +78,16 @@ class RunningDiagnosis:
             self._ask(self._folder, iteration)
 
     def begin_after(self, iteration: int) -> None:
-        """Excludes the iterations up to ``iteration``, and the next iteration, from diagnoses.
+        """Excludes all iterations up to and including ``iteration`` + 1 from later diagnoses.
 
-        Call this when another trace starts in the folder, for example after layers were moved.
+        Must be called when a new trace is started in the folder, for example after layers were
+        moved.
         """
         self._next = iteration + 2
         self._slow = {}
 
     def close(self) -> None:
-        """Reports the last diagnosis. Blocks for at most 10 s. Safe to call more than once."""
+        """Waits up to 10 s for a running diagnosis and reports it. Safe to call more than once."""
         self._folder = None
         if self._process is None:
             return
@@ -116,7 +117,7 @@ class RunningDiagnosis:
         self._next = last + 1
 
     def _take(self, ended: subprocess.Popen[bytes]) -> None:
-        """Reports the diagnosis of the process ``ended``, unless the process failed."""
+        """Reports the diagnosis of the exited process ``ended``, unless the process failed."""
         self._process = None
         with self._answer as file:
             file.seek(0)
@@ -136,7 +137,10 @@ class RunningDiagnosis:
     def _note_findings(
         self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Records each of ``findings`` and its gain, also in Weights & Biases if it is in use."""
+        """Records ``findings`` with ``note``, and their gains in Weights & Biases.
+
+        The gains are only logged if the program has a Weights & Biases run.
+        """
         notes = [
             {
                 "headline": finding["headline"],
@@ -150,12 +154,12 @@ class RunningDiagnosis:
         # Use the user's Weights & Biases run, if there is one.
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is not None and notes:
-            # Values with commit=False are added to the user's next call of log(), which determines
-            # the step number.
+            # The argument commit=False makes the values part of the user's next call of log(),
+            # which determines the step number.
             run.log({f"gain/{entry['name']}": entry["gain"] for entry in notes}, commit=False)
 
     def _note_slow(self, note: Callable[..., None], answer: Mapping[str, Any]) -> None:
-        """Records the ranks that are still slow in the last diagnosed iteration."""
+        """Records with ``note`` each rank that is slow at the end of the diagnosed iterations."""
         before = self._slow
         self._slow = {}
         for finding in answer["findings"]:
@@ -173,5 +177,5 @@ class RunningDiagnosis:
 
 
 def _name(finding: Mapping[str, Any]) -> str:
-    """Returns a name of ``finding`` that stays the same in later diagnoses."""
+    """Returns a name of ``finding`` by which later diagnoses can recognize the same problem."""
     return " ".join(map(str, (finding["cause"], *finding["ranks"])))

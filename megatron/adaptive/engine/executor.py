@@ -1,4 +1,4 @@
-"""Runs the steps of one pipeline rank, in the order that its policy chooses.
+"""Runs the steps of one pipeline rank, in the order of actions that a policy chooses.
 
 Static schedules and run-time scheduling rules use the same loop::
 
@@ -6,8 +6,9 @@ Static schedules and run-time scheduling rules use the same loop::
          ^                                                    │
          └── arrivals of other ranks <── completion queue <───┘
 
-A device executes work some time after the process has launched it. So a run-time rule chooses late,
-when all but the last few launched actions have finished, because more inputs have arrived by then.
+A device executes work some time after the process has launched it. A run-time rule should choose as
+late as possible, because more inputs have arrived by then. So it only chooses when all but the last
+few launched actions have finished.
 
 The executor owns the state of the step, the tensors passed between stages, and the clock. It does
 not use megatron-core or process groups: a :class:`Stages` object computes the chunks, and an
@@ -46,14 +47,14 @@ from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Transport
 
 _LAUNCH_AHEAD = 1
-"""Minimum number of unfinished actions on the device when a run-time rule chooses an action.
+"""Minimum number of launched but unfinished actions when a run-time rule chooses an action.
 
 With 0, the device would be idle while the rule chooses.
 """
 _AHEAD_NS = 300_000
-"""Time in nanoseconds that the device should still be busy when a rule chooses the next action.
+"""Minimum remaining work of the device, in nanoseconds, when a rule chooses the next action.
 
-With less remaining work, the device would become idle whenever this thread wakes up some tens of
+With less remaining work, the device would become idle if this thread wakes up some tens of
 microseconds late.
 """
 _MOST_AHEAD = 8
@@ -62,7 +63,7 @@ _MOST_AHEAD = 8
 
 _NO_INPUT = ActionInput()
 _OBSERVED = contextlib.nullcontext()
-# Looking up a cached Action is faster than creating a new one.
+# Looking up a cached Action is faster than creating one.
 _input_of = functools.lru_cache(maxsize=1 << 16)(Action)
 
 
@@ -82,21 +83,20 @@ class Stages(Protocol):
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Allows the output of a forward pass to be freed when the transport has copied it."""
+        """Allows the output of a forward pass to be freed once the transport has copied it."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the activations that are kept for the backward pass."""
+        """Returns the size in bytes of the activations that ``chunk`` keeps for a backward pass."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors that B keeps for a later W."""
+        """Returns the size in bytes of the tensors that a backward pass (B) keeps for a later W."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Runs the backward pass of a chunk on one microbatch.
+        """Runs the backward pass of a chunk on one microbatch, and returns the input gradient.
 
-        This computes input gradients, and also weight gradients unless these are separate actions
-        (W).
+        Weight gradients are also computed, unless they are separate actions (W).
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
@@ -121,10 +121,11 @@ class Stages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """The measured times of one rank in one step.
+    """Measured times of one rank in one step.
 
     Attributes:
-        busy_s: Total computing time of the actions in seconds, without the sends of their results.
+        busy_s: Total computing time of all actions in seconds, without the time for sending
+            results.
         span_s: Time in seconds from the start of the first action to the end of the last action.
         actions: Actions in execution order, each with its computing time in nanoseconds.
     """
@@ -135,21 +136,22 @@ class RankTimes:
 
 
 class Executor:
-    """Runs the steps of one pipeline rank.
+    """Runs the steps of one pipeline rank, by executing the actions that a policy chooses.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Pipeline rank of this process.
-        transport: Channels for sending and receiving tensors, or ``None`` in a pipeline with one
-            rank.
+        transport: Channels for sending tensors to and receiving tensors from other ranks, or
+            ``None`` in a pipeline with one rank.
         timeout_s: Maximum time in seconds to wait for an input.
         agreement: Object that makes all ranks of a decision group run the same actions, or ``None``
             for a rank without a group.
-        clock: Clock for the start and end of actions, or ``None`` for the clock of the host.
+        clock: Clock that times actions on the device, or ``None`` for the clock of the host.
         recorder: Recorder that stores traced spans, or ``None`` if tracing is off.
-        route: Function that takes a pipeline rank and this rank's index of a microbatch, and
-            returns the global rank at that pipeline rank with its index of the same microbatch.
-            ``None`` if the result would equal the arguments.
+        route: Function that takes a pipeline rank and the index that a microbatch has on this rank.
+            It returns the global rank at that pipeline rank, and the index of the same microbatch
+            there. ``None`` if microbatches have the same index everywhere and pipeline ranks equal
+            global ranks.
     """
 
     def __init__(
@@ -193,23 +195,23 @@ class Executor:
         self._log: StepLog | None = None
 
     def record_to(self, recorder: Recorder | None) -> None:
-        """Stores the spans of later steps in ``recorder``, or stops tracing if it is ``None``."""
+        """Stores later spans in ``recorder``; ``None`` stops tracing."""
         self._recorder = recorder
 
     @property
     def last_codes(self) -> tuple[int, ...]:
-        """Returns the codes of the last step's actions, in the order in which they started.
+        """Returns a code for each action of the last step, in the order in which they started.
 
-        A code is the number of the kind times the number of chunks, plus the chunk (see
-        ``codes_of``). It does not contain the microbatch and the piece, because both are in
-        ascending order within each kind and chunk.
+        A code is the number of the action's kind times the number of chunks, plus the index of the
+        chunk (see ``codes_of``). It does not contain the microbatch and the piece, because these
+        are in ascending order within each kind and chunk.
         """
         return tuple(self._codes)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the current activity of this rank.
+        """Returns what this rank is currently doing, for status displays.
 
-        This method can be called from other threads, and does not delay the step.
+        This method can be called from any thread, and does not delay the step.
 
         Returns:
             Fields of ``trace.status_files.Now``, or an empty dictionary between two steps.
@@ -227,7 +229,7 @@ class Executor:
         if len(codes) > finished:
             number, chunk = divmod(codes[-1], chunks)
             fields |= {"doing": kinds[number].value, "chunk": chunk}
-            # For W, this number would count pieces instead of microbatches.
+            # For W, this count would be a number of pieces instead of a microbatch.
             if kinds[number] is not ActionKind.W:
                 fields |= self._item_of(kinds[number], codes.count(codes[-1]) - 1)
         else:
@@ -236,7 +238,10 @@ class Executor:
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
     def _item_of(self, kind: ActionKind, turn: int) -> dict[str, int]:
-        """Returns the microbatch of a chunk's action with index ``turn``, and its slice if cut."""
+        """Returns the microbatch, and the slice if sequences are cut, of an action.
+
+        ``turn`` is the index of the action among the actions of the same kind and chunk.
+        """
         slices = 1 if self._state is None else self._state.num_slices
         if slices == 1:
             return {"microbatch": turn}
@@ -245,15 +250,15 @@ class Executor:
         return {"microbatch": position.microbatch, "slice": position.part}
 
     def evidence(self) -> dict[str, Any]:
-        """Returns the state of the executor for a hang report (see ``trace.hang_watch``).
+        """Returns the state of the executor for a report about a hang (see ``trace.hang_watch``).
 
         Returns:
-            Fields of ``snapshot()`` and three more. ``step`` is the index of the step. ``finished``
-            is the number of finished actions by kind and chunk. ``needs`` lists the messages that
-            this rank is waiting for. Each entry has the global rank of the sender, the kind and
-            chunk of the sender's action, the action's index among the sender's actions of this kind
-            and chunk, and its microbatch as text. Between two steps, the only field is ``step``,
-            the index of the next step.
+            All fields of :meth:`snapshot`, and three more. ``step`` is the index of the step.
+            ``finished`` is the number of finished actions by kind and chunk. ``needs`` lists the
+            messages for which this rank waits. Each entry has the global rank of the sender, the
+            kind and chunk of the action that produces the message, the index of this action among
+            the sender's actions of this kind and chunk, and its microbatch as text. Between two
+            steps, the only field is ``step``, the index of the next step.
         """
         fields = self.snapshot()
         state = self._state
@@ -274,11 +279,11 @@ class Executor:
                 continue
             untaken = state.untaken(action)
             if untaken is not None:
-                # The next stage must take an output of this rank first.
+                # The next stage must first take an output of this rank.
                 source = self._placement.target_of(action.kind, self._pp_rank, action.chunk)
                 action = untaken
             elif action in self._inputs:
-                continue  # The input has arrived here, but not on all members of the group.
+                continue  # The input has arrived on this rank, but not on all members of the group.
             else:
                 source = self._placement.source_of(action.kind, self._pp_rank, action.chunk)
             if source is None or source[0] == self._pp_rank:
@@ -290,12 +295,12 @@ class Executor:
         return {**fields, "step": self._step, "finished": finished, "needs": needs}
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs every action of a step once, in the order that ``policy`` chooses.
+        """Runs every action of a step exactly once, in the order that ``policy`` chooses.
 
         Args:
             stages: Object that computes the model chunks of the rank.
-            policy: Policy that chooses the order, which must be the same on all ranks of a decision
-                group.
+            policy: Policy that chooses the order of actions, which must be the same on all ranks of
+                a decision group.
             state: State of this rank at the start of the step, as returned by ``Orders.state``.
 
         Raises:
@@ -333,7 +338,7 @@ class Executor:
         self._is_running = False
 
     def _run_actions(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs actions in the order that the policy chooses, until all have finished."""
+        """Runs the actions that the policy chooses, until all actions of the step have finished."""
         if state.beside:
             self._run_in_lanes(stages, policy, state)
             return
@@ -345,7 +350,7 @@ class Executor:
                 self._perform(action, stages, state)
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs a step in which one action can compute while another action communicates."""
+        """Runs a step in which an action can compute while another action communicates."""
         lanes = Lanes(
             functools.partial(self._decide, policy, state),
             lambda action: self._perform(action, stages, state),
@@ -355,15 +360,16 @@ class Executor:
         lanes.run(lambda: state.done)
         self._away = lanes.away
         # Actions may finish in a different order than they started. Reasons and trace records are
-        # in the order of the starts, so sort the actions.
+        # in the order in which the actions started, so sort the actions by it.
         started = actions_of(self._codes, self._num_chunks, state.weight_pieces, state.num_slices)
         index_of = {action: index for index, action in enumerate(started)}
         self._launched.sort(key=lambda launched: index_of[launched.action])
 
     def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
-        """Chooses the next action, marks it as started and returns it.
+        """Chooses the next action, marks the action as started and returns it.
 
-        Returns ``None`` if no action can start, or if an action that was communicating continues.
+        Returns ``None`` if no action can start, or if ``may_pass`` is true and the action that was
+        communicating continues.
         """
         launched = self._launched
         if self._asks_late and not may_pass and len(launched) > (ahead := self._ahead()):
@@ -376,9 +382,9 @@ class Executor:
         return action
 
     def _ahead(self) -> int:
-        """Returns the allowed number of unfinished actions when the policy chooses an action.
+        """Returns how many launched actions may be unfinished when the policy chooses an action.
 
-        Their total duration is about ``_AHEAD_NS``, estimated from durations in the previous step.
+        Together, these actions should take about ``_AHEAD_NS``, estimated from the previous step.
         """
         ahead = _LAUNCH_AHEAD
         left_ns = _AHEAD_NS
@@ -391,23 +397,27 @@ class Executor:
         return ahead
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
-        """Waits until the input of an action that the leader chose is marked as arrived."""
+        """Waits for another input, because ``action`` cannot start yet.
+
+        The leader chose ``action``, so its input is on the way to the executor. Raises an error if
+        the action can never start.
+        """
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
                 f"policy {policy.name} picked {action.label(state.num_slices)} on rank "
                 f"{self._pp_rank} of the pipeline, which cannot start: {state.why_not(action)}; "
                 f"{state.describe()}"
             )
-        # The leader chose the action, so its input is in the completion queue of this rank.
+        # The leader chose the action, so its input is in this rank's completion queue.
         self._await_arrival(state)
 
     def finish_step(self) -> RankTimes:
-        """Measures the times of the last step's actions, and passes them to the trace.
+        """Measures the times of the last step's actions, and adds them to the trace.
 
         Blocks until the device has finished the step.
 
         Returns:
-            Times of the rank in this step.
+            Times of this rank in the step.
         """
         resolve = self._clock.resolve_ns
         if self._launched:
@@ -450,7 +460,8 @@ class Executor:
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s, may_pass=may_pass)
         except TransportError as error:
-            # If a channel has failed, raise its error, which is more informative than a timeout.
+            # If a channel has failed, raise the error of the channel, which is more informative
+            # than a timeout.
             self._drain(state)
             if isinstance(error, DeadlineError):
                 raise DeadlineError(
@@ -504,7 +515,10 @@ class Executor:
         )
 
     def _acknowledge(self, action: Action, received: torch.Tensor | None, state: RankState) -> None:
-        """Acknowledges the output of a frozen previous stage, if that stage waits for this."""
+        """Informs a frozen previous stage that its output has arrived, if it waits for this.
+
+        Such a stage gets no gradient from which it would learn this.
+        """
         target = state.acknowledged(action)
         if target is None or received is None:
             return
@@ -520,15 +534,16 @@ class Executor:
     def _hand(
         self, action: Action, tensor: torch.Tensor | None, state: RankState
     ) -> tuple[int, Any]:
-        """Passes the result of an action to the stage that needs it.
+        """Passes ``tensor``, the result of ``action``, to the stage that needs it as an input.
 
         Returns:
-            Number of bytes sent to other ranks, and the time mark of the device before the send,
-            or ``None`` if nothing was sent.
+            Number of bytes sent to another rank, and the device's time mark before the send. 0 and
+            ``None`` if nothing was sent.
         """
         kind = action.kind
         target = self._targets[kind][action.chunk]
-        # No stage needs the loss, or an input gradient of the first stage or behind a frozen stage.
+        # Three results are not needed by any stage: the loss, an input gradient of the first stage,
+        # and an input gradient for a frozen stage.
         if target is None or (kind is ActionKind.B and not state.sends_gradient(action.chunk)):
             return 0, None
         if tensor is None:
@@ -584,8 +599,8 @@ class Executor:
         step = item.label.step
         action = item.label.action
         if step > self._step:
-            # Keep the input for a later step. The sender may be several steps ahead, because an
-            # evaluation has no barrier between steps.
+            # Keep an input of a later step. The sender may be several steps ahead, because there is
+            # no barrier between the steps of an evaluation.
             self._early.append(item)
             return
         if isinstance(item, Arrival):
@@ -605,13 +620,13 @@ class Executor:
                     tensor, item.nbytes, item.peer, arrived_ns, is_exact
                 )
         elif step != self._step:
-            return  # This is an outdated notice from an earlier step.
+            return  # This is a notice of an earlier step, which is no longer needed.
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
 
 
 def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKind, int], int]:
-    """Returns the mean duration of actions in nanoseconds, by (kind, chunk)."""
+    """Returns the mean duration of ``actions`` in nanoseconds, by (kind, chunk)."""
     times: dict[tuple[ActionKind, int], list[int]] = {}
     for action, duration_ns in actions:
         times.setdefault((action.kind, action.chunk), []).append(duration_ns)
@@ -621,26 +636,27 @@ def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKi
 class ActivationMeter:
     """Measures the size of the activations that each chunk keeps for the backward pass.
 
-    The result is the total size of the distinct storages that autograd saves during the first
-    forward pass of a chunk, without storages of parameters. Later forward passes are not measured.
+    The size is the sum over all distinct storages that autograd saves during the first forward pass
+    of a chunk, without the storages of parameters. Later forward passes are not measured.
     """
 
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
 
     def bytes_of(self, chunk: int) -> int:
-        """Returns the measured activation size of ``chunk`` in bytes per microbatch, or 0."""
+        """Returns the activation size of ``chunk`` in bytes per microbatch, or 0 if unknown."""
         return self._bytes.get(chunk, 0)
 
     def measure(
         self, chunk: int, held: Iterable[torch.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that measures a chunk's forward pass, if it is the first.
+        """Returns a context manager that measures the first forward pass of ``chunk``.
 
         Args:
-            chunk: Index of the chunk on this rank, or number of a slice in a chunk, from 0.
-            held: Tensors that are not counted, such as parameters. They are iterated after the
-                forward pass.
+            chunk: Key of the measurement: index of the chunk on this rank, or number of a slice in
+                a chunk, from 0.
+            held: Tensors that are not counted, such as parameters. They are read after the forward
+                pass.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 

@@ -1,7 +1,7 @@
 """Builds a rank's executor and trace from the process groups of megatron-core.
 
 All ranks of the job must call :func:`build_executor` at the same point, because channels and
-process groups are created collectively, in the same order on all ranks.
+process groups are created collectively and in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from megatron.adaptive.transport.stand_in import StandIn
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """The connections of a rank to other ranks, which stay open until the run ends.
+    """Connections of a rank to other ranks, which stay open until the run ends.
 
     Attributes:
-        executor: Executor that runs this rank's steps.
-        transport: Channels on which the executor sends and receives tensors, or ``None`` in a
+        executor: Executor that runs the steps of this rank.
+        transport: Channels through which the executor sends and receives tensors, or ``None`` in a
             pipeline with one rank.
         agreement: Object that makes all ranks of the decision group run the same actions.
-        groups: Process groups of torch that were created for these connections.
+        groups: Process groups that were created for these connections.
     """
 
     executor: Executor
@@ -67,7 +67,7 @@ class Wiring:
     groups: Sequence[Any]
 
     def close(self) -> None:
-        """Closes the agreement and the channels. All ranks of the pipeline must call this."""
+        """Closes the agreement and the transport. All ranks of the pipeline must call this."""
         self.agreement.close()
         if self.transport is not None:
             self.transport.close()
@@ -75,14 +75,15 @@ class Wiring:
 
 @dataclass(frozen=True, kw_only=True)
 class _Neighbourhood:
-    """The ranks with which this rank communicates in its pipeline.
+    """Ranks with which this rank communicates in its pipeline.
 
     Attributes:
-        members: Global ranks of the pipeline, or all ranks if stages have different numbers of
-            ranks.
-        peers: Global ranks that this rank exchanges messages with.
-        route: Function that takes a pipeline rank and this rank's index of a microbatch, and
-            returns the global rank at that pipeline rank with its index of the same microbatch.
+        members: Global ranks of the pipeline, or all ranks of the job if stages have different
+            numbers of ranks.
+        peers: Global ranks with which this rank exchanges messages.
+        route: Function that takes a pipeline rank and the index that a microbatch has on this rank.
+            It returns the global rank at that pipeline rank, and the index of the same microbatch
+            there.
     """
 
     members: list[int]
@@ -93,7 +94,7 @@ class _Neighbourhood:
     def of(
         cls, placement: Placement, pp_ranks: Sequence[int], widths: Widths | None
     ) -> _Neighbourhood:
-        """Returns the ranks that this rank communicates with (see :func:`build_executor`)."""
+        """Returns the ranks with which this rank communicates (see :func:`build_executor`)."""
         rank = dist.get_rank()
         if widths is not None:
             return cls(
@@ -130,31 +131,31 @@ def build_executor(
     model: Any = None,
     model_groups: ModelGroups | None = None,
 ) -> Wiring:
-    """Builds this rank's executor, and connects it to other ranks.
+    """Builds this rank's executor, and connects this rank to other ranks.
 
-    All ranks of the job must call this function, after megatron-core's parallel state is
-    initialized.
+    All ranks of the job must call this function after megatron-core has initialized its parallel
+    state.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
-        accelerator: CPU or GPU that this rank computes on.
-        places: Host and process of every rank, from :func:`gather_places`.
-        payload_shape: Shape of the tensors sent between stages. If shapes vary, the shape of the
-            largest tensor.
+        accelerator: CPU or GPU on which this rank computes.
+        places: Host and process of every rank, as returned by :func:`gather_places`.
+        payload_shape: Shape of the tensors sent between stages. If the shapes vary, this is the
+            shape of the largest tensor.
         payload_dtype: Dtype of the tensors sent between stages.
         payload_varies: Whether the tensors sent between stages vary in shape.
         timeout_s: Maximum time in seconds that the executor waits for an input.
         tracing: Trace of this rank, which also publishes the executor's current activity, or
             ``None`` if tracing is off.
-        transport: Settings of the connections, or ``None`` to choose a transport for each pair of
-            ranks.
-        in_flight: Maximum number of received inputs that a rank keeps at a time. It determines the
-            size of the receive buffers (see ``Orders.inputs_in_flight``).
+        transport: Settings of the connections, or ``None`` to choose a transport automatically for
+            each pair of ranks.
+        in_flight: Maximum number of received inputs that a rank keeps at the same time. It
+            determines the size of the receive buffers (see ``Orders.inputs_in_flight``).
         widths: Number of data-parallel ranks of each stage if the numbers differ, else ``None``.
         pp_ranks: Global ranks of this pipeline in the order of the placement, or ``None`` for the
             order of megatron-core.
         model: megatron-core's configuration of the model, or ``None`` for a model without experts.
-            Ranks that exchange tokens of experts must run the same actions.
+            It determines which ranks must run the same actions, such as ranks that exchange tokens.
         model_groups: Process groups of the model, or ``None`` for the groups of ``parallel_state``.
     """
     model_groups = model_groups or ModelGroups()
@@ -206,7 +207,7 @@ def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any
 
 
 def _set_aside_earlier_run(folder: str, job: Job) -> None:
-    """Moves an earlier run's traces out of ``folder``. All ranks must call this function."""
+    """Moves traces of an earlier run out of ``folder``. All ranks must call this function."""
     machines = [entry["machine"] for entry in job.places]
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
@@ -214,7 +215,7 @@ def _set_aside_earlier_run(folder: str, job: Job) -> None:
 
 
 def _machine_counters(job: Job) -> MachineCounters:
-    """Returns the counters of this process and of the network interface that the job uses."""
+    """Returns the counters of this process, its GPU and the network interface of the job."""
     environment, accelerator = job.environment, job.accelerator
     interface = interface_towards(environment.socket_interface, environment.master_addr)
     return MachineCounters(accelerator.gpu_uuid, accelerator.shares, interface)
@@ -240,11 +241,11 @@ def open_trace(
     frozen_stages: int = 0,
     collector: str | None = None,
 ) -> Tracing:
-    """Opens this rank's trace file.
+    """Opens this rank's trace file and returns the trace.
 
-    Trace files of an earlier run are moved out of the folder first.
+    Moves trace files of an earlier run out of the folder first.
 
-    All ranks must call this function, after megatron-core's parallel state is initialized.
+    All ranks must call this function after megatron-core has initialized its parallel state.
 
     Args:
         folder: Folder for the trace files of all ranks, or ``None`` if tracing is off.
@@ -253,7 +254,7 @@ def open_trace(
         schedule: Name of the schedule to store in the trace.
         num_microbatches: Number of microbatches per step, or 0 if unknown.
         layers: Number of layers of each stage, or empty if unknown.
-        work: Expected compute cost of each stage in any unit, or empty if unknown.
+        work: Expected compute cost of each stage, in any unit, or empty if unknown.
         pp_rank: Position of this rank in the placement, or ``None`` for its pipeline rank in
             megatron-core.
         model_groups: Process groups of the model, or ``None`` for the groups of ``parallel_state``.
@@ -262,9 +263,10 @@ def open_trace(
             ranks.
         layer_kinds: Index of the kind of each layer. Layers with the same amount of work have the
             same kind. Empty if all layers have the same kind.
-        layer_work: Expected compute time of each layer in any unit, or empty if unknown.
-        content_rules: Settings ``order`` and ``dealing`` of a ``Pipeline``, or empty strings in
-            other programs.
+        layer_work: Expected compute time of each layer, in any unit, or empty if unknown.
+        content_rules: Settings ``order`` and ``dealing`` of a ``Pipeline``, which determine the
+            order of microbatches and their distribution over replicas. Empty strings in other
+            programs.
         token_ranks: Number of tensor-parallel ranks that share the tokens of a sequence, or 0 if
             unknown.
         frozen_stages: Number of leading stages that run no backward passes.
@@ -273,7 +275,7 @@ def open_trace(
 
     Raises:
         ConfigError: ``collector`` is not an HTTP URL.
-        TraceError: The file cannot be written.
+        TraceError: The trace file cannot be written.
     """
     if folder is None:
         return Tracing()
@@ -326,9 +328,11 @@ def _begin_trace(
 
 
 def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> None:
-    """Raises an error on all ranks unless they have the same settings. All ranks must call this.
+    """Raises an error on all ranks unless all ranks have equal ``settings``.
 
-    Ranks with different settings would deadlock, or sum unrelated tensors.
+    All ranks must call this function.
+
+    Ranks with different settings would deadlock, or sum tensors that do not belong together.
 
     Args:
         settings: Value of each setting by name. Names and values appear in the error message, so
@@ -336,8 +340,8 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
         group: Process group of all ranks, or ``None`` for the default process group.
 
     Raises:
-        ConfigError: A setting differs. The message contains both values, each with a rank that uses
-            it.
+        ConfigError: The value of a setting differs between two ranks. The message contains both
+            values and the ranks.
     """
     first = from_first(settings, group)
     differing = next((name for name in settings if settings[name] != first.get(name)), None)
@@ -354,7 +358,7 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
 
 
 def _store_host() -> str | None:
-    """Returns the host of the job's key-value store, or ``None`` if the store has no host."""
+    """Returns the host that serves the job's key-value store, or ``None`` if there is no host."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -362,12 +366,12 @@ def _store_host() -> str | None:
 
 
 def decision_group(model: Any, model_groups: ModelGroups) -> list[int]:
-    """Returns the ranks that must run the same actions as this rank, in ascending order.
+    """Returns the global ranks that must run the same actions as this rank, in ascending order.
 
     These ranks communicate during forward and backward passes, directly or through other ranks.
-    They are the tensor- and context-parallel ranks and, with experts, the replicas of the stage
-    that exchange tokens. If an auxiliary loss balances experts over the whole batch, all replicas
-    belong to the group. All ranks must call this function.
+    They are the tensor- and context-parallel ranks of the stage and, with experts, the replicas of
+    the stage that exchange tokens. If an auxiliary loss balances experts over the whole batch, all
+    replicas of the stage belong to the group. All ranks must call this function.
 
     Args:
         model: megatron-core's configuration of the model, or ``None`` for a model without experts.
@@ -396,11 +400,14 @@ def _build_agreement(
     transport: Transport | None,
     timeout_s: float,
 ) -> Agreement:
-    """Connects this rank to the other ranks of its decision group. All ranks must call this."""
+    """Connects this rank to its decision group, and returns the rank's ``Agreement``.
+
+    All ranks must call this function.
+    """
     if transport is None or is_alone():
         return Agreement()
     members = decision_group(model, model_groups)
-    # The condition has the same value on all ranks, so all ranks or no ranks create a group.
+    # All ranks of a group get the same members, so all of them or none of them create a group.
     if len(members) == 1:
         return Agreement()
     group = gloo_group(members, gather)

@@ -1,14 +1,14 @@
-"""Measures the load of experts in a step: the number of tokens per expert, and exchange times.
+"""Measures the load of experts in a step: tokens per expert, and time for exchanging tokens.
 
 An exchange is a collective of the expert-parallel ranks during a forward or backward pass. It
-transfers tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or token
-counts. The exchange time is the time that an action waits for the exchange. If another action runs
-during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose experts
-have more tokens start the next exchange late, so long exchange times on the other ranks show the
-cost of an unequal load.
+transfers tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or it transfers
+token counts. The exchange time is the time for which an action waits for the exchange. If another
+action runs during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose
+experts have more tokens start the next exchange late, so long exchange times on the other ranks
+show the cost of an unequal load.
 
 Measurements are only made if the model has experts and a trace or monitor needs them. Counting
-takes one addition of short vectors on the device per layer and forward pass.
+costs one addition of short vectors on the device per layer and forward pass.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def measured_experts(
     accelerator: Accelerator,
     model_groups: ModelGroups | None = None,
 ) -> ExpertLoad | None:
-    """Returns an object that measures this rank's experts, or ``None`` if there are no experts."""
+    """Returns an object that measures the experts in ``chunks``, or ``None`` without experts."""
     if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
         return None
     return ExpertLoad(chunks, accelerator.clock(), model_groups or ModelGroups())
 
 
 class ExpertLoad:
-    """Measures the number of tokens of each of this rank's experts per step, and exchange times.
+    """Counts the tokens of each of this rank's experts per step, and measures exchange times.
 
     Args:
-        chunks: Model chunks of this rank. From now on, tokens are counted in forward passes with
-            gradients enabled.
+        chunks: Model chunks of this rank. Hooks on their expert layers count the tokens of all
+            later forward passes that run with gradients enabled.
         clock: Clock that records time marks on the device, for timing exchanges.
         model_groups: Process groups of the model.
     """
@@ -79,7 +79,7 @@ class ExpertLoad:
                     self._tokens.append(None)
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step and sets counts to 0; times exchanges if ``is_traced`` is True."""
+        """Begins a step and resets all counts; times exchanges if ``is_traced`` is true."""
         self._watching.close()
         self._tokens = [None] * len(self._layers)
         if is_traced and self._layers:
@@ -92,7 +92,7 @@ class ExpertLoad:
             hook.remove()
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the number of tokens of each expert in the step. Waits for the device.
+        """Waits for the device and returns the number of tokens of each expert in the step.
 
         Returns:
             One tuple per MoE layer. It contains the layer's index in the model from 0, the index of
@@ -106,9 +106,9 @@ class ExpertLoad:
         )
 
     def exchange_ns(self) -> int:
-        """Returns the total time of the step's exchanges in nanoseconds. Waits for the device.
+        """Waits for the device and returns the total time of the step's exchanges in nanoseconds.
 
-        The second call in a step returns 0.
+        A second call in the same step returns 0.
         """
         self._watching.close()
         marks = self._marks
@@ -164,7 +164,7 @@ class ExpertLoad:
 
 
 class _TimedWork:
-    """Wraps the handle of a running exchange, and times the wait for the exchange."""
+    """Wraps the handle of a running exchange, and measures how long ``wait`` takes."""
 
     def __init__(self, work: Any, clock: Any, marks: list[tuple[Any, Any]]) -> None:
         self._work = work
@@ -172,7 +172,7 @@ class _TimedWork:
         self._marks = marks
 
     def wait(self) -> Any:
-        """Waits until the exchange has finished, and records the time of the wait."""
+        """Waits until the exchange has finished, and records the duration of this wait."""
         start = self._clock.mark()
         result = self._work.wait()
         self._marks.append((start, self._clock.mark()))

@@ -1,4 +1,6 @@
-"""Grants one job at a time the right to write to a folder, with numbered claims and a heartbeat.
+"""Grants the right to write to a folder to one job at a time, with numbered claims.
+
+The holder of the right regularly increments a counter (a heartbeat).
 
 ::
 
@@ -7,14 +9,14 @@
     <folder>/.lease/private-3.json    address and secret of a manager, readable by its user only
 
 A claim is created as a hard link to a complete file, which succeeds in only one process on any file
-system. A job that wants to take over watches the counter for a time measured by its own clock, so
-the clocks of machines may differ. If the counter does not increase, the job removes the counter's
-file, which ends the right of the previous holder. A previous holder that was suspended, for however
-long, then notices that the file is missing. It checks this by opening the file, because NFS caches
-listings and attributes, but contacts the server for each open.
+system. A job that wants to take over watches the counter for some time, measured by its own clock,
+so the clocks of machines may differ. If the counter does not increase, the job removes the
+counter's file, which ends the right of the previous holder. If the previous holder was only
+suspended, it later notices that the file is missing. It checks this by opening the file, because
+NFS caches listings and attributes, but contacts the server for each open.
 
-A checkpoint is first written under a name with the claim's number, and published by renaming it. A
-new holder first removes all such names with lower numbers. So a previous holder cannot publish
+A checkpoint is first written under a name with the claim's number, and published by renaming. A new
+holder first removes all such names with lower numbers. So a previous holder cannot publish
 anything, even if it was suspended between its check and its rename.
 """
 
@@ -38,15 +40,15 @@ from megatron.adaptive.errors import SetupError
 from megatron.adaptive.handshake import write_private
 
 BEAT_S = 2.0
-"""Interval in seconds at which the holder increments its counter."""
+"""Interval in seconds at which the holder of the right increments its counter."""
 STALE_S = 10.0
-"""Time in seconds without a change of the counter after which another job may take over."""
+"""Time in seconds after which another job may take over if the counter has not changed."""
 _LOOK_S = 0.2
 _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-# This is the key of the checksum over the other keys. Claims of earlier versions lack it.
+# Key of the checksum over all other keys of a claim. Claims of earlier versions lack this key.
 _SUM = "sum"
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -55,7 +57,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # A new claim removes the files of this many earlier claims.
+_KEPT = 8  # A new claim removes the files of up to this many earlier claims.
 
 
 class LeaseTakenError(SetupError):
@@ -67,7 +69,7 @@ class LeaseTakenError(SetupError):
 
 
 class Lease:
-    """Right to write to a folder, held by this process or shared with another process of the job.
+    """The right to write to a folder, which is held by a process or shared within its job.
 
     Args:
         folder: Folder to write to. It is created if it does not exist.
@@ -75,7 +77,7 @@ class Lease:
     Attributes:
         number: Number of this job's claim, or 0 before the job has made a claim.
         former: Description of the previous holder (such as its host and process), or empty if no
-            job held the folder before.
+            other job has held the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,7 +85,7 @@ class Lease:
         self._files = folder / _FOLDER
         self.number = 0
         self.former: Mapping[str, Any] = {}
-        # This is the content of the claim. It is empty if another process made the claim.
+        # Content of the claim, or empty if another process made the claim.
         self._claimed: dict[str, Any] = {}
         self._private: Mapping[str, Any] = {}
         self._count = 0
@@ -93,11 +95,11 @@ class Lease:
     def claim(
         self, *, job: str | None = None, restarts: int | None = None, run: str | None = None
     ) -> int:
-        """Claims the right to write to the folder.
+        """Claims the right to write to the folder, and returns the number of the claim.
 
         The claim succeeds immediately if the previous holder released its right, was killed on this
-        machine, or was the same job before a restart. Otherwise the call blocks for up to ten
-        seconds, to check whether the holder's counter increases.
+        machine, or was the same job before a restart. Otherwise, this method watches the holder's
+        counter for up to ten seconds, and fails if the counter increases.
 
         Args:
             job: ID of the job, or ``None`` for a manager.
@@ -124,7 +126,7 @@ class Lease:
         raise self.taken(number)
 
     def join(self, number: int) -> None:
-        """Shares the right that another process of this job holds.
+        """Shares the right of another process of this job.
 
         Args:
             number: Number of that process's claim.
@@ -132,7 +134,7 @@ class Lease:
         self.number = number
 
     def join_manager(self, number: int | None, job: str) -> bool:
-        """Shares the right of this process's manager, if the manager holds the folder.
+        """Shares the right of this process's manager, if the manager holds the right to the folder.
 
         Returns whether the manager holds the folder.
 
@@ -147,10 +149,12 @@ class Lease:
         return True
 
     def advance(self) -> bool:
-        """Makes a claim with the next number. Processes that joined the old claim lose the right.
+        """Replaces this job's claim by a claim with the next number.
+
+        Processes that joined the old claim lose the right.
 
         Returns:
-            True if this process still held the right, and therefore got the new number.
+            True if this process still held the right, and therefore got the next number.
 
         Raises:
             OSError: The folder is not writable. The number is unchanged.
@@ -162,7 +166,7 @@ class Lease:
         return True
 
     def publish(self, facts: Mapping[str, Any]) -> None:
-        """Publishes the entries of ``facts``, which only processes of the same user can read.
+        """Stores the entries of ``facts`` in a file that only processes of the same user can read.
 
         Raises:
             OSError: The folder is not writable.
@@ -171,7 +175,7 @@ class Lease:
         write_private(self._path("private"), json.dumps(facts))
 
     def beat(self) -> bool:
-        """Increments the counter, and returns whether the right is still held.
+        """Increments the counter, and returns whether this job still holds the right.
 
         Raises:
             OSError: The counter cannot be written.
@@ -184,21 +188,19 @@ class Lease:
                 raise
             if self._files.exists():
                 return False
-            # The whole lease folder was deleted, so no other job has taken over. Make the claim
-            # again.
+            # The whole lease folder was deleted, so no other job has taken over. Repeat the claim.
             self._make_folder()
             return self._take(self.number)
         return True
 
     def is_held(self, say: Callable[[str], None]) -> bool:
-        """Increments the counter, and returns whether the right is still held.
+        """Increments the counter, and returns whether this job still holds the right.
 
-        If the folder is not writable, it is unknown whether the right is still held, and the result
-        is True.
+        If the folder is not writable, the method cannot know this, and returns True.
 
         Args:
-            say: Function that prints a line of text. It is called if the right is lost, and once if
-                the folder is not writable.
+            say: Function that prints a line of text. It is called when the right is lost, and once
+                when the folder is not writable.
         """
         try:
             if self.beat():
@@ -215,7 +217,7 @@ class Lease:
     def keep_up(self, say: Callable[[str], None]) -> None:
         """Starts a thread that increments the counter every two seconds until :meth:`end`.
 
-        The thread also stops if the right is lost (see :meth:`is_held`).
+        The thread also ends if the right is lost (see :meth:`is_held`).
         """
 
         def count() -> None:
@@ -247,11 +249,11 @@ class Lease:
                 self._write_beat(_ENDED, 0)
 
     def taken(self, number: int | None = None, *, over: bool = False) -> LeaseTakenError:
-        """Returns the error to raise because another job holds the folder.
+        """Creates the error to raise if another job holds the right to write to the folder.
 
         Args:
-            number: Number of the other job's claim, or ``None`` for the newest claim.
-            over: Whether the other job took over the folder from this job.
+            number: Number of the claim of the other job, or ``None`` for the newest claim.
+            over: Whether the other job took the right over from this job.
         """
         owner = self._facts(self._last() if number is None else number)
         is_managed = "run" in owner
@@ -279,14 +281,14 @@ class Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir()
-            # All users who may write to the folder may also take it over.
+            # All users who can write to the folder may also take over the right.
             with contextlib.suppress(OSError):
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
     def _take(self, number: int) -> bool:
-        """Makes the claim with number ``number``.
+        """Makes the claim with the given number, and returns whether this succeeded.
 
-        Returns False if another process has already made the claim.
+        Returns False if another process has already made a claim with this number.
         """
         claim = self._path("claim", number)
         draft = claim.with_name(f".claim-{secrets.token_hex(8)}")
@@ -311,7 +313,7 @@ class Lease:
             draft.unlink(missing_ok=True)
         if self._last() > number:
             # This process was suspended. Meanwhile, other processes made this claim and later
-            # claims, and removed this claim as outdated.
+            # claims, and then removed this claim because it was outdated.
             claim.unlink(missing_ok=True)
             return False
         former = self.number
@@ -347,15 +349,15 @@ class Lease:
         is_restart = is_same and owner.get("restarts", 0) < claimed["restarts"]
         if first == _ENDED or _is_gone(owner) or is_restart:
             return False
-        # Count reads instead of time, because the holder cannot increment its counter either while
-        # the storage hangs.
+        # Count reads instead of measuring time: while the storage hangs, the holder cannot
+        # increment its counter either.
         for _ in range(round(STALE_S / _LOOK_S)):
             if self._path("claim", number + 1).exists():
                 return False
             time.sleep(_LOOK_S)
             now = _read(self._path("beat", number))
-            # A missing counter does not show that the holder is alive, because a job that takes
-            # over removes the file.
+            # A missing counter does not prove that the holder is alive, because a job that takes
+            # over also removes the file.
             if now not in ("", first):
                 return now != _ENDED
         return False
@@ -381,10 +383,10 @@ def _sum(facts: Mapping[str, Any]) -> str:
 
 
 def _checked(read: Any) -> dict[str, Any]:
-    """Returns the content ``read`` from a claim, or an empty dictionary if it is damaged.
+    """Returns ``read``, the parsed content of a claim, or an empty dictionary if it is damaged.
 
-    A damaged claim might contain a process that has exited. A job that relied on it would take the
-    folder from a running job.
+    A damaged claim might contain the ID of a process that has exited. A job that relied on it would
+    take the folder from a running job.
     """
     if not isinstance(read, dict) or read.pop(_SUM, None) not in (None, _sum(read)):
         return {}
@@ -403,7 +405,7 @@ def _read(path: Path) -> str:
 
 
 def _here() -> dict[str, Any]:
-    """Returns values that identify this process, its container and the last boot of its machine."""
+    """Returns values that identify this process, its container and the last boot."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -414,13 +416,19 @@ def _here() -> dict[str, Any]:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Returns the state of ``pid`` and its start in clock ticks since boot, or empty strings."""
+    """Returns the state of process ``pid`` and its start time in clock ticks since boot.
+
+    Returns empty strings if the process does not exist.
+    """
     columns = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return (columns[0], columns[19]) if len(columns) > 19 else ("", "")
 
 
 def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Returns whether ``owner`` is this process, or a process of this machine that has exited."""
+    """Returns whether the process that ``owner`` describes no longer holds the right.
+
+    This is so if it is this process, or a process on this machine that has exited.
+    """
     here = _here()
     pid = owner.get("pid")
     if owner.get("boot") != here["boot"] or not isinstance(pid, int) or pid < 1:

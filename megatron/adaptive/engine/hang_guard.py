@@ -1,10 +1,10 @@
-"""Reports the activity of a rank to the hang detector (``trace/hang_watch.py``).
+"""Reports what a rank is doing to the hang detector (``trace/hang_watch.py``).
 
-A thread writes the rank's activity to a file every second. On a signal, ``faulthandler`` writes the
-rank's stack traces, which works even if C code holds the GIL. The first rank of a machine also
-starts the detector's process. Machines exchange the reports of their detectors through the job's
-key-value store. The reporting threads of a machine's ranks do this in turn, so that the exchange
-continues if one rank hangs. None of this delays a step.
+A thread writes the rank's activity to a file every second. When the process gets a signal,
+``faulthandler`` writes the rank's stack traces, even while C code holds the GIL. The first rank of
+a machine also starts the detector's process. Machines exchange the reports of their detectors
+through the job's key-value store. The reporting threads of a machine's ranks take turns in doing
+this, so that the exchange continues if one rank hangs. None of this delays a step.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from megatron.adaptive.transport.liveness import describe
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
 _STILL_S = 2.5
-"""Seconds without progress after which a machine reads the reports of other machines."""
+"""Time in seconds without progress after which a machine reads the reports of other machines."""
 
 
 class HangGuard:
-    """Reports this rank's activity to the hang detector of its machine, until :meth:`close`.
+    """Reports what this rank is doing to the hang detector of its machine, until :meth:`close`.
 
-    The object must be created on all ranks of the job, at the same point. It does nothing if
-    ``after_s`` is 0, or if no private folder can be created.
+    The object must be created on all ranks of the job at the same point. It does nothing if
+    ``after_s`` is 0, or if it cannot create a private folder.
 
     Args:
         job: Rank of this process, and the host and process of every rank.
         after_s: Time in seconds without progress after which the job is considered hanging
             (``--hang-after-s``). 0 turns the detector off; ``None`` derives the time from the
-            durations of steps.
+            duration of steps.
         on_hang: ``report`` to only report a hang, or ``end`` to also stop the job.
         page_folder: Folder for hang reports, or ``None`` for the system's temporary folder.
 
     Attributes:
-        snapshot: Function that returns the rank's activity. The reporting thread calls it. The
-            attribute can be set to another function at any time.
+        snapshot: Function that returns the rank's current activity, as a dictionary. The reporting
+            thread calls it. The attribute can be set to another function at any time.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class HangGuard:
         if after_s == 0 or len(places) < 2:
             return
         if rank == local[0]:
-            for former in base.glob(f"{prefix}*"):  # Remove the folders of jobs that were killed.
+            # Remove folders that jobs left behind when they were killed.
+            for former in base.glob(f"{prefix}*"):
                 if not Path("/proc", former.name.removeprefix(prefix)).exists():
                     shutil.rmtree(former, ignore_errors=True)
         try:
@@ -107,7 +108,7 @@ class HangGuard:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops this rank's reports. Safe to call more than once."""
+        """Stops the reports of this rank. Safe to call more than once."""
         self._stop.set()
         thread = self._thread
         self._thread = None
@@ -153,8 +154,8 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            # Start the detector's process in a separate session. It removes the folder after the
-            # rank has exited, so it must survive a signal to the rank's process group.
+            # Start the detector in a separate session. It removes the folder after the rank has
+            # exited, so it must survive a signal to the process group of the rank.
             start_new_session=True,
         )
 
@@ -183,15 +184,15 @@ class HangGuard:
         return {**fields, "pid": os.getpid(), "collectives": _collectives()}
 
     def _connect(self) -> Any:
-        # Use a second connection to the store, because a call that waits on the job's connection
-        # would block calls of this thread.
+        # Open a second connection to the store, because a waiting call on the job's connection
+        # would block the calls of this thread.
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
         return dist.PrefixStore("hang", store)
 
     def _carry(self, store: Any) -> None:
-        """Writes this machine's report to ``store``.
+        """Writes the report of this machine to ``store``, for the detectors of other machines.
 
-        Also reads the reports of the other machines if this machine makes no progress.
+        If this machine makes no progress, also reads the reports of all other machines.
         """
         report = read_whole(self._folder / "machine.json")
         store.set(str(self._machine), report)
@@ -206,7 +207,10 @@ class HangGuard:
 
 
 def _collectives() -> dict[str, tuple[int, list[int]]]:
-    """Returns each process group's ranks, and the number of collectives this rank started in it."""
+    """Returns how many collectives this rank has started in each process group.
+
+    The value for each group name is (number of collectives, global ranks of the group).
+    """
     collectives = {}
     for group in process_groups():
         # Skip a group that is being destroyed, or whose backend does not count collectives.

@@ -1,8 +1,8 @@
 """Records the operators and kernels of selected steps with torch.profiler.
 
-On a CPU, the outermost operators are recorded; on a GPU, the kernels and copies of the device. The
-profiler also records a mark whose time on the trace's clock is known. Comparing both times of the
-mark gives the offset for converting the profiler's times to the trace's clock.
+On a CPU, the outermost operators are recorded; on a GPU, the kernels and copies. The profiler also
+records a mark, whose time on the trace's clock is known. The difference between both times of the
+mark is used to convert the profiler's times to the trace's clock.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from megatron.adaptive.trace.trace_format import KINDS, Span, SpanRow
 _MARK = "megatron.adaptive: mark of a known time"
 _NUM_MARKS = 3
 _WRAPPER = re.compile(r"autograd::engine|.*Backward\d*$|megatron\.adaptive")
-"""Pattern for the names of ranges that are not operators, but contain operators."""
+"""Pattern for the names of profiler ranges that contain operators but are not operators."""
 
 
 class KernelRecorder:
-    """Records the kernels of selected iterations. All methods must be called from the same thread.
+    """Records the kernels of selected iterations with torch.profiler.
+
+    All methods must be called from the same thread.
 
     Args:
-        folder: Folder of the traces.
+        folder: Folder for the trace files.
         rank: Global rank of this process.
         iterations: Indices of the iterations to record.
         on_gpu: Whether the rank computes on a GPU.
         say: Function that prints a line of text.
-        setting: Setting that turns the recorder on, as users write it.
+        setting: Setting that turns the recorder on, spelled as users write it.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class KernelRecorder:
         self._marks_ns: list[int] = []
 
     def begin(self, iteration: int, *, is_traced: bool) -> None:
-        """Begins ``iteration``, which is recorded if it is traced and selected."""
+        """Begins ``iteration``, and starts recording if it is traced and selected."""
         self._stop()
         if not is_traced or iteration not in self._iterations:
             return
@@ -82,11 +84,11 @@ class KernelRecorder:
                 pass
 
     def end(self, rows: Callable[[], Iterable[SpanRow]]) -> None:
-        """Ends an iteration, and writes its kernels if it was recorded.
+        """Ends an iteration. If it was recorded, writes its kernels to the file.
 
         Args:
-            rows: Function that returns the iteration's spans. It is called after the device has
-                finished the iteration.
+            rows: Function that returns the spans of the iteration. It is called after the device
+                has finished the iteration.
         """
         running = self._stop()
         if running is None:
@@ -104,23 +106,26 @@ class KernelRecorder:
             self._outage.begins(error)
 
     def close(self) -> None:
-        """Stops recording without writing, and closes the file. Safe to call more than once."""
+        """Stops recording without writing the current iteration, and closes the file.
+
+        Safe to call more than once.
+        """
         self._stop()
         self._file.close()
 
     def _stop(self) -> Any:
-        """Stops the profiler, which waits for the device, and returns it or ``None``."""
+        """Stops the profiler, waits for the device, and returns the profiler or ``None``."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()
         return running
 
     def _kernels(self, events: Any) -> Iterator[TimedKernel]:
-        """Yields the kernels among ``events``, with times on the monotonic clock."""
+        """Yields the kernels in ``events``, with their times converted to the monotonic clock."""
         marks = [event.time_range.start for event in events if event.name == _MARK]
         if len(marks) < len(self._marks_ns):
             return
-        # The clock is read shortly before the profiler records the mark. The mark with the shortest
+        # The clock is read shortly before the profiler records the mark. The pair with the shortest
         # delay gives the most accurate offset between the clocks.
         pairs = zip(self._marks_ns, sorted(marks), strict=False)
         shift_ns = max(time_ns - round(mark_us * 1e3) for time_ns, mark_us in pairs)
@@ -135,13 +140,13 @@ class KernelRecorder:
 
 
 def _is_of_gpu(event: Any) -> bool:
-    """Returns whether ``event`` is a kernel or a copy on a GPU."""
+    """Returns whether the profiler's ``event`` is a kernel or a copy on a GPU."""
     is_range = getattr(event, "is_user_annotation", False)
     return bool(event.device_type != torch.autograd.DeviceType.CPU and not is_range)
 
 
 def _is_outermost(event: Any) -> bool:
-    """Returns whether ``event`` is an operator on the CPU outside of all other operators."""
+    """Returns whether ``event`` is a CPU operator that no other operator contains."""
     if event.device_type != torch.autograd.DeviceType.CPU or _WRAPPER.match(event.name):
         return False
     parent = event.cpu_parent

@@ -1,24 +1,25 @@
-"""Runs an F and a B of a rank alternately, so that one computes while the other communicates.
+"""Alternates between an F and a B of a rank, so that one computes while the other communicates.
 
-There are two lanes. Each lane is a thread that runs one action. Only the lane that has the turn
-computes. When its action exchanges tokens with other ranks, the lane starts the exchange and passes
-the turn to the other lane. When the lane gets the turn back, it waits for the rest of the
-exchange::
+There are two lanes. Each lane is a thread that runs one action. Only one lane computes at a time;
+this lane has the turn. When its action exchanges tokens with other ranks, the lane starts the
+exchange and passes the turn to the other lane. When the lane gets the turn back, it waits for the
+rest of the exchange::
 
     lane 0   F [attention]~~~~~~~~~ [expert]~~~~~~~~~~ [attention]      [..] computes
     lane 1                [expert B]~~~~~~~~ [attention B]~~~~~~        ~~~~ communicates
 
-If the other lane is empty, the policy chooses what starts there: an action of another kind, a
+If the other lane has no action, the policy chooses what starts there: an action of another kind, a
 weight gradient, or nothing. A weight gradient finishes before the turn is passed back.
 
-The turn is only passed at exchanges and at the end of actions, independent of time. So all members
-of a decision group start the collectives of both actions in the same order, and both actions may
-use the same communicators. This cannot deadlock, because every member starts an exchange at the
-same position of this order, and nothing before an exchange waits for anything after it.
+The turn is only passed at exchanges and at the end of actions, and never depends on time. So all
+members of a decision group start the collectives of both actions in the same order, and both
+actions may use the same communicators. This cannot deadlock, because every member starts an
+exchange at the same position of this order, and nothing before an exchange waits for anything after
+it.
 
-The same code is used for GPUs. The process group runs an exchange on a separate stream, and the
-kernels of the other lane are launched in the meantime. The wait for the exchange only delays
-kernels that are launched after it.
+GPUs use the same code. The process group runs an exchange on a separate stream, and the kernels of
+the other lane are launched in the meantime. Waiting for the exchange only delays kernels that are
+launched later.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _JOIN_S = 30.0
 
 
 class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
-    """Raised in an action to stop it after the step has failed in the other lane."""
+    """Raised in an action to stop it, after an action in the other lane has failed."""
 
 
 class Lanes:
@@ -45,13 +46,14 @@ class Lanes:
 
     Args:
         decide: Function that returns the next action, or ``None`` if no action starts. Its argument
-            is whether a communicating action can continue instead.
+            says whether an action that is communicating can continue instead.
         perform: Function that runs a chosen action until it finishes.
         await_arrival: Function that blocks until another input has arrived.
         mark: Function that returns a time mark of the device.
 
     Attributes:
-        away: Time marks of the device when each action passed its turn, and when it got it back.
+        away: Pairs of time marks of the device for each action: when the action passed the turn,
+            and when it got the turn back.
     """
 
     def __init__(
@@ -70,13 +72,13 @@ class Lanes:
         self._lanes: list[Action | None] = [None, None]
         self._communicates = [False, False]
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
-        self._next: Action | None = None  # This is the action that the second lane will start.
+        self._next: Action | None = None  # Action that the second lane will start next.
         self._error: BaseException | None = None
 
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Runs actions until ``is_done`` returns True.
+        """Runs actions in both lanes until ``is_done`` returns True.
 
-        When an action exchanges tokens, the turn is passed to the other lane.
+        When an action starts to exchange tokens, the turn is passed to the other lane.
 
         Raises:
             Exception: Any exception that an action of either lane raised.
@@ -98,14 +100,15 @@ class Lanes:
             self._error = self._error or _Abandoned()
             raise
         finally:
-            # Release once to stop an unfinished action, and once to stop the thread.
+            # Release the semaphore twice: first to stop an unfinished action, then to stop the
+            # thread.
             self._turns[1].release(2)
             second.join(_JOIN_S)
 
     def hand_over(self) -> None:
-        """Lets other actions compute while the current action communicates.
+        """Lets another action compute while the current action communicates.
 
-        Blocks until the lane of the current action has the turn again.
+        Blocks until the lane of the current action gets the turn back.
         """
         lane = self._turn
         since = self._mark()
@@ -135,7 +138,7 @@ class Lanes:
             raise self._error
 
     def _second(self, stream: Any) -> None:
-        """Runs the actions of the second lane, in its thread."""
+        """Runs the actions of the second lane in its thread, on the CUDA stream ``stream``."""
         if stream is not None:
             torch.cuda.set_stream(stream)
         while True:
@@ -146,8 +149,8 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # Only one weight gradient runs during an exchange. Then the first lane gets the
-                # turn back.
+                # Only one weight gradient runs during an exchange. After it, the first lane gets
+                # the turn back.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
                     if action is None:
@@ -160,10 +163,10 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Passes the turn to the other lane during each exchange of rows while the context is open.
+        """Replaces torch's all-to-all while the context is open, so that exchanges pass the turn.
 
-        This applies to forward and backward passes. Only exchanges of rows (tokens) take long. In
-        an exchange of one number per row, the lane keeps the turn.
+        This applies to forward and backward passes. Only exchanges of rows (tokens) take long.
+        During an exchange of one number per row, the lane keeps the turn.
         """
         plain = dist.all_to_all_single
 
@@ -192,5 +195,5 @@ class Lanes:
 
 
 def _stream() -> Any:
-    """Returns the current CUDA stream of the calling thread, or ``None`` if CUDA is not in use."""
+    """Returns the calling thread's current CUDA stream, or ``None`` if CUDA is not in use."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -1,16 +1,17 @@
 """Measures the time of each transformer layer in traced steps, for ``--trace-detail layers``.
 
 The forward pass of a layer begins and ends with the call of the layer. The backward pass begins
-when the gradient of the layer's output is known, and ends when the gradient of its input is known::
+when the gradient of the layer's output is known, and ends when the gradient of the layer's input is
+known::
 
     layer 0 ── hidden states ── layer 1 ── hidden states ── layer 2
                 gradient known             gradient known
                      └──── backward of layer 1 ────┘
 
-Weight gradients that a schedule computes later are not part of a layer's backward time. Forward
-passes that are repeated during the backward pass (activation recomputation) are not counted. No
-times are recorded for a layer if the model calls only parts of it, as with overlapped exchanges of
-experts' tokens.
+Weight gradients that a schedule computes later do not count as part of a layer's backward pass.
+Forward passes that are repeated during the backward pass (activation recomputation) are not
+counted. Nothing is recorded for a layer if the model only calls parts of it, as it does if
+exchanges of experts' tokens are overlapped.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _PREDICTING = re.compile(r"\bmtp\.layers\.(\d+)")
 
 
 class LayerMeter(LayerSums):
-    """Measures the transformer layers of this rank.
+    """Measures the time of each transformer layer of this rank.
 
     All methods must be called from the same thread.
 
     Args:
-        chunks: Model chunks of this rank. The hooks on their layers are never removed.
+        chunks: Model chunks of this rank. Hooks are added to their layers, and are never removed.
         clock: Clock that records time marks on the device.
     """
 
@@ -73,7 +74,10 @@ class LayerMeter(LayerSums):
         layer.register_forward_hook(ends)
 
     def _watch_backward(self, index: int, received: Any, result: Any) -> None:
-        """Measures the time from the gradient of a layer's output to the gradient of its input."""
+        """Measures the backward pass of a layer with hooks on its input and its output.
+
+        The pass lasts from the gradient of ``result`` to the gradient of ``received``.
+        """
         if not all(isinstance(t, torch.Tensor) and t.requires_grad for t in (received, result)):
             return
         starts: list[Any] = []
@@ -91,7 +95,7 @@ class LayerMeter(LayerSums):
 
 
 def _number_of(layer: Any, name: str, num_layers: int) -> int:
-    """Returns the index of ``layer`` in the model. Multi-token prediction layers come last."""
+    """Returns the index of ``layer`` in the model, counting multi-token prediction layers last."""
     predicting = _PREDICTING.search(name)
     if predicting is not None:
         return num_layers + int(predicting[1])
@@ -99,5 +103,5 @@ def _number_of(layer: Any, name: str, num_layers: int) -> int:
 
 
 def _is_in_backward() -> bool:
-    """Returns whether this thread is running a backward pass, which may include recomputation."""
+    """Returns whether this thread is running a backward pass, for example to recompute a layer."""
     return int(torch._C._current_graph_task_id()) != -1

@@ -1,6 +1,6 @@
 """Adds up the times of a rank's layers in traced steps, for ``--trace-detail layers``.
 
-Times are added up over the microbatches of a step, so a trace contains only a few numbers per layer
+Times are summed over the microbatches of a step, so a trace contains only a few numbers per layer
 and step. For timelines, a trace also contains the start and end of each layer's first forward and
 backward pass in a step. :mod:`~megatron.adaptive.engine.layer_meter` measures transformer layers of
 megatron-core, and ``modules.segment_meter`` measures the segments of a ``Pipeline``.
@@ -12,16 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_LAYERS = 64
-"""Maximum number of measured layers per rank, which limits the times of a step to about 3 KB."""
+"""Maximum number of measured layers per rank. It limits the size of a step's times to about 3 KB.
+"""
 
 MOST_DRAWN = 32
-"""Maximum number of layers per rank whose first passes are stored with start and end."""
+"""Maximum number of layers per rank for which the start and end of the first passes are stored."""
 
 FORWARD, BACKWARD = 0, 1
 
 
 class LayerSums:
-    """Adds up the times of this rank's layers. All methods must be called from the same thread.
+    """Adds up the times of this rank's layers in a step.
+
+    All methods must be called from the same thread.
 
     Args:
         numbers: Index of each layer of this rank in the whole model.
@@ -35,12 +38,13 @@ class LayerSums:
         self.is_traced = False
         self._clock = clock
         self._numbers = list(numbers)
-        # Each entry contains the position of a layer, the kind of pass, its start and its end.
+        # Each entry contains the position of a layer, the kind of pass, and the marks at start and
+        # end.
         self._marks: list[tuple[int, int, Any, Any]] = []
         self._first_passes: dict[tuple[int, int], tuple[int, int]] = {}
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step.
+        """Begins a step, and measures its layers if it is traced.
 
         Args:
             is_traced: Whether to measure the step.
@@ -49,7 +53,7 @@ class LayerSums:
         self._marks = []
 
     def mark(self) -> Any:
-        """Marks the current point in the device's work, for :meth:`add`."""
+        """Returns a mark of the current point in the device's work, which :meth:`add` takes."""
         return self._clock.mark()
 
     def add(self, position: int, kind: int, start: Any, end: Any) -> None:
@@ -64,7 +68,7 @@ class LayerSums:
         self._marks.append((position, kind, start, end))
 
     def rows(self) -> list[tuple[int, int, int, int]]:
-        """Ends a step and returns the times of its layers. Waits until the device has finished.
+        """Ends a step, waits for the device, and returns the total times of each layer in the step.
 
         Returns:
             One row per layer: index of the layer in the model, total time of all forward passes in
@@ -89,7 +93,7 @@ class LayerSums:
         ]
 
     def passes(self) -> list[tuple[int, int, int, int]]:
-        """Returns the first passes of layers in the step for which :meth:`rows` was last called.
+        """Returns the first passes of each layer in the step that :meth:`rows` ended last.
 
         If the rank has more than ``MOST_DRAWN`` layers, only evenly spaced layers are returned.
 

@@ -1,4 +1,4 @@
-"""Looks up the process groups of a model, in ``parallel_state`` or in a caller's collection.
+"""Looks up a model's process groups, in ``parallel_state`` or in a collection of the caller.
 
 A program that creates its process groups itself passes them to megatron-core's schedule as a
 ``ProcessGroupCollection``. ``parallel_state`` may then be empty.
@@ -31,14 +31,14 @@ _BY_KIND = {
 class ModelGroups:
     """Provides the process groups that connect this rank to the other ranks of a model.
 
-    Groups of ``parallel_state`` are looked up on each access, because a run may need only some of
-    them.
+    Groups of ``parallel_state`` are looked up on each access, because a run may need only some
+    groups.
 
     Args:
         collection: Process groups created by the caller, or ``None`` to use ``parallel_state``.
 
     Raises:
-        ConfigError: A required group is missing in the collection.
+        ConfigError: A required group is missing in ``collection``.
     """
 
     def __init__(self, collection: Any = None) -> None:
@@ -99,7 +99,7 @@ class ModelGroups:
 
     @property
     def replica(self) -> tuple[int, int]:
-        """Returns the index of this rank's replica, and the number of replicas."""
+        """Returns the index of this rank's data-parallel replica, and the number of replicas."""
         if self._collection is None:
             rank: int = parallel_state.get_data_parallel_rank()
             return rank, parallel_state.get_data_parallel_world_size()
@@ -123,7 +123,7 @@ class ModelGroups:
 
     @property
     def pp_rank(self) -> int:
-        """Returns the pipeline rank of this process."""
+        """Returns this rank's index in the group of its pipeline."""
         if self._collection is None:
             rank: int = parallel_state.get_pipeline_model_parallel_rank()
             return rank
@@ -139,9 +139,10 @@ class ModelGroups:
 
     @property
     def meeting(self) -> list[Any]:
-        """Returns the groups whose ranks communicate during forward and backward passes.
+        """Returns the groups whose ranks communicate in forward and backward passes of every model.
 
-        The groups that only models with experts need are in :attr:`experts` and :attr:`balanced`.
+        :attr:`experts` and :attr:`balanced` contain the groups that are only used in models with
+        experts.
         """
         if self._collection is None:
             return [parallel_state.get_tensor_and_context_parallel_group()]
@@ -149,7 +150,7 @@ class ModelGroups:
 
     @property
     def experts(self) -> list[Any]:
-        """Returns the groups whose ranks exchange tokens of experts."""
+        """Returns the groups whose ranks exchange tokens between experts."""
         if self._collection is None:
             return [
                 parallel_state.get_expert_model_parallel_group(),
@@ -167,7 +168,7 @@ class ModelGroups:
         return [self.tp, self.dp_cp]
 
     def by_kind(self) -> dict[str, Any]:
-        """Returns all groups of the model by kind, with ``None`` for groups that do not exist."""
+        """Returns all groups of the model by kind; ``None`` for groups that do not exist."""
         if self._collection is not None:
             return {kind: getattr(self._collection, name, None) for kind, name in _BY_KIND.items()}
         return {
@@ -184,13 +185,16 @@ class ModelGroups:
         }
 
     def connect_same_ranks(self, other: ModelGroups) -> bool:
-        """Returns whether pipeline, tensor and context groups of ``other`` have the same ranks."""
+        """Returns whether the groups of ``other`` have the same ranks as these groups.
+
+        Compares the pipeline-, tensor- and context-parallel groups.
+        """
         pairs = ((self.pp, other.pp), (self.tp, other.tp), (self.cp, other.cp))
         return all(has_same_ranks(group, twin) for group, twin in pairs)
 
 
 def has_same_ranks(group: Any, other: Any) -> bool:
-    """Returns whether ``group`` and ``other`` consist of the same ranks in the same order."""
+    """Returns whether ``group`` and ``other`` contain the same ranks in the same order."""
     if group is other:
         return True
     if not isinstance(group, dist.ProcessGroup) or not isinstance(other, dist.ProcessGroup):

@@ -1,6 +1,6 @@
-"""Creates the policy of one rank, and the rank state that the policy reads.
+"""Creates the policy of one rank, and the rank state on which the policy decides.
 
-All three training methods use this module: megatron-core's GPT, plain modules, and a user's
+Three kinds of training programs use this module: megatron-core's GPT, plain modules, and a user's
 Megatron-LM.
 """
 
@@ -27,35 +27,35 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 
 
 class Orders:
-    """Creates the policy and the state of one rank for each step.
+    """Creates the policy and the state with which one rank runs each step.
 
-    A policy depends on the number of microbatches, and is cached for later steps with the same
+    A policy depends on the number of microbatches, and is reused in later steps with the same
     number.
 
     Args:
-        schedule: Name of a static schedule or run-time scheduling rule. ``auto`` runs ``adaptive``
-            until times have been measured.
+        schedule: Name of a static schedule or run-time scheduling rule. With ``auto``, ``adaptive``
+            runs until times have been measured.
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Pipeline rank of this process.
-        cap: Limit on the activations that a rank holds, or ``None`` for the default of this
-            pipeline. The unit is one microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank keeps, in microbatches through all chunks of the
+            rank, or ``None`` for the default limit of this pipeline.
         splits: Whether weight gradients are separate actions (W) instead of part of the backward
             pass.
-        pieces: Number of W actions per weight gradient under a run-time rule, which fills short
-            waits with W actions. Under a static schedule, there is one W per weight gradient.
+        pieces: Number of W actions into which a weight gradient is split under a run-time rule,
+            which fills short waits with W actions. Under a static schedule, there is always one W.
         schedule_file: Path of the schedule file if ``schedule`` is ``file``, else ``None``.
         group_size: Number of consecutive microbatches that a chunk runs under ``interleaved``, or
             ``None`` for the number of ranks of the pipeline.
         widths: Number of data-parallel ranks of each stage if the numbers differ, else ``None``.
         auto_candidates: Names of additional schedules that ``auto`` tries.
-        slice_shares: Length of each slice into which sequences are cut, relative to the sequence.
-            The lengths must add up to 1. By default, sequences are not cut.
+        slice_shares: Length of each slice into which sequences are cut, as a fraction of the
+            sequence. The fractions must add up to 1. By default, sequences are not cut.
         beside: Whether an action of a training step may start while an action of another kind
             exchanges tokens of experts.
 
     Attributes:
-        replay: Recorded orders to follow in training steps, or ``None``. The caller must call
-            ``Replay.begin`` before each step.
+        replay: Recorded orders of actions to follow in training steps, or ``None``. The caller must
+            call ``Replay.begin`` before each step.
 
     Raises:
         ConfigError: The schedule file is for a different pipeline or number of slices, or contains
@@ -95,8 +95,8 @@ class Orders:
             weight_pieces = self._from_file.weight_pieces
         elif splits:
             weight_pieces = pieces if is_rule(_simulated_name(schedule)) else 1
-        # This candidate keeps the name that the user selected, which may be auto. A cap of None
-        # means the default limit on activations.
+        # This candidate has the name that the user selected, which may be auto. A cap of None
+        # selects the default limit on activations.
         self._chosen = Candidate(
             name=schedule,
             placement=placement,
@@ -117,14 +117,14 @@ class Orders:
     def num_slices(self) -> int:
         """Returns the number of slices of each microbatch, or 1 for whole microbatches.
 
-        If the number differs between microbatches, the result is the largest number of the last
+        If this number differs between microbatches, the result is the largest number in the last
         step.
         """
         return most_slices_of(self._counts)
 
     @property
     def _spec(self) -> ScheduleSpec | None:
-        """Returns the schedule's ScheduleSpec, or ``None`` for a schedule that ``auto`` made."""
+        """Returns the current schedule's ScheduleSpec, or ``None`` if ``auto`` made it."""
         return None if self.schedule == ANNEALED else schedule_spec(self.schedule)
 
     @property
@@ -133,21 +133,22 @@ class Orders:
         return self._chosen.weight_pieces
 
     def recut(self, num_slices: SliceCounts) -> None:
-        """Changes the number of slices of each microbatch to ``num_slices`` from the next step.
+        """Changes the number of slices of each microbatch to ``num_slices``, from the next step on.
 
-        All ranks of a pipeline must call this with the same number, before the same step. The
-        slices then have equal lengths, unless :meth:`state` gets the size of each slice.
+        All ranks of a pipeline must call this method with the same number before the same step. The
+        slices then have equal lengths, unless the caller passes the size of each slice to
+        :meth:`state`.
 
         Raises:
-            ScheduleError: The numbers differ between microbatches, but the schedule requires equal
-                numbers.
+            ScheduleError: The number of slices differs between microbatches, but the schedule
+                requires equal numbers.
         """
         self._counts = num_slices
         if not isinstance(num_slices, int):
             return
         if num_slices != len(self._shares):
             self._shares = (1 / num_slices,) * num_slices
-        # ``use`` may have set a candidate with any number of slices.
+        # ``use`` may have set a candidate with a different number of slices.
         if num_slices != self._chosen.num_slices:
             self._chosen = replace(self._chosen, num_slices=num_slices)
 
@@ -162,8 +163,8 @@ class Orders:
             frozen_stages: Number of leading stages through which no gradient flows.
 
         Raises:
-            ConfigError: The schedule file, or the record to replay, is for a different number of
-                microbatches.
+            ConfigError: The schedule file, or the record to replay, was made for a different number
+                of microbatches.
             ScheduleError: The schedule does not support this number of microbatches.
         """
         if self.replay is not None and not forward_only:
@@ -189,9 +190,9 @@ class Orders:
             num_microbatches: Number of microbatches that this rank runs in the step.
             forward_only: Whether the step is an evaluation, which has only forward passes.
             sizes: Number of token positions in each microbatch or in each slice, or ``None`` if all
-                are equal. The size of the activations is proportional to it. If this is given, the
-                limit on activations is relative to the mean size, and is raised to the largest size
-                if necessary, so that every microbatch can start.
+                are equal. The size of the activations is proportional to it. If given, the limit on
+                activations is relative to the mean size. The limit is raised to the largest size if
+                necessary, so that every microbatch can start.
             frozen_stages: Number of leading stages through which no gradient flows.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
@@ -230,9 +231,9 @@ class Orders:
         )
 
     def use(self, candidate: Candidate) -> None:
-        """Switches to the schedule or run-time rule ``candidate``, starting with the next step.
+        """Switches to the schedule or run-time rule of ``candidate``, starting with the next step.
 
-        All ranks must call this with the same candidate, before the same step.
+        All ranks must call this method with the same candidate before the same step.
         """
         self._chosen = candidate
         self._policies.clear()
@@ -249,18 +250,17 @@ class Orders:
         return replace(self._chosen, name=name, cap=cap, frozen_stages=frozen_stages)
 
     def inputs_in_flight(self, num_microbatches: int, *, smallest: float = 1.0) -> int:
-        """Returns the maximum number of received inputs that a rank keeps at a time.
+        """Returns the maximum number of received inputs that a rank keeps at the same time.
 
         Each slice of a microbatch is a separate input. The result determines the size of the
-        receive buffers, which does not change when ``auto`` chooses a schedule. For ``auto``
-        without a cap, it is therefore the number of all microbatches, which is the most that any
-        schedule keeps.
+        receive buffers, which does not change when ``auto`` chooses a schedule. So for ``auto``
+        without a cap, the result is the number of all microbatches, which no schedule exceeds.
 
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if
                 stages have different numbers of ranks.
-            smallest: Size of the smallest microbatch, relative to the mean. The memory limit allows
-                the largest number of microbatches if all have this size.
+            smallest: Size of the smallest microbatch, relative to the mean size. The limit on
+                activations allows the largest number of microbatches if all of them have this size.
         """
         keeps_all = self._spec is not None and (
             self._spec.keeps_all
@@ -268,7 +268,8 @@ class Orders:
             or (self._spec.kind == "auto" and self._chosen.cap is None)
         )
         if (widths := self.widths) is not None:
-            # Both ends of a channel need the same size, so take the maximum over all stages.
+            # Both ends of a channel need buffers of the same size, so take the maximum over all
+            # stages.
             counts = [
                 widths.own_microbatches(s, num_microbatches) for s in range(widths.num_stages)
             ]
@@ -325,7 +326,7 @@ slices differ in each step."""
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices: int) -> Schedule:
-    """Loads the schedule file ``path``, and checks that it is for this pipeline."""
+    """Loads the schedule file ``path``, and checks that it was made for this pipeline."""
     schedule = load(Path(path))
     its = schedule.placement
     if its != placement:
@@ -353,7 +354,7 @@ def _slices(num_slices: int) -> str:
 
 
 def _simulated_name(schedule: str) -> str:
-    """Returns the name of the schedule to run before times have been measured.
+    """Returns the name of the schedule to use until times have been measured.
 
     The result is ``adaptive`` for ``auto``, and ``schedule`` for all other schedules.
     """

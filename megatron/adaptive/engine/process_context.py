@@ -1,4 +1,4 @@
-"""Represents a process in its job, with its device, small messages to all ranks, and cleanup."""
+"""Represents a process in its job: its device, small messages between ranks, and cleanup."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from megatron.adaptive.errors import AdaptiveError, PeerLostError
 T = TypeVar("T")
 
 _FAILED_SETUPS = "megatron-adaptive-failed"
-"""Prefix of the keys with which ranks count failed setups in the job's key-value store."""
+"""Prefix of the keys under which ranks count failed setups in the job's key-value store."""
 _FAILED_TOGETHER_S = 3.0
-"""Maximum time in seconds to wait until the setup has failed on all ranks."""
+"""Maximum time in seconds to wait for the setup to fail on all ranks."""
 _POLL_S = 0.02
-"""Interval in seconds for polling the number of failed ranks."""
+"""Interval in seconds at which the number of failed ranks is polled."""
 
 
 def is_alone() -> bool:
-    """Returns whether this process simulates a rank of a job without the other ranks.
+    """Returns whether this process simulates one rank of a job while the other ranks do not exist.
 
-    Such a process uses torch's ``fake`` process groups: a gather returns this rank's value for each
-    rank, and other collectives leave tensors unchanged or copy this rank's part.
+    Such a process uses torch's ``fake`` process groups: a gather returns this rank's value for
+    every rank, and other collectives leave tensors unchanged or copy this rank's part.
     """
     return bool(dist.get_backend() == dist.Backend.FAKE)
 
 
 def gather(value: T, group: Any = None) -> list[T]:
-    """Gathers ``value`` from each rank of ``group``, and returns all values by rank.
+    """Gathers ``value`` from each rank of ``group``, and returns a list of all values by rank.
 
-    All ranks of the group must call this function. The default group contains all ranks.
+    All ranks of the group must call this function. If ``group`` is ``None``, it contains all ranks.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -50,9 +50,9 @@ def gather(value: T, group: Any = None) -> list[T]:
 
 
 def from_first(value: T, group: Any = None) -> T:
-    """Broadcasts ``value`` from the first rank of ``group``, and returns the broadcast value.
+    """Broadcasts ``value`` from the first rank of ``group``, and returns the value of that rank.
 
-    All ranks of the group must call this function. The default group contains all ranks.
+    All ranks of the group must call this function. If ``group`` is ``None``, it contains all ranks.
     """
     if is_alone():
         return value
@@ -66,10 +66,12 @@ _GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTIL
 
 
 def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
-    """Returns a ``PeerLostError`` for a library's error about a broken connection, else ``None``.
+    """Converts a library's error about a broken connection into a ``PeerLostError``.
+
+    Returns ``None`` if ``error`` is a different error.
 
     Args:
-        error: Exception that a library raised. The exceptions that caused it are also checked.
+        error: Exception that a library raised. The chain of its causes is also checked.
         rank: Global rank of this process, for the error message.
     """
     cause: BaseException | None = error
@@ -85,7 +87,7 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
 
 
 def _broken_connection(error: BaseException) -> str | None:
-    """Returns the library's text about a broken connection, or ``None`` for other errors."""
+    """Returns the library's description of a broken connection, or ``None`` for other errors."""
     text = str(error)
     if isinstance(error, RuntimeError) and (match := _GLOO.search(text)) is not None:
         return match[1]
@@ -96,7 +98,7 @@ def _broken_connection(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def naming_lost_peers() -> Iterator[None]:
-    """Converts a library's error about a broken connection into ``PeerLostError``.
+    """Converts errors about broken connections, raised in the context, into ``PeerLostError``.
 
     Raises:
         PeerLostError: A collective operation failed because another rank has exited.
@@ -114,24 +116,24 @@ def naming_lost_peers() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The resources of a process in its job: device, process groups, folder leases.
+    """A process in its job, with its device, process groups and rights to folders.
 
     Attributes:
-        environment: Settings from the launcher's environment variables, with the rank and world
-            size of the process group.
-        accelerator: CPU or GPU that this process computes on.
+        environment: Settings from the launcher's environment variables, except for the rank and the
+            world size, which are those of the process group.
+        accelerator: CPU or GPU on which this process computes.
         control_group: Gloo group of all ranks for small messages between hosts.
         places: Host and process of every rank, by global rank (see ``liveness.here``).
         timeout: Maximum time to wait for other ranks.
-        owns_process_group: Whether torch's default process group was created for this job, and is
-            destroyed with the job.
+        owns_process_group: Whether torch's default process group was created for this job. If so,
+            it is destroyed with the job.
         groups_before: Process groups that existed before the job started. The job does not destroy
             them.
         groups: Process groups that :meth:`close` destroys. If empty, :meth:`close` destroys all
             groups that were created since the job started.
-        leases: Rights to write to checkpoint folders, by path. They are released at the end of the
-            job.
-        launcher: Process ID of the launcher that started this process, or ``None`` without a
+        leases: Rights to write to checkpoint folders, by path of the folder. They are released at
+            the end of the job.
+        launcher: Process ID of the launcher that started this process, or ``None`` if there is no
             launcher.
     """
 
@@ -157,21 +159,27 @@ class Job:
         return self.environment.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Gathers ``value`` from each rank, and returns the list of values by rank.
+        """Gathers ``value`` from each rank, and returns a list of all values by rank.
 
         All ranks must call this method.
         """
         return gather(value, self.control_group)
 
     def from_first(self, value: Any) -> Any:
-        """Broadcasts ``value`` from rank 0 and returns it. All ranks must call this method."""
+        """Broadcasts ``value`` from rank 0 and returns the value of rank 0.
+
+        All ranks must call this method.
+        """
         return from_first(value, self.control_group)
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Calls ``action`` on rank 0 and returns its result on all ranks. All ranks must call this.
+        """Calls ``action`` on rank 0 only, and returns its result on all ranks.
+
+        All ranks must call this method.
 
         Raises:
-            AdaptiveError: ``action`` raised this error on rank 0. It is raised on all ranks.
+            AdaptiveError: ``action`` raised this error on rank 0. The method raises the same error
+                on all ranks.
         """
         answer: Any = None
         if self.is_first or is_alone():
@@ -186,9 +194,9 @@ class Job:
         return result
 
     def settle(self) -> None:
-        """Records that the process groups created so far belong to the job.
+        """Records that all process groups created so far belong to the job.
 
-        Groups created later belong to the user, and :meth:`close` does not destroy them.
+        Later groups belong to the user, and :meth:`close` does not destroy them.
         """
         self.groups[:] = [group for group in process_groups() if group not in self.groups_before]
 
@@ -206,23 +214,23 @@ class Job:
             )
 
     def end_leases(self) -> None:
-        """Releases the rights to write to folders. Safe to call more than once."""
+        """Releases the job's rights to write to folders. Safe to call more than once."""
         for lease in self.leases.values():
             lease.end()
 
     def close(self) -> None:
-        """Ends the job.
+        """Ends the job and destroys its process groups. All ranks must call this method.
 
-        If torch was initialized before the job, only the job's process groups are destroyed.
+        If torch was initialized before the job started, the process groups of the caller remain.
 
-        All ranks must call this method.
+        Releases the rights to folders first.
         """
         if not self.owns_process_group:
             dist.barrier()  # After the barrier, no rank is waiting in one of these groups.
         self._end(with_groups=True)
 
     def _end(self, *, with_groups: bool) -> None:
-        """Ends this rank's part of the job, without waiting for other ranks.
+        """Ends this rank's part of the job, without waiting for the other ranks.
 
         Args:
             with_groups: Whether the job's process groups are destroyed.
@@ -238,18 +246,21 @@ class Job:
         destroy_groups(self.groups)
 
     def close_after_error(self) -> None:
-        """Ends the job after an error in its setup, so that the process can set up another job.
+        """Ends the job after its setup failed, so that the process can set up another job.
 
         Often all ranks raise the same error at the same time. But an error may also occur only on
         this rank, and must be visible before the other ranks time out. So this rank waits only a
-        few seconds for the other ranks to fail. If they have not failed by then, and the default
-        process group belongs to the caller, the job's groups are not destroyed, because the other
-        ranks may be waiting in them.
+        few seconds for the setup to fail on the other ranks. If it has not failed there by then,
+        and the default process group belongs to the caller, the job's groups are not destroyed,
+        because the other ranks may still be using them.
         """
         self._end(with_groups=self.owns_process_group or self._have_all_failed())
 
     def _have_all_failed(self) -> bool:
-        """Returns whether all ranks call this method within a few seconds of this rank's call."""
+        """Returns whether the setup fails on all ranks within a few seconds.
+
+        A rank reports that its setup has failed by calling this method.
+        """
         if is_alone():
             return True
         store = dist.distributed_c10d._get_default_store()
@@ -268,7 +279,7 @@ class Job:
 
 
 def environment_of_rank() -> Environment:
-    """Returns the launcher's settings, with the rank and world size of the process group."""
+    """Returns the launcher's settings, but with the rank and world size of the process group."""
     return dataclasses.replace(
         Environment.read(), rank=dist.get_rank(), world_size=dist.get_world_size()
     )
@@ -277,13 +288,16 @@ def environment_of_rank() -> Environment:
 def process_groups() -> list[Any]:
     """Returns the process groups of this process in the order in which they were created.
 
-    The order is the same on all ranks of a group.
+    All ranks of a group list their common groups in the same order.
     """
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def destroy_groups(groups: Iterable[Any]) -> None:
-    """Destroys those of ``groups`` that still exist, with their threads. Call on all ranks."""
+    """Destroys the process groups in ``groups`` that still exist.
+
+    All ranks must call this function.
+    """
     for group in list(groups):
         if group in process_groups():
             dist.destroy_process_group(group)

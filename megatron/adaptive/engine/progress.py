@@ -1,7 +1,7 @@
 """Writes the progress of a run to ``progress.jsonl`` in the trace folder, for other programs.
 
-One rank appends a line of JSON for every iteration that is logged. For other iterations, it writes
-at most two lines per second::
+One rank appends a line of JSON for every iteration that is logged. For all other iterations, it
+writes at most two lines per second::
 
     {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}     when training starts
     {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
@@ -12,7 +12,8 @@ at most two lines per second::
     {"probe": 1, "failed_nodes": [{"node": "c", "text": "rank 2 on ...", "limits": {...}}], ...}
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
-A number that is not finite is written as ``null``. While the disk is full, no lines are written.
+A number that is infinite or not a number is written as ``null``. While the disk is full, no lines
+are written.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
-"""Reason in the file for the end of a run that has completed all its iterations."""
+"""Reason that the file gives for the end of a run that has completed all its iterations."""
 
 PERIOD_S = 0.5
 
@@ -36,12 +37,12 @@ Value = float | int | str | list[float] | list[dict[str, Any]] | None
 
 
 def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = False) -> str:
-    """Returns the log line for a saved checkpoint.
+    """Returns the line to print for a saved checkpoint.
 
     Args:
         iteration: Iteration after which the checkpoint was saved.
         path: Path of the checkpoint's folder.
-        seconds: Time in seconds that training waited for the checkpoint.
+        seconds: Time in seconds for which training waited for the checkpoint.
         is_behind: Whether the checkpoint was written in the background.
     """
     waited = f"training waited {seconds:.2f} s" if is_behind else f"{seconds:.2f} s"
@@ -51,7 +52,7 @@ def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = 
 class ProgressFile:
     """Appends lines to ``progress.jsonl``, which contains the progress of a run.
 
-    If writing fails, a warning is printed once and lines are lost, but the job continues.
+    If writing fails, a warning is printed once and some lines are lost, but the job continues.
 
     Args:
         folder: Trace folder, which is created if it does not exist, or ``None`` to write nothing.
@@ -71,13 +72,13 @@ class ProgressFile:
             Outage(path, "lines").begins(error)
 
     def begins(self, start_iteration: int, total_iterations: int, **more: Value) -> None:
-        """Writes the line for the start of a run.
+        """Writes a line about the start of a run.
 
         Args:
             start_iteration: Number of iterations completed before training started or resumed.
             total_iterations: Number of iterations of the whole training run.
-            **more: Additional fields, such as the parallel sizes, and ``moved`` if the ranks were
-                already training and now switch to this folder.
+            **more: Additional fields of the line, such as the parallel sizes. ``moved`` is set if
+                the ranks were already training and now switch to this folder.
         """
         sizes = {"total_iterations": total_iterations, "start_iteration": start_iteration}
         self._start = _line({**sizes, **more})
@@ -85,11 +86,11 @@ class ProgressFile:
             self._file.begin()
 
     def iteration(self, iteration: int, values: Mapping[str, Value], *, is_logged: bool) -> None:
-        """Writes a line for an iteration, unless such a line was written less than 0.5 s ago.
+        """Writes a line about an iteration, unless such a line was written less than 0.5 s ago.
 
         Args:
             iteration: Index of the iteration.
-            values: Measurements of the iteration, by name.
+            values: Measurements of the iteration, by name of the field.
             is_logged: Whether the iteration is logged. If so, the line is always written.
         """
         now_s = time.monotonic()
@@ -99,12 +100,12 @@ class ProgressFile:
             self._flush()
 
     def report(self, values: Mapping[str, Value]) -> None:
-        """Writes a line with ``values`` for an event, such as a saved checkpoint."""
+        """Writes a line with the fields ``values`` about an event, such as a saved checkpoint."""
         self._flush()
         self._write(values)
 
     def close(self) -> None:
-        """Writes the last pending line and closes the file. Safe to call more than once."""
+        """Writes the pending line, if any, and closes the file. Safe to call more than once."""
         self._flush()
         file = self._file
         self._file = None

@@ -1,8 +1,8 @@
-"""Connects the ranks of a launcher to a shared key-value store, within a timeout.
+"""Connects all ranks that launchers have started to a shared key-value store, with a timeout.
 
-Without this module, torch would wait forever if another program listens on the port and does not
-reply. It would retry for minutes if a host name cannot be resolved. Ranks with different ports
-would wait for each other forever.
+torch itself would wait forever if another program listens on the port and does not reply, and would
+retry for minutes if a host name cannot be resolved. Ranks that use different ports would wait for
+each other forever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-"""Maximum time in seconds to wait for a reply of the store.
+"""Maximum time in seconds to wait for a reply from the store.
 
 A running store replies within milliseconds.
 """
@@ -38,30 +38,30 @@ _COMPLETE = "complete"
 
 
 class MeetingError(Exception):
-    """Raised with a short reason why ranks cannot connect.
+    """Raised if ranks cannot connect. The message is a short reason.
 
-    :func:`no_rendezvous` converts it into an error message for users.
+    :func:`no_rendezvous` converts this error into an error message for users.
     """
 
 
 class NotAStoreError(MeetingError):
-    """Raised if a program other than a key-value store listens at the address."""
+    """Raised if the program that listens at the address is not a key-value store."""
 
 
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
-    """Returns the key-value store that all ranks share. All ranks must call this function.
+    """Connects this rank to the key-value store that all ranks share, and returns the store.
 
-    A process without a launcher gets a separate store. If rank 0 serves the store and
-    ``MASTER_ADDR`` is an address of its machine, the store listens only at that address. torch
-    itself would listen at all addresses and accept any client. The call blocks until all ranks are
-    connected, for at most ``environment.meeting_s``.
+    All ranks must call this function. A process without a launcher gets a store of its own. If rank
+    0 serves the store and ``MASTER_ADDR`` is an address of its machine, the store listens only at
+    that address. torch itself would listen at all addresses and accept any client. The call blocks
+    until all ranks are connected, for at most ``environment.meeting_s``.
 
     Args:
         environment: Settings of this rank, from environment variables.
-        timeout: Time limit for each later operation that waits for other ranks.
+        timeout: Maximum time for each later operation of the store that waits for other ranks.
 
     Raises:
-        SetupError: The limit on open files of this process is too low for this number of ranks.
+        SetupError: The limit on open files is too low for this number of ranks.
         DistError, ValueError, MeetingError: The ranks cannot connect. :func:`no_rendezvous`
             converts these errors into an error message for users.
     """
@@ -74,17 +74,17 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     else:
         store = _join(environment, end_s)
     store.set_timeout(timeout)
-    # Each start of the ranks needs a separate prefix, because a launcher may keep the store when it
-    # restarts its ranks.
+    # Each start of the ranks needs a different prefix, because a launcher may keep the store when
+    # it restarts its ranks.
     store = dist.PrefixStore(f"start-{environment.restart_count}", store)
     _wait_for_all(dist.PrefixStore("meeting", store), environment, end_s)
     return store
 
 
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Converts a failure to connect the ranks into an error with a single line of text.
+    """Converts an error about connecting the ranks into an error with a single line of text.
 
-    Returns ``error`` unchanged if it is not about connecting the ranks.
+    Returns ``error`` unchanged if it has a different cause.
     """
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ValueError) and "rendezvous" not in reason:
@@ -99,18 +99,18 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
 def within(
     limit_s: float, action: Callable[[], T], late: str, *, raises: type[MeetingError] = MeetingError
 ) -> T:
-    """Calls a function that may never return, and waits for its result until a timeout.
+    """Calls ``action``, which may never return, and returns its result if it is in time.
 
-    The function runs in a thread.
+    ``action`` runs in a separate thread.
 
     Args:
         limit_s: Timeout in seconds.
         action: Function to call. Its exceptions are raised in the calling thread.
-        late: Error message if the timeout passes.
-        raises: Class of the error if the timeout passes.
+        late: Error message to use if the timeout passes.
+        raises: Class of the error to raise if the timeout passes.
 
     Raises:
-        MeetingError: The timeout has passed. The thread with the function keeps running until the
+        MeetingError: The timeout has passed. The thread that runs ``action`` continues until the
             process exits.
     """
     answers: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
@@ -133,16 +133,16 @@ def within(
 
 
 def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> None:
-    """Waits until a program listens at an address.
+    """Waits until a program listens at ``host`` and ``port``.
 
     Args:
         host: Name or address of the host.
         port: Port number.
         end_s: Deadline, as a value of ``time.monotonic``.
-        only_look_up: Whether to wait only until the name is resolved.
+        only_look_up: Whether to wait only until the name of the host can be resolved.
 
     Raises:
-        MeetingError: No program listened at the address before ``end_s``, or the name could not be
+        MeetingError: Until ``end_s``, no program listened at the address, or the name could not be
             resolved.
     """
     begin_s = time.monotonic()
@@ -171,8 +171,8 @@ def connect(host: str, port: int, end_s: float) -> Any:
     """Connects to the key-value store that another process serves at ``host`` and ``port``.
 
     Raises:
-        NotAStoreError: The program that listens at the address does not reply.
-        MeetingError: No program listens at the address.
+        NotAStoreError: A program listens at the address, but does not reply like a store.
+        MeetingError: No program listens at the address until ``end_s``.
     """
     reach(host, port, end_s)
     return within(
@@ -195,7 +195,8 @@ def _serve(environment: Environment, end_s: float) -> Any:
     port = environment.master_port
     left_s = max(1.0, end_s - time.monotonic())
     if port is not None:
-        with contextlib.suppress(OSError):  # A wrong port is reported later, when ranks connect.
+        # A wrong port is reported later, when the ranks connect.
+        with contextlib.suppress(OSError):
             reach(address, port, end_s, only_look_up=True)
             listener = bind(address, port)
             return dist.TCPStore(
@@ -223,7 +224,7 @@ def _join(environment: Environment, end_s: float) -> Any:
 
 
 def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
-    """Waits until every rank is connected to ``store``.
+    """Waits until every rank of the job is connected to ``store``, at most until ``end_s``.
 
     Raises:
         MeetingError: The timeout has passed. The message lists the missing ranks.

@@ -1,15 +1,15 @@
-"""Records the order in which each rank ran its actions in a file, and replays this order.
+"""Records the order in which each rank ran its actions to a file, and replays this order.
 
-The order that a run-time scheduling rule chooses depends on when inputs arrive, so two runs rarely
-have the same order. A record makes an order reproducible for debugging, comparisons, or profiling.
+A run-time scheduling rule chooses actions depending on when inputs arrive, so two runs rarely have
+the same order. A record makes the order reproducible for debugging, comparisons, or profiling.
 Losses and gradients do not depend on the order, because each stage runs its F, its B and its W
 actions in ascending order of microbatches. So it is enough to record one data-parallel replica,
 although each replica has a different order under a run-time rule. If all replicas replay this
 record, losses and gradients are bitwise equal to those of the recorded run.
 
 Only training steps are recorded, because an evaluation always has the same order. The file is JSON.
-``orders`` lists each distinct order once. Its numbers are codes of actions (see
-``schedule.policy.codes_of``). In ``steps``, each step has the index of one order per rank::
+``orders`` lists each distinct order once, as codes of actions (see ``schedule.policy.codes_of``).
+In ``steps``, each step has the index of one order per rank::
 
     {"format": "megatron-adaptive schedule", "version": 1,
      "shape": {"ranks": 2, "chunks": 1, "placement": "loop", "weight_pieces": 0, "replicas": 0},
@@ -23,9 +23,10 @@ microbatches of each replica::
      "dealt": {"1": [[0, 3], [1, 2]]}
 
 If microbatches are cut into slices, ``slices`` in ``shape`` is the number of slices per microbatch.
-A run with a different number of slices can also replay the record. Each of its actions replaces the
-action of a recorded slice: the slice that ends at the same position of the sequence, or else the
-first slice that ends later. This cannot deadlock, because the recorded actions ran in that order.
+A run with a different number of slices can also replay the record. Each of its actions takes the
+position of a recorded action: the action for the slice that ends at the same position of the
+sequence, or else for the first slice that ends later. This cannot deadlock, because the recorded
+run executed the recorded actions in that order.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ _VERSION = 1
 _HINT = "give a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
-"""Codes of one rank's actions in a step, in execution order."""
+"""Codes of the actions of one rank in a step, in execution order."""
 Shares = tuple[tuple[int, ...], ...]
-"""Indices of the microbatches that each replica processes in a step."""
+"""Indices of the microbatches that each replica processes in a step, as one tuple per replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """The sizes that must be equal in the recorded run and in a run that replays the record.
+    """Sizes that must be equal in the recorded run and in a run that replays the record.
 
-    The number of microbatches is not included, because it may change from step to step, and follows
-    from the length of an order.
+    The number of microbatches is not included, because it may differ between steps, and can be
+    derived from the length of an order.
 
     Attributes:
         ranks: Number of pipeline-parallel ranks.
@@ -89,7 +90,7 @@ class RecordShape:
     def of(
         placement: Placement, weight_pieces: int, replicas: int = 0, slices: int = 1
     ) -> RecordShape:
-        """Returns the record shape for a run with these sizes."""
+        """Returns the record shape of a run with the given placement and numbers."""
         return RecordShape(
             ranks=placement.num_ranks,
             chunks=placement.num_chunks,
@@ -100,7 +101,7 @@ class RecordShape:
         )
 
     def content(self) -> dict[str, Any]:
-        """Returns the shape as an entry of the file. ``slices`` is omitted if it is 1."""
+        """Returns the fields of the shape, as in the file. ``slices`` is omitted if it is 1."""
         return {
             name: value for name, value in asdict(self).items() if (name, value) != ("slices", 1)
         }
@@ -116,18 +117,17 @@ _REMEDIES = {
 
 
 class ScheduleRecord:
-    """The orders of all ranks of a pipeline, for each recorded step.
+    """Orders of actions of all ranks of a pipeline, for each recorded step.
 
     Args:
         shape: Sizes of the recorded pipeline.
-        source: Path of the record's file, for error messages.
+        source: Path of the record's file, which is used in error messages.
     """
 
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        # This dictionary maps each order to the first equal tuple, so that equal orders share
-        # memory.
+        # Each order maps to the first equal tuple, so that equal orders share memory.
         self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
@@ -138,9 +138,12 @@ class ScheduleRecord:
         return tuple(sorted(self._steps))
 
     def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
-        """Stores the orders of ``step``, one per rank.
+        """Stores the orders of all ranks in ``step``, in order of ranks.
 
-        Orders that were stored earlier for the same step are replaced.
+        ``dealt`` contains the microbatches of each replica, or is ``None`` if these are not
+        recorded.
+
+        Replaces what was stored earlier for the same ``step``.
         """
         known_orders = self._orders
         if dealt is not None:
@@ -150,11 +153,11 @@ class ScheduleRecord:
         )
 
     def drop_after(self, step: int) -> None:
-        """Removes all steps after ``step``."""
+        """Removes all steps with an index greater than ``step``."""
         self._steps = {number: orders for number, orders in self._steps.items() if number <= step}
 
     def save(self, path: str | Path) -> None:
-        """Writes the record to ``path`` atomically.
+        """Writes the record to the file ``path`` atomically.
 
         Raises:
             TraceError: The file cannot be written.
@@ -176,7 +179,7 @@ class ScheduleRecord:
 
     @staticmethod
     def load(path: str | Path) -> ScheduleRecord:
-        """Reads a record from the file ``path``.
+        """Reads a record from the file ``path`` and returns it.
 
         Raises:
             ConfigError: The file does not exist, is damaged, or has a different version.
@@ -196,7 +199,7 @@ class ScheduleRecord:
             raise _damaged(path, reason) from error
 
     def require_shape(self, shape: RecordShape) -> None:
-        """Checks that a run has the sizes of the recorded run, except for the number of slices.
+        """Checks that ``shape`` has the sizes of the recorded run, except for the number of slices.
 
         Raises:
             ConfigError: A size differs. The message lists all differing sizes with both values.
@@ -216,7 +219,7 @@ class ScheduleRecord:
             )
 
     def require_steps(self, first: int, last: int) -> None:
-        """Checks that the record contains the steps from ``first`` to ``last``.
+        """Checks that the record contains all steps from ``first`` to ``last``.
 
         Raises:
             ConfigError: Steps are missing. The message lists the missing and the recorded steps.
@@ -230,12 +233,13 @@ class ScheduleRecord:
             )
 
     def codes(self, step: int, index: int, num_microbatches: int) -> Codes:
-        """Returns the recorded order of one rank in one step, as codes.
+        """Returns the recorded order of one rank in one step, as a tuple of codes.
 
         Args:
             step: Index of the step.
             index: Index of the rank's order in the step's list of orders.
-            num_microbatches: Number of microbatches of the rank in this run's step.
+            num_microbatches: Number of microbatches that the rank runs in this step of the current
+                run.
 
         Raises:
             ConfigError: The step was not recorded, or was recorded with a different number of
@@ -260,11 +264,12 @@ class ScheduleRecord:
         return record
 
     def dealt(self, step: int, num_microbatches: int) -> Shares:
-        """Returns the recorded microbatches of each replica in one step.
+        """Returns the indices of the microbatches of each replica in the recorded step.
 
         Args:
             step: Index of the step.
-            num_microbatches: Number of microbatches of all replicas in this run's step.
+            num_microbatches: Number of microbatches of all replicas in this step of the current
+                run.
 
         Raises:
             ConfigError: The step was not recorded, or was recorded with a different number of
@@ -291,16 +296,16 @@ class Recording:
         shape: Sizes of the recorded pipeline.
         order_index: Index of this rank's order in a step's list of orders: its pipeline rank, plus
             the number of ranks of earlier replicas. ``None`` if this rank records nothing. Only the
-            first tensor- and context-parallel rank of a stage records, in the first replica or, if
-            microbatches are balanced, in all replicas.
-        is_writer: Whether this rank writes the file. This must be True on the first rank of the
+            first tensor- and context-parallel rank of a stage records, either in the first replica
+            only or, if microbatches are balanced, in all replicas.
+        is_writer: Whether this rank writes the file. This must be true on the first rank of the
             group that is passed to :meth:`write`.
         after_step: Index of the last step before the job started or resumed. If it is not 0 and the
-            file exists, the file's orders up to this step are kept, after conversion to the run's
-            number of slices.
+            file exists, the steps in the file up to this step are kept, after conversion to the
+            number of slices of this run.
 
     Raises:
-        ConfigError: The existing file is damaged, or is from a run with different sizes.
+        ConfigError: The existing file is damaged, or was written by a run with different sizes.
     """
 
     def __init__(
@@ -325,12 +330,16 @@ class Recording:
             self._record = self._record.cut(shape.slices)
 
     def append(self, step: int, codes: Iterable[int], dealt: Shares | None = None) -> None:
-        """Records the order of a training step, given the codes from ``Executor.last_codes``."""
+        """Records the order of the training step ``step``.
+
+        ``codes`` are the codes from ``Executor.last_codes``, and ``dealt`` are the microbatches of
+        each replica, or ``None`` if these are not recorded.
+        """
         if self._order_index is not None:
             self._pending[step] = tuple(codes), dealt
 
     def write(self, group: Any) -> None:
-        """Gathers the orders of all ranks since the last call, and writes the file.
+        """Gathers the orders that all ranks recorded since the last call, and writes the file.
 
         If writing fails, a warning is printed.
 
@@ -339,7 +348,7 @@ class Recording:
         Args:
             group: Gloo group that contains all recording ranks, for example the group of all ranks.
         """
-        # torch is imported only here because reading a record does not require torch.
+        # Import torch only here, because reading a record must not require torch.
         import torch.distributed as dist
 
         first = dist.get_process_group_ranks(group)[0]
@@ -384,13 +393,13 @@ class Replay:
         self._policies: dict[Codes, Follow] = {}
 
     def begin(self, step: int) -> None:
-        """Sets the index of the training step for which :meth:`policy` returns a policy."""
+        """Sets ``step`` as the training step for which :meth:`policy` returns a policy."""
         self._step = step
 
     def policy(self, num_microbatches: int) -> Follow:
         """Returns a policy that follows the recorded order of the current step.
 
-        The executor treats the policy as static, so the ranks of a decision group do not have to
+        The executor treats the policy as static, so the ranks of a decision group do not need to
         agree on actions.
 
         Raises:
@@ -406,7 +415,7 @@ class Replay:
 
 
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
-    """Parses ``content``, the content of a record's file.
+    """Converts ``content``, the parsed file of a record, into a record.
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` if the content is damaged.
     """
@@ -439,7 +448,7 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
 
 
 def _require_whole(order: Codes, shape: RecordShape) -> None:
-    """Checks that ``order`` contains every action of a rank exactly once."""
+    """Raises ``ValueError`` unless ``order`` contains every action of a rank once."""
     if not all(_is_count(code) for code in order):
         raise ValueError("an order must contain only codes")
     lanes = 3 * shape.chunks
@@ -455,10 +464,11 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
 
 
 def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
-    """Converts a rank's order to ``num_slices`` slices per microbatch.
+    """Converts a rank's order of actions to ``num_slices`` slices per microbatch.
 
-    The actions of a chunk and kind are numbered in execution order. So the action with number
-    ``turn`` has the same slice on all stages, and replaces the same recorded slice on all stages.
+    The actions of a chunk and kind are numbered in execution order. So an action with the number
+    ``turn`` processes the same slice on all stages, and takes the position of the same recorded
+    slice on all stages.
     """
     indices: dict[int, list[int]] = defaultdict(list)
     for index, code in enumerate(order):

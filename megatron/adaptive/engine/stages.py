@@ -2,14 +2,15 @@
 
 This is the only module of the pipeline that calls ``megatron.core.pipeline_parallel.schedules``.
 megatron-core's loops keep the inputs and outputs of forward passes in lists. This module keeps them
-in a dictionary by chunk and microbatch, so that any order of actions is possible. It reduces
-gradients over data-parallel ranks at the last microbatch of each chunk. If weight gradients are
-separate actions (W), the chunk's
-:class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore` keeps their tensors from B to
-W.
+in a dictionary by chunk and microbatch, so that actions can run in any order. It reduces the
+gradients of a chunk over data-parallel ranks after the chunk's last microbatch. If weight gradients
+are separate actions (W), the chunk's
+:class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore` keeps the tensors for W after
+B.
 
 :class:`ForwardBackward` replaces the function that megatron-core's ``get_forward_backward_func()``
-returns. It has the same arguments and result, but its ``Orders`` determine the order of the passes.
+returns. It has the same arguments and result, but an ``Orders`` object determines the order of the
+passes.
 """
 
 from __future__ import annotations
@@ -68,35 +69,35 @@ class Slices(Protocol):
         """
 
     def tokens(self, item: int) -> int:
-        """Returns the number of tokens in the slice of ``item``."""
+        """Returns the number of tokens in the slice with the index ``item``."""
 
     def begin(self, chunk: int, item: int) -> None:
-        """Sets the slice of ``item`` as the current slice, before its forward or backward pass."""
+        """Selects the slice ``item`` before its forward or backward pass in ``chunk``."""
 
     def release(self, chunk: int, item: int) -> None:
-        """Frees the tensors that ``chunk`` keeps for the slices of the microbatch of ``item``."""
+        """Frees the tensors that ``chunk`` keeps for all slices of the microbatch of ``item``."""
 
     def finish(self) -> None:
-        """Frees all tensors kept for slices, at the end of a step or after an error."""
+        """Frees all tensors that are kept for slices, at the end of a step or after an error."""
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that the slices of the current microbatch share on its chunk."""
+        """Yields the tensors that the slices of the current microbatch share in a chunk."""
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the size in bytes of tensors of ``item`` that ``chunk`` keeps for later slices.
+        """Returns the size in bytes of tensors of ``item`` that later slices need.
 
         The size is 0 before the chunk's first forward pass.
         """
 
 
 class GradientSync:
-    """Starts the data-parallel reduction of gradients at the last microbatch of each chunk.
+    """Starts the data-parallel reduction of gradients after the last microbatch of each chunk.
 
     All replicas must start their reductions in the same order. Under every schedule, each chunk's
     last backward pass (B) needs the result of the next chunk's last B, so these passes run in
     descending order of chunks. But the last weight gradients (W), if they are separate actions, run
-    in any order. In this case, the reduction of a chunk only starts after the reductions of all
-    later chunks have started.
+    in any order. Then the reduction of a chunk only starts after the reductions of all later chunks
+    have started.
 
     Args:
         config: megatron-core's configuration of the chunks.
@@ -112,7 +113,7 @@ class GradientSync:
         self._next_start = len(chunks) - 1
 
     def hold(self) -> None:
-        """Turns data-parallel reduction off, so that gradients are only accumulated locally."""
+        """Turns the data-parallel reduction off, so that gradients are only accumulated locally."""
         for chunk, hold in enumerate(self._hold):
             if hold is not None and self._held[chunk] is None:
                 context = hold()
@@ -120,24 +121,24 @@ class GradientSync:
                 self._held[chunk] = context
 
     def before_last_backward(self, chunk: int) -> None:
-        """Turns the reduction on for the backward pass that completes a chunk's gradients.
+        """Turns the reduction on for the last backward pass of ``chunk``.
 
-        This does nothing if the chunk has a ``grad_sync_func``, which is called after the backward
-        pass.
+        This method does nothing if the chunk has a ``grad_sync_func``, because this function is
+        called after the backward pass.
         """
         if self._start[chunk] is None:
             self._let_go(chunk)
 
     def after_last_backward(self, chunk: int) -> None:
-        """Starts the reduction of a chunk's complete gradients, if it has a ``grad_sync_func``."""
+        """Starts the reduction of the gradients of ``chunk``, if it has a ``grad_sync_func``."""
         if self._start[chunk] is not None:
             self._reduce(chunk)
 
     def after_last_weights(self, chunk: int) -> None:
-        """Starts the reduction of a chunk's gradients after its last W has completed them.
+        """Starts the reduction of the gradients of ``chunk`` after its last W has completed them.
 
-        Reductions start in descending order of chunks, so the reduction of this chunk may be
-        delayed, or reductions of earlier chunks may follow. A chunk that only has a
+        Reductions start in descending order of chunks. So the reduction of this chunk may be
+        delayed, or waiting reductions of earlier chunks may follow. A chunk that only has a
         ``no_sync_func`` is also reduced here, because no backward pass remains that could reduce
         it.
 
@@ -150,7 +151,7 @@ class GradientSync:
             self._next_start -= 1
 
     def release(self) -> None:
-        """Turns the reduction on again for all chunks, at the end of a step or after an error."""
+        """Turns the reduction of all chunks on again, at the end of a step or after an error."""
         for chunk in range(len(self._held)):
             self._let_go(chunk)
 
@@ -178,11 +179,11 @@ class GradientSync:
 
 
 def _reduces_at_last_microbatch(chunk: torch.nn.Module) -> bool:
-    """Returns whether ``chunk`` starts to reduce its gradients at the step's last microbatch.
+    """Returns whether ``chunk`` reduces its gradients during the step's last backward pass.
 
-    The result is False if the chunk reduces its gradients when the step is finalized. It is also
-    False if the caller accumulates gradients over several steps, and has turned the reduction off
-    for these steps.
+    The result is False if the chunk reduces its gradients only when the step is finalized. It is
+    also False if the caller accumulates gradients over several steps, and has turned the reduction
+    off in this step.
     """
     config = getattr(chunk, "ddp_config", None)
     if config is not None and not config.overlap_grad_reduce:
@@ -205,19 +206,19 @@ def _as_list(value: Any, length: int) -> list[Any]:
 
 @dataclass(kw_only=True, eq=False)
 class MegatronStages(SplitStages):
-    """Computes the forward and backward passes of megatron-core's chunks in one step.
+    """Computes the forward and backward passes of megatron-core chunks in one step.
 
     Attributes:
         forward_step_func: User's function for megatron-core, ``(data_iterator, model) -> (output,
             loss_func)``.
-        data_iterators: Data iterator of each chunk.
+        data_iterators: Data iterators, one per chunk.
         chunks: Model chunks of the rank, in pipeline order.
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Pipeline rank of this process.
         num_microbatches: Number of microbatches in the step.
-        groups: Process groups of megatron-core for the step.
-        meter: Object that measures the size of each chunk's activations, in the chunk's first
-            forward pass.
+        groups: Process groups that megatron-core uses in the step.
+        meter: Object that measures the size of each chunk's activations in the first forward pass
+            of the chunk.
         forward_only: Whether the step is an evaluation, which keeps nothing for backward passes.
         collect_non_loss_data: Argument for megatron-core's forward step.
         first_val_step: Argument for megatron-core's forward step.
@@ -227,14 +228,15 @@ class MegatronStages(SplitStages):
         loss_parts: Number of microbatches to average the step's loss over, or ``None`` for
             ``num_microbatches``.
         sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured, or
-            ``None`` if all are equal.
-        slices: Slices of the sequences, or ``None`` if items are whole microbatches.
-        measured: Number of tokens of measured slices. The key of a slice that ``meter`` has
-            measured is the slice's number in ``meter``. The key ``-1 - chunk`` is for the slice
-            whose weight gradients were measured in a chunk.
+            ``None`` if all microbatches are equal.
+        slices: Object that cuts the sequences into slices, or ``None`` if items are whole
+            microbatches.
+        measured: Number of tokens of each measured slice. The key is the number of the slice in
+            ``meter``, or ``-1 - chunk`` for the slice whose weight gradients were measured in a
+            chunk.
         config: megatron-core's configuration of the chunks.
-        reduced_losses: Values for the log that the loss function returned, one per item.
-        num_tokens: Number of tokens over which the loss was computed, on the last stage.
+        reduced_losses: Values for the log that the loss function returned, in order of items.
+        num_tokens: Number of tokens over which the loss was computed; 0 except on the last stage.
     """
 
     forward_step_func: Callable[..., Any]
@@ -326,9 +328,9 @@ class MegatronStages(SplitStages):
         return output
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Frees the memory of a chunk's output, after the transport has copied or referenced it.
+        """Frees the memory of an output that the transport has copied or holds a reference to.
 
-        The backward pass only needs the autograd graph of the output. The transport itself holds a
+        The backward pass only needs the autograd graph of the output. The transport holds a
         reference to the memory until the message has been sent.
         """
         if not self._is_last[chunk] and self.config.deallocate_pipeline_outputs:
@@ -366,21 +368,22 @@ class MegatronStages(SplitStages):
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        # The store has measured the first B, which processes the last slice of a microbatch.
+        # The store measures the first B, which processes the last slice of a microbatch.
         key = -1 - chunk
         if self.slices is not None:
             self.measured.setdefault(key, self.slices.tokens(microbatch))
         return self._sized(super().retained_bytes(chunk, microbatch), microbatch, key)
 
     def _meter_key(self, chunk: int, item: int) -> int:
-        """Returns the key with which ``meter`` stores the size of an item's slice in a chunk.
+        """Returns the key under which ``meter`` stores the size of the slice ``item`` in ``chunk``.
 
-        Each slice is measured, because later slices may store more attention scores per token.
+        Each slice of a microbatch has its own key, because later slices may store more attention
+        scores per token.
         """
         return place_of(item, self._count).part * len(self.chunks) + chunk
 
     def _sized(self, nbytes: int, item: int, key: int) -> int:
-        """Estimates the size of an item in bytes from the size of a measured item.
+        """Estimates the size of ``item`` in bytes from the size of a measured item.
 
         Args:
             nbytes: Size of the measured item in bytes.
@@ -392,7 +395,7 @@ class MegatronStages(SplitStages):
         return nbytes if self.sizes is None else round(nbytes * self.sizes[item])
 
     def finish(self) -> None:
-        """Cleans up at the end of a step or after an error."""
+        """Frees tensors and turns reductions on, at the end of a step or after an error."""
         self._sync.release()
         if self.slices is not None:
             self.slices.finish()
@@ -400,20 +403,20 @@ class MegatronStages(SplitStages):
 
 
 class ForwardBackward:
-    """Runs the passes of a step, with the interface of megatron-core's function.
+    """Runs the passes of a step, with the same interface as megatron-core's function.
 
     Args:
         executor: Executor that runs this rank's steps.
         orders: Object that creates the policy and the state of this rank for each step. If stages
             have different numbers of ranks, the loss is divided by the number of microbatches of
-            the whole step. The caller must then sum gradients over the ranks of a stage instead of
+            the whole step. Then the caller must sum gradients over the ranks of a stage instead of
             averaging them.
         stores: Stores of deferred weight gradients, one per chunk, or ``None`` if the backward pass
             computes weight gradients.
-        slices: Slices of the sequences, with the same number as in ``orders``, or ``None`` to run
-            whole microbatches.
+        slices: Object that cuts the sequences into the same number of slices as ``orders``, or
+            ``None`` to run whole microbatches.
         span: Function that takes the kind of a span (here ``reduce``) and returns a context manager
-            that traces it, or ``None`` if the caller traces the reduction.
+            that traces the span, or ``None`` if the caller traces the reduction.
 
     Attributes:
         orders: Object that creates the policy and the state of this rank for each step.
@@ -435,9 +438,9 @@ class ForwardBackward:
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
         self._measured: dict[int, int] = {}
-        # This is the number of token positions in the measured microbatch.
+        # Number of token positions in the measured microbatch.
         self._measured_size = 0.0
-        # This is the mean microbatch size in the last step, relative to the measured microbatch.
+        # Mean size of the microbatches in the last step, relative to the measured microbatch.
         self._mean_size = 1.0
 
     def __call__(
@@ -460,7 +463,7 @@ class ForwardBackward:
         loss_parts: int | None = None,
         sizes: Sequence[float] | None = None,
     ) -> list[Any]:
-        """Runs one step. Arguments that are not listed here are documented in megatron-core.
+        """Runs one step. The arguments that are not listed here are documented in megatron-core.
 
         Args:
             loss_parts: Total number of microbatches in all replicas, by which the loss is divided,
@@ -529,7 +532,7 @@ class ForwardBackward:
             )
 
     def _reduce_gradients(self, stages: MegatronStages, *, force_all_reduce: bool) -> None:
-        """Reduces the gradients of the step over other ranks, with megatron-core's function."""
+        """Reduces the gradients of the step over ranks, with megatron-core's function."""
         with self._span("reduce"):
             stages.config.finalize_model_grads_func(
                 stages.chunks,
@@ -541,7 +544,7 @@ class ForwardBackward:
             )
 
     def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
-        """Returns ``sizes`` relative to the size of the microbatch whose memory was measured."""
+        """Returns ``sizes`` divided by the size of the microbatch whose memory was measured."""
         if sizes is None:
             return None
         self._measured_size = self._measured_size or sizes[0]
@@ -550,7 +553,7 @@ class ForwardBackward:
         return relative
 
     def _run(self, stages: MegatronStages, sizes: Sequence[float] | None) -> None:
-        """Runs all actions of the step, and cleans up even after an error."""
+        """Runs all actions of the step, and frees tensors at the end or after an error."""
         num_microbatches = stages.num_microbatches
         forward_only = stages.forward_only
         if self._slices is not None:
@@ -567,7 +570,7 @@ class ForwardBackward:
             stages.finish()
 
     def use(self, candidate: Candidate) -> None:
-        """Switches to the schedule or run-time rule ``candidate``, starting with the next step.
+        """Switches to the schedule or run-time rule of ``candidate``, starting with the next step.
 
         All ranks must call this with the same candidate.
 
@@ -584,7 +587,7 @@ class ForwardBackward:
         self.orders.use(candidate)
 
     def activation_bytes(self) -> tuple[int, ...]:
-        """Returns the size in bytes of each chunk's activations for a microbatch of mean size.
+        """Returns the size in bytes of the activations of a mean microbatch, for each chunk.
 
         All sizes are 0 before the first microbatch has run.
         """
@@ -596,7 +599,7 @@ class ForwardBackward:
         )
 
     def _sliced_bytes(self, chunk: int) -> int:
-        """Returns the size in bytes of a chunk's activations for a mean microbatch, with slices."""
+        """Returns the activation size of ``chunk`` in bytes for a mean sliced microbatch."""
         slices = self._slices
         assert slices is not None
         num_chunks = self.orders.placement.num_chunks
@@ -613,7 +616,7 @@ class ForwardBackward:
 
 
 def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
-    """Sums each named value for the log over the slices of each microbatch."""
+    """Sums the logged values of each microbatch over its slices, and returns them by microbatch."""
     if slices is None:
         return values
     microbatches: dict[int, list[Any]] = {}
@@ -626,10 +629,10 @@ def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
 
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # megatron-core's router uses this name, but imports it only if Transformer Engine is installed.
-    # Without this line, it would raise a NameError.
+    # megatron-core's router uses this name, but only imports it if Transformer Engine is installed.
+    # Without this line, the router would raise a NameError.
     moe_utils.te_general_gemm = None
 
 _NOTHING = contextlib.nullcontext()
-# megatron-core 0.17 has removed the model's type from the parameters of ``backward_step``.
+# megatron-core 0.17 removed the type of the model from the parameters of ``backward_step``.
 _TAKES_TYPE = "model_type" in inspect.signature(backward_step).parameters

@@ -1,4 +1,4 @@
-"""Records the waits, messages and choices of a rank in one traced step, for the executor."""
+"""Records what a rank does in a traced step: its waits, its messages, and why it chose actions."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Minimum duration in nanoseconds of a follower's traced wait for the leader's decision."""
+"""Shortest wait of a follower for the leader's decision that is traced, in nanoseconds."""
 
 
 class ActionInput(NamedTuple):
-    """The input tensor of an action, with its sender and arrival time.
+    """Input tensor of an action, with its sender and the time when it arrived.
 
     Attributes:
         tensor: Input tensor, or ``None`` if the action needs no input from another stage.
         nbytes: Size of the tensor in bytes, or 0 if another stage on this rank computed it.
         peer: Global rank of the sender, or -1 if another stage on this rank computed the tensor.
-        arrived_ns: Time of arrival in nanoseconds on the host's monotonic clock. If the transport
-            does not report this time, it is the time at which the executor first saw the input. It
-            is 0 if the step is not traced.
-        is_exact: Whether ``arrived_ns`` is the actual time of arrival.
+        arrived_ns: Time when the input arrived, in nanoseconds on the host's monotonic clock. If
+            the transport does not report this time, it is the time when the executor first saw the
+            input. It is 0 if the step is not traced.
+        is_exact: Whether ``arrived_ns`` is the actual time of the arrival.
     """
 
     tensor: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class ActionInput(NamedTuple):
 
 
 class LaunchedAction(NamedTuple):
-    """An action that has run on the CPU, or was launched on a device.
+    """Action that has run on the CPU, or was launched on a device.
 
     Attributes:
         action: Action that was run or launched.
@@ -54,7 +54,7 @@ class LaunchedAction(NamedTuple):
         end: Time mark of the device after the action, which is an event on a GPU.
         nbytes: Number of bytes that the action received from and sent to other ranks.
         held_bytes: Size in bytes of the activations that the rank held during the action.
-        queue_depth: Number of inputs that had arrived before the action but were not used yet.
+        queue_depth: Number of inputs that had arrived but were not used yet when the action began.
         computed: Time mark of the device before the result was sent to another rank, or ``None`` if
             nothing was sent.
     """
@@ -69,7 +69,7 @@ class LaunchedAction(NamedTuple):
 
 
 class StepLog:
-    """Records the waits, the messages and the reason for each choice in one traced step.
+    """Records the waits, the messages and the reasons for choosing actions in one traced step.
 
     All times are from the host's monotonic clock (:meth:`now_ns`). On a device, the start of an
     action is the time at which it is launched.
@@ -83,28 +83,28 @@ class StepLog:
         self._policy = policy
         self._num_chunks = num_chunks
         self._rows: list[SpanRow] = []
-        # This is the start of the current wait, or 0 if the rank is not waiting.
+        # Start of the current wait, or 0 if the rank is not waiting.
         self._since_ns = 0
         self._until_ns = 0
         self._cause = _INPUT
         self._waker = -1
-        self._by_group = False  # This is True if a notice from another group member ended the wait.
+        self._by_group = False  # True if a notice from another group member ended the wait.
 
     def now_ns(self) -> int:
-        """Returns the current time of the host's monotonic clock, in nanoseconds."""
+        """Returns the current time on the host's monotonic clock, in nanoseconds."""
         return time.monotonic_ns()
 
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
         """Returns the arrival time of ``item`` in nanoseconds, and whether it is exact.
 
-        If the transport does not report the arrival time, the result is the current time, which is
+        If the transport does not report the arrival time, the result is the current time. This is
         exact only if the executor was waiting for the input.
         """
         reported_ns = item.arrived_ns
         return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
 
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Records that a wait begins, because no action can start.
+        """Records that the rank begins to wait, because no action can start.
 
         Does nothing if the rank is already waiting.
         """
@@ -118,29 +118,30 @@ class StepLog:
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """Records the arrival of ``item``, which may allow an action to start."""
+        """Records that ``item`` has arrived, which may allow an action to start."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Records the arrival of the leader's decision, which ends the wait for it."""
+        """Records that the leader's decision, requested at ``asked_ns``, has arrived."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
         self.wait_begins(asked_ns, state)
         if self._cause == _ORDER:
-            self._cause = _GROUP  # An action was ready here, so only the group caused the wait.
+            # An action was ready on this rank, so only the group caused the wait.
+            self._cause = _GROUP
         self._until_ns = now_ns
         self._waker = -1
         self._by_group = True
 
     def wait_cause(self) -> str:
-        """Returns the cause of the current wait, or an empty string if the rank is not waiting."""
+        """Returns why the rank is waiting, or an empty string if the rank is not waiting."""
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, action_input: ActionInput) -> None:
-        """Records the start of ``action``, and the time when its input arrived."""
+        """Records that ``action`` starts, and that the wait for its input, if any, has ended."""
         now_ns = self.now_ns()
         peer = action_input.peer
         arrived_ns = action_input.arrived_ns
@@ -151,7 +152,8 @@ class StepLog:
             cause = self._cause
             waker = peer
             if self._by_group and peer >= 0 and arrived_ns <= self._since_ns:
-                cause = _GROUP  # The input had arrived here, but not on all members.
+                # The input had arrived on this rank, but not on all members of the group.
+                cause = _GROUP
             if peer < 0 or cause == _GROUP:
                 waker = self._waker
             self._rows.append(
@@ -185,9 +187,10 @@ class StepLog:
             )
 
     def sent(self, action: Action, peer: int, nbytes: int, start_ns: int) -> None:
-        """Records that the transport has accepted a message.
+        """Records that the transport has accepted a message to rank ``peer``.
 
-        The message is the input of ``action`` on rank ``peer``.
+        ``action`` is the action for which the message is the input, and ``start_ns`` is the time
+        when the send began.
         """
         end_ns = self.now_ns()
         self._rows.append(
@@ -209,7 +212,7 @@ class StepLog:
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
     ) -> list[SpanRow]:
-        """Returns the waits, messages and actions of the step as rows of the trace.
+        """Returns the waits, messages and actions of the step as rows for the trace.
 
         Args:
             launched: Records of the step's actions, in the order in which they started.

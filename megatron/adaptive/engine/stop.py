@@ -1,4 +1,4 @@
-"""Stops a run early on a signal or a time limit, after the same iteration on all ranks.
+"""Stops a run early on a signal or time limit, after the same iteration on all ranks.
 
 ::
 
@@ -7,9 +7,10 @@
 
 At the end of each iteration, the ranks start an all-reduce of their stop requests. They read the
 result at the end of the next iteration, so that no rank waits for the all-reduce. While a
-:class:`StopRequest` is open, it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP is ignored,
-for example under ``nohup``, it stays ignored. The training loop saves a checkpoint and stops the
-run. If another rank fails, the liveness watcher stops this process without such an agreement.
+:class:`StopRequest` is open, it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP was ignored
+before, for example under ``nohup``, it stays ignored. The training loop then saves a checkpoint and
+stops the run. If another rank fails, the liveness watcher stops this process without such an
+agreement.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopRequest:
-    """Collects requests to stop, and makes all ranks stop after the same iteration.
+    """Collects requests to stop the run, and makes all ranks stop after the same iteration.
 
     The object must be created in the main thread. The first SIGINT requests a stop, and the second
     SIGINT raises ``KeyboardInterrupt`` immediately.
 
     Args:
-        limit_minutes: Time limit of the run in minutes, starting when this object is created, or
-            ``None`` for no limit. The run stops when the limit has passed on any rank.
+        limit_minutes: Time limit of the run in minutes, measured from the creation of this object,
+            or ``None`` for no limit. The run stops when the limit has passed on any rank.
     """
 
     def __init__(self, limit_minutes: float | None = None) -> None:
@@ -72,15 +73,17 @@ class StopRequest:
         return self._agreed
 
     def agreed(self, group: dist.ProcessGroup | None) -> bool:
-        """Returns whether to stop now. All ranks must call this after the same iterations.
+        """Returns whether the run must stop now.
+
+        All ranks must call this method after the same iterations.
 
         Args:
             group: Gloo group of all ranks, which must not be used for anything else between two
                 calls, or ``None`` for a single process, which needs no agreement.
 
         Returns:
-            True on all ranks if any rank had a stop request before the previous call. After the
-            first True, all later calls return True.
+            True on all ranks if any rank had a stop request when this method was last called. After
+            it has returned True once, all later calls return True.
 
         Raises:
             PeerLostError: A rank of the group has exited.
@@ -100,7 +103,7 @@ class StopRequest:
         return False
 
     def finish(self) -> bool:
-        """Waits for the last all-reduce. This must be called before the group is destroyed.
+        """Waits for the last all-reduce. Must be called before the group is destroyed.
 
         Returns:
             True if all ranks have agreed to stop.
@@ -120,7 +123,7 @@ class StopRequest:
         return self._agreed is not None
 
     def close(self) -> None:
-        """Restores the previous signal handlers. Safe to call more than once."""
+        """Restores the signal handlers that were installed before. Safe to call more than once."""
         while self._old:
             number, handler = self._old.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,11 +1,11 @@
-"""Traces iterations, work outside the actions of a step, and training loops of other programs.
+"""Traces iterations, work outside of a step's actions, and training loops of other programs.
 
 If tracing is off, or an iteration is not traced, all calls return immediately.
 
-megatron-core's training loop is timed from outside. A wrapper of its ``forward_step_func`` times
-the forward pass of each microbatch and registers a hook on the output. Autograd calls the hook when
-the backward pass of this output begins, and a callback when it has ended. Waits and messages
-between these passes are not traced::
+megatron-core's training loop is timed from the outside. A wrapper of its ``forward_step_func``
+times the forward pass of each microbatch and registers a hook on the output. Autograd calls the
+hook when the backward pass of this output begins, and a callback when the backward pass has ended.
+Waits and messages between these passes are not traced::
 
     loop:  forward_step_func ── F ──┐    recv, send    autograd: hook ── B ── callback
                                     └─ output.register_hook
@@ -40,7 +40,8 @@ from megatron.adaptive.trace.machine_counters import MachineCounters
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
-if TYPE_CHECKING:  # This import loads megatron-core, which may not be installed for other programs.
+# Importing these modules loads megatron-core, which other programs may not have installed.
+if TYPE_CHECKING:
     from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.expert_load import ExpertLoad
     from megatron.adaptive.engine.kernel_recorder import KernelRecorder
@@ -55,14 +56,14 @@ _STEP = KINDS.index("step")
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """The index of an iteration, and its number of microbatches."""
+    """Index of an iteration, and its number of microbatches."""
 
     number: int = 0
     num_microbatches: int = 0
 
 
 class _DeviceSpan(NamedTuple):
-    """A span of work on the device, whose times may not be known yet."""
+    """Span of work on the device, whose times may not be known yet."""
 
     iteration: _Iteration
     kind: int
@@ -73,17 +74,17 @@ class _DeviceSpan(NamedTuple):
 
 
 class Tracing:
-    """Traces the iterations of this process, and spans of work within them.
+    """Traces the iterations of this process, and spans of work within these iterations.
 
-    Spans on the device are bounded by marks, which are events on a GPU. Their times are read after
-    the device has passed the marks, possibly in a later iteration, so that no call waits for the
-    device. All methods except :meth:`data_read` must be called from the same thread.
+    The start and end of a span on the device are marks, which are events on a GPU. Their times are
+    read after the device has passed the marks, possibly in a later iteration, so that no call waits
+    for the device. All methods except :meth:`data_read` must be called from the same thread.
 
     Args:
         recorder: Recorder that stores spans, or ``None`` if tracing is off.
         clock: Clock that records time marks on the device, or ``None`` for the clock of the host.
-        sync: Object that compares this rank's clock with the clocks of other ranks. It is closed
-            with the trace.
+        sync: Object that compares this rank's clock with the clocks of other ranks, or ``None``. It
+            is closed with the trace.
         counters: Counters of this rank's machine, or ``None`` for counters without a GPU. They are
             closed with the trace.
 
@@ -111,8 +112,8 @@ class Tracing:
         self.layers: LayerSums | None = None
         self.collectives: CollectiveMeter | None = None
         self.kernels: KernelRecorder | None = None
-        self._traced: _Iteration | None = None  # This is the current iteration if it is traced.
-        self._iteration = _Iteration()  # This is the current or the last iteration, traced or not.
+        self._traced: _Iteration | None = None  # Current iteration if it is traced, else ``None``.
+        self._iteration = _Iteration()  # Current or last iteration, even if it is not traced.
         self._doing = ""
         self._in_step = False
         self._begun_ns = 0
@@ -121,10 +122,10 @@ class Tracing:
         self._snapshot: Callable[[], dict[str, Any]] | None = None
 
     def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
-        """Makes the recorder publish this rank's current activity, for other programs.
+        """Makes the recorder publish what this rank is doing, for other programs.
 
         Args:
-            snapshot: Function that returns the rank's current activity in the pipeline's step, as
+            snapshot: Function that returns what this rank is doing in the pipeline's step, as
                 fields of ``trace.status_files.Now``. It is called from another thread.
         """
         self._snapshot = snapshot
@@ -132,7 +133,7 @@ class Tracing:
             self.recorder.watch(lambda: {**self.now(), **snapshot()})
 
     def now(self) -> dict[str, Any]:
-        """Returns the current iteration and kind of work. Can be called from other threads."""
+        """Returns the current iteration and kind of work. Can be called from any thread."""
         return {
             "iteration": self._iteration.number,
             "num_microbatches": self._iteration.num_microbatches,
@@ -150,14 +151,13 @@ class Tracing:
         slices: tuple[int, ...] = (),
         sizes: tuple[int, ...] = (),
     ) -> None:
-        """Begins an iteration, to which later spans are added.
+        """Begins an iteration, to which all later spans are added.
 
         Args:
             iteration: Index of the iteration.
             num_microbatches: Number of microbatches in the iteration.
             is_traced: Whether to trace this iteration.
-            lengths: Length of each microbatch of the iteration in tokens, or empty if all are
-                equal.
+            lengths: Length of each microbatch in tokens, or empty if all microbatches are equal.
             slices: Number of slices of each microbatch, or empty if the trace's header contains it.
             sizes: Approximate size in bytes of the activations of each microbatch, or empty if all
                 microbatches have the same size.
@@ -191,7 +191,7 @@ class Tracing:
                 self._counters.begin()
 
     def end_iteration(self) -> None:
-        """Ends the iteration. Spans before the next iteration begins still belong to it."""
+        """Ends the iteration. Later spans still belong to it until the next iteration begins."""
         self._in_step = False
         if self.recorder is None:
             return
@@ -230,22 +230,28 @@ class Tracing:
         return self._traced is not None
 
     def mark(self) -> Any:
-        """Marks the current point in the device's work, for :meth:`device_span`."""
+        """Returns a mark of the current point in the device's work.
+
+        Two marks are the start and the end of a :meth:`device_span`.
+        """
         return self._clock.mark()
 
     def device_span(
         self, kind: str, start: Any, end: Any, chunk: int = -1, microbatch: int = -1
     ) -> None:
-        """Traces the device's work from ``start`` to ``end``, if the iteration is traced."""
+        """Traces the device's work between two marks, if the current iteration is traced.
+
+        ``start`` and ``end`` are results of :meth:`mark`.
+        """
         if self._traced is not None:
             self._unresolved.append(
                 _DeviceSpan(self._traced, KINDS.index(kind), chunk, microbatch, start, end)
             )
 
     def around(self, kind: str, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Wraps ``function`` so that every call is traced as a span of ``kind``.
+        """Returns a wrapper of ``function`` that traces every call as a span of ``kind``.
 
-        Returns the function unchanged if tracing is off.
+        Returns ``function`` unchanged if tracing is off.
         """
         if self.recorder is None:
             return function
@@ -259,7 +265,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that is traced with the host's clock, as a span of ``kind``.
+        """Returns a context manager that traces the host's time within it as a span of ``kind``.
 
         It can also be used between two iterations.
         """
@@ -272,7 +278,7 @@ class Tracing:
             self._add(self._traced, [_row(KINDS.index(kind), start_ns, time.monotonic_ns())])
 
     def data_read(self, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """Traces the time in which the host read the data of a microbatch."""
+        """Traces the period in which the host read the data of ``microbatch``."""
         if self.recorder is not None:
             self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
 
@@ -281,7 +287,7 @@ class Tracing:
         if self.recorder is None:
             return
         for last in self._unresolved[-1:]:
-            self._clock.wait(last.end)  # All earlier spans have ended by then.
+            self._clock.wait(last.end)  # All earlier spans have ended when the last span has ended.
         self._resolve()
         if self.collectives is not None:
             self.collectives.close()
@@ -294,9 +300,9 @@ class Tracing:
         self.recorder.close()
 
     def adopt(self, other: Tracing) -> None:
-        """Continues in the files of ``other``, which must not be used afterwards.
+        """Continues in the files of the trace ``other``, which must not be used afterwards.
 
-        Call :meth:`close` first. Other objects can keep their references to this trace.
+        Call :meth:`close` first. References to this object remain valid.
         """
         self.recorder = other.recorder
         self._clock = other._clock
@@ -311,7 +317,7 @@ class Tracing:
             self.watch(self._snapshot)
 
     def _resolve(self) -> None:
-        """Records the spans that the device has finished, and keeps all others for a later call."""
+        """Records all spans that the device has finished, and keeps the others for a later call."""
         clock = self._clock
         waiting = self._unresolved
         self._unresolved = []
@@ -325,7 +331,7 @@ class Tracing:
                 self._unresolved.append(span)
 
     def _rows(self) -> tuple[SpanRow, ...]:
-        """Returns the spans of the current iteration that the device has finished."""
+        """Returns the current iteration's spans that the device has finished."""
         self._resolve()
         return () if self.recorder is None else self.recorder.rows
 
@@ -343,7 +349,7 @@ def _row(kind: int, start_ns: int, end_ns: int, microbatch: int = -1, chunk: int
 
 
 class OutsideTrace:
-    """Wraps megatron-core's function that runs a step, and traces forward and backward passes.
+    """Wraps megatron-core's function that runs a step, to trace forward and backward passes.
 
     Args:
         function: Function of megatron-core that runs a step.
@@ -357,7 +363,7 @@ class OutsideTrace:
         self._done = [0, 0, 0]
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Runs a step. Arguments and result are the same as for megatron-core's function."""
+        """Runs a step. The arguments and the result are those of megatron-core's function."""
         if arguments.get("forward_only", False) or not self._tracing.is_traced:
             return self._function(**arguments)
         self._done = [0, 0, 0]
@@ -368,18 +374,18 @@ class OutsideTrace:
             self._doing = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns this rank's activity in its step, as fields of ``trace.status_files.Now``."""
+        """Returns what this rank is doing in its step, as fields of ``trace.status_files.Now``."""
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
     def _traced(self, function: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """Wraps a step's ``forward_step_func`` so that it times forward and backward passes."""
+        """Returns a wrapper of ``forward_step_func`` that times forward and backward passes."""
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         chunk_of = {id(part): chunk for chunk, part in enumerate(models)}
         forwards = [0] * len(models)
 
         def forward_step(data_iterator: Any, model: Any, *more: Any, **plan: Any) -> Any:
-            # megatron-core's combined 1F1B passes these keyword arguments. It requests the parts of
-            # a forward pass, and runs them itself.
+            # megatron-core's combined 1F1B passes these keyword arguments. It asks for the parts of
+            # a forward pass, and runs these parts itself.
             if plan:
                 return function(data_iterator, model, *more, **plan)
             chunk = chunk_of[id(model)]
@@ -394,7 +400,7 @@ class OutsideTrace:
         return forward_step
 
     def _begins(self, kind: str, chunk: int, microbatch: int) -> Callable[[], None]:
-        """Begins a span for an F or B, and returns a function that ends the span."""
+        """Begins a span of ``kind``, and returns a function that ends the span."""
         self._doing = {"doing": kind, "chunk": chunk, "microbatch": microbatch}
         start = self._tracing.mark()
 
@@ -414,7 +420,7 @@ def record_trace(
     skip: int = 2,
     steps: int = 5,
 ) -> Iterator[Callable[[], None]]:
-    """Records steps of any training loop with torch.profiler, in one file per rank.
+    """Records steps of any training loop with torch.profiler, to one file per rank.
 
     The command ``trace import`` reads these files. No rank waits for another rank. An example::
 
@@ -460,9 +466,11 @@ def record_trace(
 
 
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
-    """Gives each forward and backward pass of ``model`` a named range of the profiler.
+    """Marks each forward and backward pass of ``model`` as a named range in the profiler.
 
-    Megatron-LM and ``torch.distributed.pipelining`` use the same names.
+    ``hooks`` removes the hooks for this when it is closed.
+
+    The names are the same as in Megatron-LM and ``torch.distributed.pipelining``.
     """
     forwards: list[Callable[[], None]] = []
 
@@ -481,16 +489,16 @@ def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
 
 
 def _range(name: str) -> Callable[[], None]:
-    """Begins the range ``name`` of the profiler, and returns a function that ends it."""
+    """Begins a profiler range called ``name``, and returns a function that ends it."""
     entered = profiler.record_function(name)
     entered.__enter__()
     return lambda: entered.__exit__(None, None, None)
 
 
 def _around_backward(output: Any, begins: Callable[[], Callable[[], None]]) -> None:
-    """Calls ``begins`` when the backward pass of an output begins.
+    """Calls ``begins`` when the backward pass of ``output`` begins.
 
-    The function that ``begins`` returned is called when the backward pass has ended.
+    ``begins`` returns a function. This function is called when the backward pass has ended.
     """
     running: list[Callable[[], None]] = []
 

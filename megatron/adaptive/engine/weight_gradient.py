@@ -1,8 +1,8 @@
-"""Defers weight gradients by splitting backward passes into input (B) and weight gradients (W).
+"""Splits backward passes into input (B) and weight gradients (W), and defers the weight gradients.
 
 A layer that defers its weight gradient describes its computation as a :class:`LayerCall` and runs
-it through :func:`defer`, which hides the weight from autograd. The backward pass then computes only
-the input gradient. It keeps the tensors for the weight gradient in the chunk's
+the call through :func:`defer`, which hides the weight from autograd. The backward pass then
+computes only the input gradient, and keeps the tensors for the weight gradient in the chunk's
 :class:`WeightGradientStore`::
 
     forward      defer(call, x, store) ──> y
@@ -10,9 +10,9 @@ the input gradient. It keeps the tensors for the weight gradient in the chunk's
                  (call, x, dy) ──> store
     W            store.run ──> call.weight_gradients ──> main_grad or grad
 
-Hidden weights have no ``AccumulateGrad`` node, so hooks on them do not run, including the hooks of
-data-parallel wrappers. This module describes the calls of torch's layers, and
-:mod:`~megatron.adaptive.engine.deferred_layers` describes the calls of megatron-core's layers.
+Weights that are hidden from autograd have no ``AccumulateGrad`` node, so hooks on them do not run,
+including the hooks of data-parallel wrappers. This module describes the calls of torch's layers,
+and :mod:`~megatron.adaptive.engine.deferred_layers` describes the calls of megatron-core's layers.
 
 Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for splitting the
 backward pass.
@@ -34,14 +34,14 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import SliceCounts, item_label, mirrored
 
 _FLOPS_PER_ELEMENT = 32
-"""Cost of moving one element, in floating-point operations.
+"""Cost of moving one element, expressed as a number of floating-point operations.
 
-The cost is only used to split weight gradients into pieces of equal cost.
+It is only used to split weight gradients into pieces of equal cost.
 """
 
 
 class LayerCall:
-    """Computes the output, the input gradient and the weight gradients of a call to a layer.
+    """Computes the output, the input gradient and the weight gradients of a layer call.
 
     Attributes:
         weight: Weight that the call uses. If several calls share the weight, their gradients are
@@ -52,24 +52,24 @@ class LayerCall:
     weight: torch.nn.Parameter
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for ``inputs``."""
+        """Returns the output of the layer for the input ``inputs``."""
         raise AssertionError(f"{type(self).__name__}: the layer runs its own forward")
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given ``gradient``, the gradient of the output."""
+        """Returns the input gradient for ``gradient``, the gradient of the layer's output."""
         raise AssertionError(f"{type(self).__name__}: there is no gradient of the input")
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Returns each parameter with its gradient, except for gradients that it accumulates.
+        """Returns (parameter, gradient) pairs, without gradients that the call accumulates.
 
-        Autograd does not record operations here, because neither argument requires a gradient.
+        Autograd does not record these operations, because neither argument requires a gradient.
         """
         raise NotImplementedError
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the approximate cost of :meth:`weight_gradients` in FLOPs.
+        """Returns the approximate number of FLOPs of :meth:`weight_gradients`.
 
         The default is the cost of a matmul.
         """
@@ -78,13 +78,13 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True)
 class LinearCall(LayerCall):
-    """Describes a call to ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
+    """Describes a call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
 
     Attributes:
         weight: Weight ``[out, in]``, or ``[in, out]`` if ``turned`` is true.
         bias: Bias ``[out]``, or ``None`` for a layer without a bias.
         turned: Whether the weight is stored transposed.
-        dtype: Dtype for computing under autocast, or ``None`` to keep the dtypes of the tensors.
+        dtype: Dtype in which autocast computes, or ``None`` to keep the dtypes of the tensors.
     """
 
     weight: torch.nn.Parameter
@@ -93,14 +93,14 @@ class LinearCall(LayerCall):
     dtype: torch.dtype | None = None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for ``inputs``."""
+        """Returns the output of the layer for the input ``inputs``."""
         weight = self.weight.t() if self.turned else self.weight
         bias = None if self.bias is None else self._cast(self.bias)
         with torch.autocast(inputs.device.type, enabled=False):
             return F.linear(self._cast(inputs), self._cast(weight), bias)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the input gradient, given ``gradient``, the gradient of the output."""
+        """Returns the input gradient for ``gradient``, the gradient of the layer's output."""
         weight = self._cast(self.weight)
         rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
         return rows.view(*gradient.shape[:-1], -1)
@@ -108,7 +108,7 @@ class LinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields each parameter with its gradient, except for gradients that it accumulates."""
+        """Yields the weight and, if it is trained, the bias, each with its gradient."""
         gradient = gradient.reshape(-1, gradient.shape[-1])
         inputs = self._cast(inputs).reshape(-1, inputs.shape[-1])
         product = inputs.t().mm(gradient) if self.turned else gradient.t().mm(inputs)
@@ -122,7 +122,7 @@ class LinearCall(LayerCall):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall(LayerCall):
-    """Describes a call to ``torch.nn.Embedding`` whose weight gradient is dense.
+    """Describes a call of ``torch.nn.Embedding`` whose weight gradient is dense.
 
     The shapes are ``[...] int -> [..., width]``.
 
@@ -132,8 +132,8 @@ class EmbeddingCall(LayerCall):
             row.
         scale_grad_by_freq: Whether to divide the gradient of a row by its number of occurrences, as
             in torch.
-        by_index: Whether to look up rows by indexing, whose backward pass is deterministic on a
-            GPU.
+        by_index: Whether to look up rows by indexing. On a GPU, the backward pass of indexing is
+            deterministic.
     """
 
     weight: torch.nn.Parameter
@@ -142,13 +142,13 @@ class EmbeddingCall(LayerCall):
     by_index: bool = False
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for ``inputs``."""
+        """Returns the embeddings of the indices in ``inputs``."""
         return self.weight[inputs] if self.by_index else F.embedding(inputs, self.weight)
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields each parameter with its gradient, except for gradients that it accumulates."""
+        """Yields the weight with its gradient."""
         if self.by_index:
             total = gradient.new_zeros(self.weight.shape)
             yield self.weight, total.index_put_((inputs,), gradient, accumulate=True)
@@ -165,12 +165,12 @@ class EmbeddingCall(LayerCall):
             )
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the approximate cost of :meth:`weight_gradients` in FLOPs."""
+        """Returns the approximate number of FLOPs of :meth:`weight_gradients`."""
         return float(_FLOPS_PER_ELEMENT) * (gradient.numel() + self.weight.numel())
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Adds ``gradient`` to ``main_grad`` if the parameter has this attribute, else to ``grad``.
+    """Adds ``gradient`` to ``main_grad`` if ``parameter`` has this attribute, else to ``grad``.
 
     Autograd and megatron-core's hook use the same tensor and the same operations, so the results
     are bitwise equal.
@@ -185,7 +185,7 @@ def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class _Task(NamedTuple):
-    """The tensors for a weight gradient that has not been computed yet."""
+    """Tensors from which a weight gradient will be computed."""
 
     call: LayerCall
     inputs: torch.Tensor
@@ -194,10 +194,10 @@ class _Task(NamedTuple):
 
 @dataclass(slots=True)
 class _Backlog:
-    """The weight gradients of one microbatch that have not been computed yet.
+    """Weight gradients of one microbatch that have not been computed yet.
 
-    Weight gradients are in the order in which the backward pass reached the layers. A unit is the
-    list of all tasks for one weight: usually a single task, and several if several calls share the
+    They are in the order in which the backward pass reached the layers. A unit is the list of all
+    tasks for one weight. It is usually a single task, but several tasks if several calls share the
     weight.
     """
 
@@ -208,10 +208,10 @@ class _Backlog:
 
 
 def _run_unit(unit: Sequence[_Task]) -> None:
-    """Computes the gradient of one weight for one microbatch.
+    """Computes the gradient of one weight for one microbatch, and accumulates it.
 
-    The gradients of the weight are first summed within the microbatch, then this sum is added to
-    the gradient of earlier microbatches. Autograd uses the same order.
+    First sums the gradients of all calls in the microbatch. Then adds this sum to the gradient of
+    earlier microbatches. Autograd uses the same order.
     """
     totals: dict[torch.nn.Parameter, torch.Tensor] = {}
     for task in unit:
@@ -223,10 +223,10 @@ def _run_unit(unit: Sequence[_Task]) -> None:
 
 
 def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
-    """Splits a sequence of costs into contiguous groups with about equal sums.
+    """Splits a sequence of costs into contiguous groups with approximately equal sums.
 
     Args:
-        costs: Cost of each element, not negative.
+        costs: Non-negative cost of each element.
         pieces: Number of groups.
 
     Returns:
@@ -245,13 +245,14 @@ def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
 def uneven_pieces(
     units: Iterable[list[_Task]], pieces: int
 ) -> tuple[deque[list[_Task]], list[int]]:
-    """Splits units into groups (pieces) if their costs differ between ranks, as with experts.
+    """Splits units into groups (pieces) if their costs differ between ranks, as for experts.
 
-    Units that communicate must be in the same piece on all ranks. So these units are split first,
-    by their costs, which are equal on all ranks. Then the other units fill up the pieces.
+    Units that communicate must be in the same piece on all ranks. So these units are assigned to
+    pieces first, by their costs, which are equal on all ranks. Then the other units fill up the
+    pieces.
 
     Returns:
-        Units ordered by piece, and the number of units in each piece.
+        Units in order of pieces, and the number of units in each piece.
     """
     common: list[tuple[float, list[_Task]]] = []
     local: deque[tuple[float, list[_Task]]] = deque()
@@ -278,30 +279,30 @@ def uneven_pieces(
 
 
 class WeightGradientStore:
-    """Keeps the tensors for a model chunk's deferred weight gradients, and computes these later.
+    """Keeps the tensors for the deferred weight gradients of a model chunk, and runs them later.
 
     Layers read :attr:`active` in their forward pass, and only defer weight gradients if it is true.
     A store must not be used by several threads at the same time. Autograd's device threads count as
     the thread that started the backward pass.
 
-    If sequences are cut into slices, "microbatch" here means an item, which is the index of a slice
-    across all microbatches. The slices of a microbatch are in descending order.
+    If sequences are cut into slices, "microbatch" here means the index of a slice, counted across
+    all microbatches. The slices of a microbatch are processed in descending order.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.num_slices: SliceCounts = 1
-        # Layers whose cost differs between microbatches and ranks, such as experts, set this to
-        # True.
+        # Layers whose cost differs between microbatches and ranks, such as experts, set this
+        # attribute to True.
         self.is_uneven = False
         self._collected: list[_Task] | None = None
         self._last_collected = -1
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # ``_cut`` contains the number of units in each piece of the last microbatch. Its key is the
-        # number of units, the number of pieces and a shape. Later microbatches with an equal key
-        # are split in the same way.
+        # Key and result of the last split into pieces. The key consists of the number of units, the
+        # number of pieces and a shape. The result is the number of units in each piece. Later
+        # microbatches with an equal key are split in the same way.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
@@ -311,17 +312,17 @@ class WeightGradientStore:
 
     @property
     def microbatch_bytes(self) -> int:
-        """Returns the size in bytes of the tensors that are kept from B to W.
+        """Returns the size in bytes of the tensors that one microbatch keeps from B to W.
 
-        The size is measured on the first collected microbatch, and is 0 before that.
+        The size is measured for the first collected microbatch, and is 0 until then.
         """
         return self._microbatch_bytes
 
     def anchor(self, device: torch.device) -> torch.Tensor:
-        """Returns an empty tensor that requires a gradient but never gets a gradient.
+        """Returns an empty tensor on ``device`` that requires a gradient but never gets one.
 
-        A call with this tensor as an input has a backward pass, even if its other input requires no
-        gradient.
+        A function that has this tensor as an input has a backward pass, even if its other input
+        requires no gradient.
         """
         if device not in self._anchors:
             self._anchors[device] = torch.empty(0, device=device, requires_grad=True)
@@ -349,7 +350,7 @@ class WeightGradientStore:
         return _Collecting(self)
 
     def _turn(self, item: int) -> int:
-        """Returns the position of ``item`` in the order of backward passes, or -1 for no item."""
+        """Returns the position of ``item`` in the order of backward passes; -1 stays -1."""
         if item < 0:
             return -1
         return mirrored(item, self.num_slices)
@@ -375,7 +376,7 @@ class WeightGradientStore:
             self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keeps the tensors for the weight gradient of ``call``, within :meth:`collect` only.
+        """Keeps the tensors for the weight gradient of ``call``, within :meth:`collect`.
 
         Raises:
             ScheduleError: The backward pass of a deferring layer runs outside of :meth:`collect`.
@@ -389,15 +390,15 @@ class WeightGradientStore:
         self._collected.append(_Task(call, inputs, gradient))
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes one of the ``pieces`` pieces of a microbatch's weight gradients.
+        """Computes one of ``pieces`` parts (pieces) of a microbatch's weight gradients.
 
-        All pieces take about equally long. The tensors of a piece are freed when it has been
-        computed. All ranks of the tensor-parallel group must call this method if layers are
+        All pieces take about equally long. The tensors of a piece are freed after its computation.
+        All ranks of the tensor-parallel group must call this method if layers are
         sequence-parallel.
 
         Args:
-            microbatch: Index of the microbatch, in ascending order of calls. Its backward pass must
-                have run.
+            microbatch: Index of the microbatch, in ascending order of calls. The backward pass of
+                the microbatch must have run.
             piece: Index of the piece. Pieces must be computed in ascending order from 0.
             pieces: Number of pieces, which must be the same in all calls for a microbatch.
 
@@ -418,13 +419,16 @@ class WeightGradientStore:
             self._backlog.popleft()
 
     def clear(self) -> None:
-        """Discards all weight gradients not yet computed, so that the next step can start."""
+        """Discards all weight gradients not computed yet, so that the next step can start."""
         self._collected = None
         self._last_collected = -1
         self._backlog.clear()
 
     def _counts(self, units: Sequence[list[_Task]], pieces: int) -> list[int]:
-        """Returns the number of units in each piece, or the last result if the key is equal."""
+        """Returns the number of units in each of ``pieces`` pieces.
+
+        Uses the last result again if the units are similar.
+        """
         if not units:
             return [0] * pieces
         key = (len(units), pieces, units[0][0].gradient.shape)
@@ -455,7 +459,7 @@ class WeightGradientStore:
 class _Collecting:
     """Implements the context manager of :meth:`WeightGradientStore.collect`.
 
-    A class is faster here than a generator with ``contextlib``.
+    A class is faster here than a generator with ``contextlib.contextmanager``.
     """
 
     __slots__ = ("_store",)
@@ -470,7 +474,7 @@ class _Collecting:
 
 
 class SplitStages:
-    """Computes the deferred weight gradients of a step.
+    """Computes the deferred weight gradients of a step, for classes that implement a rank's stages.
 
     Implementations of ``executor.Stages`` derive from this class.
 
@@ -506,21 +510,24 @@ class SplitStages:
         self._stores[chunk].run(microbatch, piece, pieces)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors that B keeps for W.
+        """Returns the size in bytes of the tensors that B keeps for W, for one microbatch.
 
-        The size is measured in the first B, and is 0 before that.
+        The size is measured in the first B, and is 0 until then.
         """
         return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
 
     def finish(self) -> None:
-        """Discards remaining weight gradients, at the end of a step or after an error."""
+        """Discards remaining weight gradients and deactivates the stores.
+
+        This must be called at the end of a step and after an error.
+        """
         for store in self._stores or ():
             store.active = False
             store.clear()
 
 
 class _Defer(torch.autograd.Function):
-    """Runs a call to a layer as an autograd function that hides the parameters from autograd."""
+    """Runs a layer call as an autograd function that hides the parameters from autograd."""
 
     @staticmethod
     def forward(
@@ -539,8 +546,8 @@ class _Defer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
         (gradient,) = gradients
-        # Detach the inputs and the gradient, which would otherwise keep their autograd graph alive
-        # until the weight gradient is computed. The gradient requires a gradient itself if it
+        # Detach the inputs and the gradient. Otherwise, they would keep their autograd graph alive
+        # until the weight gradient is computed. The gradient itself requires a gradient if it
         # shares memory with an output, as in megatron-core's cross entropy.
         kept = gradient.detach() if gradient.requires_grad else gradient
         ctx.store.add(ctx.call, inputs.detach(), kept)
@@ -549,7 +556,7 @@ class _Defer(torch.autograd.Function):
 
 
 def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
-    """Returns whether a layer with this store must defer the gradient of ``weight``.
+    """Returns whether a layer that uses ``store`` must defer the gradient of ``weight``.
 
     The result is False if the store is inactive, if gradients are disabled, or if the weight is
     computed from other tensors.
@@ -558,7 +565,7 @@ def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
 
 
 def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> torch.Tensor:
-    """Runs a call to a layer, and leaves the computation of its weight gradient to ``store``.
+    """Runs a layer call and returns its output. The store computes the weight gradient later.
 
     Args:
         call: Call to run, with its computation and parameters.

@@ -1,9 +1,9 @@
 """Runs the pipeline steps of a user's own Megatron-LM on this package's engine.
 
 While the plugin is installed, it replaces megatron-core's ``get_forward_backward_func``, which
-Megatron-LM calls to get the function that runs a step. With the plugin, Megatron-LM gets a step
-function that uses this package's executor. If stages have a V-shaped placement, the plugin also
-replaces megatron-core's functions that return the position of a stage::
+Megatron-LM calls to get the function that runs a step. So Megatron-LM gets a step function that
+uses this package's executor. If stages have a V-shaped placement, the plugin also replaces
+megatron-core's functions that return the position of a stage::
 
     Megatron-LM ── get_forward_backward_func() ──> Seam ── one pipeline rank ──> megatron-core's own
                                                      └──── several ───────────> Engine ─> executor
@@ -56,21 +56,21 @@ def install(
 ) -> None:
     """Makes Megatron-LM run its pipeline steps on this package's engine.
 
-    Must be called on every rank before the first step, and on a machine without CUDA before
-    megatron-core is imported. Flags of :func:`add_arguments` on the command line override the
-    arguments. A second call with the same settings does nothing. A second call with other settings
-    changes them, but only before the first step.
+    This function must be called on every rank before the first step, and on a machine without CUDA
+    before megatron-core is imported. Flags of :func:`add_arguments` on the command line override
+    the arguments. A second call with the same settings does nothing. A second call with other
+    settings changes them, but only before the first step.
 
-    With ``model``, the settings apply to one of several models of the process. Flags do not
-    override these settings, and a second call with other settings for the same model raises an
-    error.
+    With ``model``, the settings apply to this model only, in a process that trains several models.
+    Flags do not override these settings, and a second call with other settings for the same model
+    raises an error.
 
     Args:
-        schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
-            ``dfc``, ``bfc``), static schedule (for example ``1f1b``, ``interleaved`` or ``zb-h1``;
-            docs/schedules.md lists them), ``file``, or ``auto``, which measures the first steps and
-            chooses the schedule that is fastest in simulations. ``megatron`` runs megatron-core's
-            own code.
+        schedule: One of four kinds of values. A scheduling rule chooses actions at run time
+            (``adaptive``, ``hinted``, ``dfc``, ``bfc``). A static schedule is for example ``1f1b``,
+            ``interleaved`` or ``zb-h1`` (see docs/schedules.md). ``file`` reads a file. ``auto``
+            measures the first steps and chooses the schedule that is fastest in simulations. In
+            addition, ``megatron`` runs megatron-core's own code.
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V-shaped placement must be set before megatron-core's process
             groups are created. ``None`` means ``v`` with schedules that only support a V, such as
@@ -79,55 +79,55 @@ def install(
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
-        activation_cap: Maximum number of activations that a rank keeps under a run-time rule. The
-            unit is one microbatch in all chunks of the rank. ``None`` uses a default for the
+        activation_cap: Maximum number of activations that a rank keeps under a run-time rule, in
+            microbatches through all chunks of the rank. ``None`` uses a default that depends on the
             numbers of stages and microbatches.
-        split_backward: Whether weight gradients are separate actions, instead of part of the
+        split_backward: Whether weight gradients are separate actions instead of part of the
             backward pass. ``None`` means true with schedules that always split, such as ``zb-h1``,
-            and with ``adaptive``, ``hinted`` and ``auto`` if the split costs nothing (see
+            and with ``adaptive``, ``hinted`` and ``auto`` if splitting costs nothing (see
             docs/reference/plugin.md).
-        weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
-            weight gradients are separate actions.
-        keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
-            as in the trainer of this package. Otherwise Megatron-LM draws them, and they depend on
-            the order of actions if a rank has several chunks.
+        weight_pieces: Maximum number of parts into which each weight gradient is split under a
+            run-time rule, if weight gradients are separate actions.
+        keyed_dropout: Whether the random numbers for dropout depend only on step, microbatch and
+            layer, as in the trainer of this package. Otherwise, Megatron-LM draws them, and they
+            depend on the order of actions if a rank has several chunks.
         first_weights: ``by-rank`` to draw initial weights as Megatron-LM does, or ``by-layer`` to
             draw them by seed and layer number. With ``by-layer``, a new GPT has the same initial
             weights with both placements and with every number of stages. It must be set before the
             model is built.
         trace_dir: Folder for the trace files of all ranks, or ``None`` to turn tracing off.
         trace_detail: Events in a trace. ``actions`` records only actions. ``layers`` adds the
-            forward and backward of each transformer layer. ``collectives`` also adds each
-            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) of single steps on
+            forward and backward passes of each transformer layer. ``collectives`` also adds each
+            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) in single steps on
             single ranks.
-        profile_ranks: Global ranks that record kernels, or ``None`` for Megatron-LM's
+        profile_ranks: Global ranks that record kernels, or ``None`` to use Megatron-LM's
             ``--profile-ranks``, or rank 0 in a program without Megatron-LM's flags.
-        profile_step_start: First iteration whose kernels are recorded, or ``None`` for
-            Megatron-LM's ``--profile-step-start``, or 10.
+        profile_step_start: First iteration whose kernels are recorded, or ``None`` to use
+            Megatron-LM's ``--profile-step-start``, or 10 without this flag.
         profile_step_end: Iteration after the last iteration whose kernels are recorded, or ``None``
-            for Megatron-LM's ``--profile-step-end``, or 12.
+            to use Megatron-LM's ``--profile-step-end``, or 12 without this flag.
         trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
-        diagnose_interval: Number of steps between two diagnoses of what slows the run, or 0 to turn
-            diagnoses off. Requires ``trace_dir``. Each cause is reported once.
-        transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
-            ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses one for each pair of ranks.
-        transport_silence_s: Maximum time without any message or heartbeat, in seconds. After that,
-            a rank is considered lost.
-        timeout_s: Maximum time to wait for a message of the pipeline, in seconds.
-        hang_after_s: Time without progress in seconds, after which the job is considered hanging
-            and the rank that other ranks wait for is reported. 0 turns this off, and ``None`` means
-            10 times the median step time, but at least 30 s.
+        diagnose_interval: Number of steps between two diagnoses of what slows down the run, or 0 to
+            turn diagnoses off. Requires ``trace_dir``. Each cause is reported once.
+        transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``, ``tcp``,
+            ``gloo``, ``nccl``, or ``auto``, which chooses a transport for each pair of ranks.
+        transport_silence_s: Time in seconds without any message or heartbeat after which a rank is
+            considered lost.
+        timeout_s: Maximum time in seconds to wait for a message of the pipeline.
+        hang_after_s: Time in seconds without progress after which the job is considered hanging.
+            The rank for which other ranks wait is then reported. 0 turns this off, and ``None``
+            means 10 times the median step time, but at least 30 s.
         on_hang: ``report`` to write a report page and print a line, or ``end`` to also stop the
             job.
-        model: Model that the settings apply to, as it is passed to the schedule: a module, or the
+        model: Model to which the settings apply, as it is passed to the schedule: a module, or the
             list of its chunks on this rank. ``None`` for all models without separate settings. If
             ``install`` is only called with ``model``, all other models run on megatron-core's own
             code.
 
     Raises:
-        ConfigError: A setting is invalid. Or it differs from the settings of steps that have
-            already run, or of an earlier call for the same model.
+        ConfigError: A setting is invalid, or differs from the settings of steps that have already
+            run, or of an earlier call for the same model.
         SetupError: The installed megatron-core is not compatible with the engine, or was imported
             too early on a machine without CUDA.
     """
@@ -164,15 +164,15 @@ def _put(
     model: torch.nn.Module | Sequence[torch.nn.Module] | None,
     caller: dict[str, Any],
 ) -> None:
-    """Replaces megatron-core's function that runs a step.
+    """Replaces megatron-core's function that runs a step, and its related functions.
 
     Args:
         settings: Settings of the plugin.
-        model: Model that the settings apply to, or ``None`` for all models.
-        caller: Global names of the module that calls :func:`install`.
+        model: Model to which the settings apply, or ``None`` for all models.
+        caller: Global variables of the module that calls :func:`install`.
     """
-    # The order of these imports matters. megatron-core needs a device (or its substitute) when it
-    # is imported, and the engine must only be imported after megatron-core has passed the check.
+    # Keep the order of these imports. megatron-core needs a device (or its substitute) when it is
+    # imported, and the engine must only be imported after megatron-core has passed the check.
     from megatron.adaptive import accelerator, without_cuda
 
     accelerator.install()
@@ -190,9 +190,10 @@ def _put(
 
 
 def uninstall() -> None:
-    """Restores megatron-core's own functions and closes the engine's channels.
+    """Restores megatron-core's own functions, and closes the engine's channels.
 
-    Must be called on all ranks, between two steps. Does nothing if :func:`install` was not called.
+    This function must be called on all ranks between two steps. It does nothing if :func:`install`
+    was not called.
 
     Raises:
         TransportError: Another rank did not close its channels in time.

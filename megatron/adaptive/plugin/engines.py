@@ -1,4 +1,4 @@
-"""Manages the engines of a process, one per model, and the settings of single models.
+"""Manages the engines of a process, one per model, and the separate settings of single models.
 
 A program may train several models, for example an actor and a critic. Each model has its own
 engine, channels, schedule and trace, so steps of different models may run in any order. A model is
@@ -40,10 +40,10 @@ class _OwnSettings:
 
 
 class Engines:
-    """Creates an engine at the first step of each model, and closes all engines.
+    """Creates an engine at the first step of each model, and closes all engines at the end.
 
     Args:
-        placed: Replacements of megatron-core's functions that return the position of a stage.
+        placed: Object that replaces megatron-core's functions that return the position of a stage.
     """
 
     def __init__(self, placed: Placed) -> None:
@@ -60,20 +60,20 @@ class Engines:
 
     @property
     def has_shared_settings(self) -> bool:
-        """Returns whether any model without separate settings has run a step."""
+        """Returns whether any model without separate settings has already run a step."""
         return any(self._settings_of(engine.modules) is None for engine in self._engines)
 
     @property
     def left_open(self) -> bool:
-        """Returns whether channels were left open because a step failed."""
+        """Returns whether an engine has left channels open because a step failed."""
         return any(engine.left_open for engine in self._engines)
 
     def give(self, model: Model, settings: Settings) -> None:
         """Makes ``settings`` the separate settings of ``model``.
 
         Raises:
-            ConfigError: The model already has other settings or has run a step, or ``model`` is
-                neither a module nor a list of modules.
+            ConfigError: The model already has other settings or has already run a step, or
+                ``model`` is neither a module nor a list of modules.
         """
         parts = [model] if isinstance(model, torch.nn.Module) else list(model)
         if not parts or not all(isinstance(part, torch.nn.Module) for part in parts):
@@ -105,7 +105,7 @@ class Engines:
     def engine_of(
         self, model: Model, shared: Settings, traced: Callable[..., Any] | None
     ) -> Engine:
-        """Returns the engine of ``model``, which is created at the model's first step.
+        """Returns the engine of ``model``. It is created at the first step of the model.
 
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.
@@ -165,7 +165,7 @@ class Engines:
 
 
 def _bare(model: Model) -> list[torch.nn.Module]:
-    """Returns the chunks of a model without the wrappers around them."""
+    """Returns the chunks of a model, without the wrappers around each chunk."""
     chunks: list[torch.nn.Module] = unwrap_model(
         [model] if isinstance(model, torch.nn.Module) else list(model)
     )
@@ -181,7 +181,7 @@ def _name(chunks: Sequence[torch.nn.Module]) -> str:
 
 
 def _change(entry: _OwnSettings, settings: Settings) -> str:
-    """Describes the first difference between the settings of ``entry`` and ``settings``."""
+    """Returns a text about the first setting that differs between ``entry`` and ``settings``."""
     for field in dataclasses.fields(settings):
         before, after = getattr(entry.settings, field.name), getattr(settings, field.name)
         if before != after:

@@ -1,9 +1,9 @@
-"""Draws each layer's initial weights by layer number, in an unmodified Megatron-LM.
+"""Draws the initial weights of each layer by layer number, in an unmodified Megatron-LM.
 
-Megatron-LM seeds the random generators by pipeline rank, and each rank draws its layers in
-sequence. So a layer's initial weights change if the layer moves to another rank. With
+Megatron-LM seeds the random generators by pipeline rank, and each rank draws its layers one after
+the other. So the initial weights of a layer change if the layer moves to another rank. With
 ``first_weights by-layer``, the generators are seeded separately for each part of a GPT, and
-restored after the part is built::
+restored after the part has been built::
 
     outside of layers       seed, "outside"         output layer
       └─ embedding          seed, "embedding"
@@ -42,7 +42,7 @@ _MARK = "first_weights_by_layer"
 
 
 class FirstWeights:
-    """Seeds the random generators while each part of a model is built.
+    """Seeds the random generators for each part of a model while the part is being built.
 
     Args:
         is_on: Function that returns whether initial weights are drawn by layer.
@@ -54,7 +54,7 @@ class FirstWeights:
         self._replaced: list[tuple[type, Any, Any]] = []
 
     def put(self) -> None:
-        """Replaces the constructors of megatron-core's GPT and its parts."""
+        """Replaces the constructors of megatron-core's GPT and of its parts."""
         for kind, replacement in (
             (GPTModel, self._build_model),
             (LanguageModelEmbedding, self._build_embedding),
@@ -115,7 +115,7 @@ class FirstWeights:
     @contextlib.contextmanager
     def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
         """Seeds all random generators for the ``part`` of a model, and restores them afterwards."""
-        # A layer inside another layer uses the outer layer's seed.
+        # A layer inside another layer uses the seed of the outer layer.
         if self._is_in_layer or not self._is_on():
             yield
             return
@@ -153,7 +153,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns this rank's indices in the parallel groups that affect a generator's seed."""
+    """Returns this rank's indices in the parallel groups on which a generator's seed depends."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

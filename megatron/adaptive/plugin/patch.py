@@ -2,7 +2,7 @@
 
 megatron-core defines this function in ``pipeline_parallel.schedules`` and exports it from its
 package, and modules of Megatron-LM import it by name. In all these modules, the plugin replaces the
-function by the same object, which contains the plugin's whole state. Uninstalling the plugin
+function by the same object, which contains all of the plugin's state. Uninstalling the plugin
 restores the function. :mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that
 return the position of a stage.
 """
@@ -32,24 +32,24 @@ from megatron.adaptive.without_cuda import renew_program
 
 _NAME = "get_forward_backward_func"
 _INTERRUPTED = 130
-"""Exit status of a process that is killed by SIGINT."""
+"""Exit status of a process that SIGINT has killed."""
 StepFunction = Callable[..., Any]
 
 
 class Seam:
-    """Replaces ``get_forward_backward_func`` and returns functions that run steps on the engine.
+    """Replaces ``get_forward_backward_func``, and returns functions that run steps on the engine.
 
     Args:
         original: Function ``get_forward_backward_func`` of megatron-core.
-        settings: Settings given to ``install``. Command-line flags are applied when Megatron-LM
+        settings: Settings passed to ``install``. Command-line flags are applied when Megatron-LM
             first calls this object.
 
     Attributes:
         original: Function ``get_forward_backward_func`` of megatron-core.
         engines: Engines that run the steps, one for each model.
-        placed: Replacements of megatron-core's functions that return the position of a stage.
-        first_weights: Replacements of constructors, which draw initial weights by layer if the
-            setting ``first_weights`` is ``by-layer``.
+        placed: Object that replaces megatron-core's functions that return the position of a stage.
+        first_weights: Object that replaces constructors, so that initial weights are drawn by layer
+            if the setting ``first_weights`` is ``by-layer``.
     """
 
     original: StepFunction
@@ -72,7 +72,8 @@ class Seam:
         """Changes the settings of all models without separate settings.
 
         Raises:
-            ConfigError: The settings differ, and a step has already run with the previous settings.
+            ConfigError: The settings have changed, but a step has already run with the previous
+                settings.
         """
         if settings == self._settings:
             return
@@ -84,7 +85,7 @@ class Seam:
         self._settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepFunction:
-        """Returns the function that runs a step, for the arguments of megatron-core's function.
+        """Returns the function that runs a step, given the arguments of megatron-core's function.
 
         Raises:
             ConfigError: A setting is invalid, or the plugin does not support the step function that
@@ -104,7 +105,7 @@ class Seam:
 
         @functools.wraps(chosen)
         def step(**arguments: Any) -> Any:
-            # The program called uninstall() after this function was returned.
+            # The program has called uninstall() since this function was returned.
             if not self._in_force:
                 return chosen(**arguments)
             model = arguments["model"]
@@ -118,7 +119,7 @@ class Seam:
         return step
 
     def end(self) -> None:
-        """Closes the engines. After that, this object returns megatron-core's own functions."""
+        """Closes the engines. After this, the object returns megatron-core's own functions."""
         self._in_force = False
         atexit.unregister(self.leave_at_once)
         engines = self.engines
@@ -129,8 +130,8 @@ class Seam:
         """Exits the process after an uncaught error, with the exit status that Python would use.
 
         This method is registered early, so it is one of the last exit functions to run. At that
-        time, the engine's threads still wait for messages. If a message arrived while Python shuts
-        down, the process would abort.
+        time, the threads of the engine still wait for messages. If a message arrived while Python
+        shuts down, the process would abort.
         """
         error = getattr(sys, "last_value", None)
         if error is None or not self.engines.left_open:
@@ -141,7 +142,7 @@ class Seam:
         os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
     def _kind(self) -> PlacementKind:
-        """Returns the current kind of placement. It is called several times per microbatch."""
+        """Returns the current kind of placement. Called several times per microbatch."""
         return self._settings_of_model().kind
 
     def _draws_by_layer(self) -> bool:
@@ -151,7 +152,7 @@ class Seam:
         return self._settings.overridden(megatron_arguments())
 
     def _settings_of_model(self) -> Settings:
-        """Returns the shared settings, overridden by flags of the command line.
+        """Returns the shared settings, overridden by flags on the command line.
 
         The result is cached for each set of parsed arguments.
         """
@@ -190,11 +191,11 @@ def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunct
 
 
 def _keeping_outputs(run_step: StepFunction) -> StepFunction:
-    """Wraps the loop of megatron-core, so that outputs are kept until they have been sent.
+    """Wraps megatron-core's loop so that outputs are kept until they have been sent.
 
     megatron-core frees an output as soon as its send has started. On a GPU this is safe, because
-    the stream keeps the memory in use. But gloo sends directly from the output's memory, and a new
-    tensor could overwrite it.
+    the stream keeps the memory in use. But gloo sends directly from the memory of the output, which
+    a new tensor could overwrite.
     """
 
     @functools.wraps(run_step)
@@ -215,11 +216,11 @@ def _keeping_outputs(run_step: StepFunction) -> StepFunction:
 
 
 def put(settings: Settings, model: Model | None = None) -> None:
-    """Replaces ``get_forward_backward_func`` by a :class:`Seam` in every module that imported it.
+    """Replaces ``get_forward_backward_func`` by a :class:`Seam` in each module that imported it.
 
     Args:
         settings: Settings of the plugin.
-        model: Chunks of the model, if the settings apply to only one model, or ``None`` for all
+        model: Chunks of the model if the settings apply to one model only, or ``None`` for all
             models without separate settings.
 
     Raises:
@@ -233,7 +234,7 @@ def put(settings: Settings, model: Model | None = None) -> None:
         else:
             present.engines.give(model, settings)
         return
-    # If the settings apply to only one model, megatron-core runs the other models of the process.
+    # If the settings apply to one model only, megatron-core runs all other models of the process.
     seam = Seam(present, settings if model is None else Settings(schedule="megatron"))
     if model is not None:
         seam.engines.give(model, settings)

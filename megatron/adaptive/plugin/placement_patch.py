@@ -1,8 +1,7 @@
 """Assigns the stages of an unmodified Megatron-LM to ranks with a V-shaped placement.
 
-A few functions of megatron-core return the position of a stage. While the plugin is installed, it
-replaces these functions. The replacements return different results only if the placement is
-V-shaped::
+A few functions of megatron-core return the position of a stage. The plugin replaces these functions
+while it is installed. The replacements only return different results if the placement is V-shaped::
 
     4 ranks, 2 chunks    megatron-core's loop    V
     rank 0               E: 0   4                   3   4
@@ -10,18 +9,18 @@ V-shaped::
     rank 2                  2   6                   1   6
     rank 3                  3   7 :L             E: 0   7 :L
 
-In the drawing, E is the embedding and L the loss. The first and the last stage are both on the
+In this drawing, E is the embedding and L is the loss. The first and the last stage are both on the
 *last* rank, because Megatron-LM reads losses and numbers of tokens on that rank, and writes its
 logs there. So only the first stage moves. The engine counts positions from the last rank, so that
 the V begins at position 0, as everywhere in this package.
 
-- Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines layer
-  numbers and names in checkpoints.
-- Both copies of a tied embedding are on one rank. :mod:`megatron.adaptive.gpt.model_placement`
-  handles this. In a checkpoint, the rank has one tensor with two names.
-- A forward step may ask whether its rank is the first without specifying a chunk. The answer is
-  then for the running chunk, because the first chunk needs the tokens of a batch, and the second
-  chunk needs the labels.
+- Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines the
+  layer numbers and the names in checkpoints.
+- Both copies of a tied embedding are on the same rank. :mod:`megatron.adaptive.gpt.model_placement`
+  handles this. In a checkpoint, this rank has one tensor with two names.
+- A forward step may ask whether its rank is the first, without specifying a chunk. The answer is
+  then for the chunk that is running, because the first chunk needs the tokens of a batch, and the
+  second chunk needs the labels.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ _CHUNKS = 2
 
 
 class TurnedLayout(PlacedLayout):
-    """Layout of the layers in stages, with positions counted from the pipeline's last rank.
+    """Assignment of layers to stages, with positions counted from the pipeline's last rank.
 
     Args:
         placement: Assignment of pipeline stages to positions.
         stages: Names of the layers in each stage, in pipeline order.
-        original: Previous layout of the model's configuration, or ``None`` if it had no layout.
+        original: Previous layout in the model's configuration, or ``None`` if there was no layout.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]], original: Any) -> None:
@@ -80,7 +79,7 @@ class Placed:
 
     Attributes:
         running: Index of the chunk whose forward step is running, or ``None``. It is used if
-            megatron-core queries a stage without specifying a chunk.
+            megatron-core asks for a stage without specifying a chunk.
     """
 
     def __init__(self, kind: Callable[[], PlacementKind]) -> None:
@@ -167,10 +166,10 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes rank 0 build datasets in a V, although it has neither the first nor the last stage.
+        """Makes rank 0 also build datasets in a V, where the last rank has first and last stage.
 
-        Rank 0 builds the dataset's indices, which other ranks then read. If rank 0 had no data,
-        Megatron-LM would not train on any rank.
+        Rank 0 builds the indices of the data sets, which other ranks then read. If rank 0 had no
+        data, Megatron-LM would not train on any rank.
         """
         bound = inspect.signature(original).bind(builder, *args, **kwargs)
         builds_here = bound.arguments["is_built_on_rank"]
@@ -179,9 +178,9 @@ class Placed:
         original(*bound.args, **bound.kwargs)
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
-        """Sets the layout of a V-shaped placement in the model configuration ``config``."""
+        """Sets the layout of a V-shaped placement in ``config``, the configuration of the model."""
         # This function may already have changed this configuration, or the configuration from which
-        # it was copied. So restore the original layout first.
+        # it was copied. So first restore the original layout.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)
@@ -226,10 +225,10 @@ class Placed:
 
 
 def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Replaces the attribute ``name`` of ``owner`` and of every module that imported it by name."""
+    """Replaces the attribute ``name`` of ``owner`` and of each module that imported it by name."""
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
-        # Read the module's dictionary, because getattr would trigger imports in lazy modules.
+        # Read the dictionary of the module, because getattr would trigger imports in lazy modules.
         if getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)
 
@@ -241,9 +240,10 @@ def kind_of(config: Any) -> PlacementKind:
 
 
 def standing_for(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement for ``original`` that calls ``function`` and has the original's name.
+    """Returns a replacement for ``original`` that calls ``function``.
 
-    The returned function calls ``function`` with ``original``, followed by its own arguments.
+    The replacement has the name and the docstring of ``original``. It calls ``function`` with
+    ``original``, followed by the arguments of the call.
     """
 
     @functools.wraps(original)
@@ -259,7 +259,7 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 
 
 def _check(config: Any) -> None:
-    """Raises an error if the configuration ``config`` does not support a V-shaped placement."""
+    """Raises an error if ``config``, the model's configuration, does not support a V."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     if chunks != _CHUNKS:
         raise ConfigError(
@@ -302,7 +302,7 @@ def _check(config: Any) -> None:
 
 
 def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns the layer names that megatron-core assigns to each stage, in pipeline order."""
+    """Returns the names of the layers that megatron-core assigns to each stage, in order."""
     ranks = config.pipeline_model_parallel_size
     chunks = [(rank, chunk) for chunk in range(_CHUNKS) for rank in range(ranks)]
     layout = config.pipeline_model_parallel_layout

@@ -1,7 +1,7 @@
-"""Traces a run of the user's own Megatron-LM, and writes its progress to a file.
+"""Traces a run of the user's own Megatron-LM, and writes the progress of the run to a file.
 
 The executor traces actions, waits and messages, as in the trainer of this package. Other work is
-traced without changes to Megatron-LM, as spans of these kinds: ``data`` for reads of its data
+traced without changes to Megatron-LM, as spans of these kinds: ``data`` for reads from its data
 iterator, ``reduce`` for the function that completes gradients, ``optimizer`` for optimizer steps
 (by torch's hooks), ``evaluate`` for evaluation steps, and ``checkpoint`` for
 ``dist_checkpointing.save``. Losses are read from the result of a step.
@@ -58,7 +58,7 @@ class _Begun:
 
 
 class StepTrace:
-    """Traces this rank's steps. One rank also writes the progress of the run.
+    """Traces the steps of this rank. One rank also writes the progress of the run.
 
     If the trace cannot be written, a message is printed once and tracing stops, but training
     continues.
@@ -68,7 +68,7 @@ class StepTrace:
         settings: Settings of the plugin.
         accelerator: CPU or GPU of this rank.
         iteration: Number of training steps that were completed before this process started.
-        finish_step: Function that ends the current step. It is called before a checkpoint is saved.
+        finish_step: Function that ends the current step. Called before a checkpoint is saved.
         model_groups: Process groups of the model.
     """
 
@@ -90,7 +90,8 @@ class StepTrace:
         self._rate: float | None = None
         self._done = iteration
         self._total = int(getattr(megatron_arguments(), "train_iters", None) or 0)
-        self._optimizers = 0  # This is the number of optimizer steps that are currently nested.
+        # Number of optimizer steps that are currently running, one inside the other.
+        self._optimizers = 0
         self._update: AbstractContextManager[None] | None = None
         self._hooks = [
             register_optimizer_step_pre_hook(self._update_begins),
@@ -98,8 +99,8 @@ class StepTrace:
         ]
         self._save = dist_checkpointing.save
         dist_checkpointing.save = self._saving(self._save)
-        # The rank that writes Megatron-LM's log also writes the progress, because only that rank
-        # has the losses.
+        # The rank that writes Megatron-LM's log also writes the progress, because no other rank has
+        # the losses.
         is_writer = dist.get_rank() == dist.get_world_size() - 1
         folder = settings.trace_dir if is_writer else None
         self._progress = ProgressFile(folder)
@@ -118,7 +119,7 @@ class StepTrace:
 
         Args:
             iteration: Index of the step in Megatron-LM's log. If Megatron-LM repeats a step, the
-                trace uses the next index.
+                next index is used in the trace.
             arguments: Arguments of megatron-core's function that runs a step.
         """
         iteration = max(iteration, self._done + 1)
@@ -136,16 +137,17 @@ class StepTrace:
         )
 
     def returned(self, reported: Sequence[Any]) -> None:
-        """Stores the loss from ``reported``, the results of the loss function in a training step.
+        """Stores the loss in ``reported``, the results of the loss function in a training step.
 
-        Collective over replicas. On a GPU, this method does not wait for the all-reduce.
+        All replicas must call this together. On a GPU, this method does not wait for the
+        all-reduce.
         """
         self._loss = _summed_over_replicas(reported, self._groups.dp_cp)
 
     def end(self) -> None:
         """Ends the current step, if there is one, and writes its measurements.
 
-        The device must have completed the step.
+        The device must have finished the step.
         """
         begun = self._begun
         self._begun = None
@@ -171,7 +173,7 @@ class StepTrace:
         self._diagnosis.after_iteration(begun.iteration)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Returns a context manager that traces its block as an evaluation."""
+        """Returns a context manager that traces the time within it as an evaluation."""
         return self.tracing.host_span("evaluate")
 
     def close(self, *, is_orderly: bool) -> None:
@@ -233,12 +235,12 @@ class StepTrace:
 
 
 class _Timed:
-    """Wraps a data iterator and times its reads. Other attributes come from the iterator.
+    """Wraps a data iterator, and times its reads. Other attributes are those of the iterator.
 
     Args:
         iterator: Iterator over microbatches.
-        was_read: Function that is called after each read with the index of the read, and the start
-            and end of the read in nanoseconds.
+        was_read: Function that is called after each read. Its arguments are the index of the read,
+            and the start and the end of the read in nanoseconds.
     """
 
     def __init__(self, iterator: Iterator[Any], was_read: Callable[[int, int, int], None]) -> None:
@@ -265,9 +267,9 @@ def stage_sizes(
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Returns the number of layers and the compute cost (in layers) of each stage.
 
-    Collective over all ranks. The cost is the stage's number of multiply-adds divided by that of
-    one layer, as in the trainer of this package. Both results are empty if a chunk has no list of
-    layers.
+    All ranks must call this together. The cost of a stage is its number of multiply-adds divided by
+    that of one layer, as in the trainer of this package. Both results are empty if a chunk has no
+    list of layers.
     """
     local = {
         placement.stage_of(pp_rank, chunk): _sizes_of(model, seq_length)
@@ -287,7 +289,7 @@ def stage_sizes(
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
     """Returns the number of layers of ``chunk``, and two costs in multiply-adds per token.
 
-    The first cost is the cost of one layer, and the second is the cost of the logits.
+    The first cost is that of one layer, and the second cost is that of the logits.
     """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)
@@ -305,11 +307,11 @@ def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, floa
 def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor | None:
     """Returns the sum of :func:`_summed_loss` over replicas, or ``None`` before the last stage.
 
-    Collective over the replicas of the last stage. A replica without a loss contributes zeros,
-    because other replicas may have a loss and wait for the all-reduce.
+    All replicas of the last stage must call this together. A replica without a loss contributes
+    zeros, because other replicas may have a loss and wait for the all-reduce.
 
     Args:
-        reported: Results of the loss function. Empty on all stages except the last.
+        reported: Results of the loss function, or empty except on the last stage.
         group: Process group of the replicas.
     """
     if not reported:
@@ -331,10 +333,10 @@ def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
 
 
 def _summed_loss(reported: Sequence[Any]) -> torch.Tensor | None:
-    """Returns a tensor with a replica's loss, the divisor of the loss, and 1.
+    """Returns a tensor of three values: a replica's loss, the divisor of the loss, and 1.
 
-    The sum of the last element over replicas counts the replicas that have a loss. Returns ``None``
-    if the results do not have the form of Megatron-LM's losses.
+    Summed over replicas, the last value is the number of replicas that have a loss. The result is
+    ``None`` if ``reported`` does not have the form of Megatron-LM's losses.
 
     Source: ``train_step`` of Megatron-LM, which reports either a loss, or a sum over tokens and the
     number of tokens.
@@ -358,7 +360,7 @@ def _summed_loss(reported: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _sizes(groups: ModelGroups) -> dict[str, int]:
-    """Returns the parallel sizes of the run, by their names in ``progress.jsonl``."""
+    """Returns the parallel sizes of the run, by name in ``progress.jsonl``."""
     return {
         "world_size": dist.get_world_size(),
         "data_parallel_size": groups.replica[1],

@@ -1,7 +1,6 @@
-"""Defines the plugin's settings, which users give in code or on Megatron-LM's command line.
+"""Defines the settings of the plugin, which users pass in code or on Megatron-LM's command line.
 
-This module imports neither torch nor megatron-core, because flags are added before either is
-needed.
+This module does not import torch or megatron-core, because flags are added before these are needed.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ OF_PROCESS = {
     "hang_after_s": "all models share one hang detector",
     "on_hang": "all models share one hang detector",
 }
-"""Maps the name of each setting that all models of a process share to the reason for this."""
+"""Settings that all models of a process share, each with the reason for this."""
 
 
 OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
-"""Names of the settings for which Megatron-LM has its own flags."""
+"""Names of the settings for which Megatron-LM has flags of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class _PluginFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Contains the settings of :func:`~megatron.adaptive.plugin.install`.
+    """Settings of the plugin, which are the arguments of :func:`~megatron.adaptive.plugin.install`.
 
     Attributes:
         schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
@@ -157,7 +156,7 @@ class Settings:
         self.require()
 
     def require(self, **model: Any) -> None:
-        """Checks that the settings contradict neither each other nor the model.
+        """Checks that the settings do not contradict each other or the settings of the model.
 
         Args:
             **model: Settings of the model and of its division into chunks.
@@ -192,12 +191,12 @@ class Settings:
 
         Args:
             rank: Global rank.
-            arguments: Parsed arguments of Megatron-LM, or ``None``. They replace settings that are
-                ``None``.
+            arguments: Parsed arguments of Megatron-LM, or ``None``. They are used for settings that
+                are ``None``.
 
         Raises:
             ConfigError: Megatron-LM's own profiler is also enabled, or the range of iterations is
-                empty. All ranks raise this error, so no rank waits for another.
+                empty. All ranks raise this error, so no rank waits for the other ranks.
         """
 
         def chosen(name: str, default: Any) -> Any:
@@ -256,7 +255,7 @@ class Settings:
         return dataclasses.replace(self, **common)
 
     def require_of_model(self) -> None:
-        """Checks that these settings may be set for a single model.
+        """Checks that all of these settings may be set for a single model.
 
         Raises:
             ConfigError: A setting that all models of the process share differs from its default.
@@ -270,11 +269,11 @@ class Settings:
                 )
 
     def overridden(self, arguments: Any) -> Settings:
-        """Returns these settings, overridden by the flags on the command line.
+        """Returns a copy of these settings, overridden by the flags on the command line.
 
         Args:
             arguments: Parsed arguments of Megatron-LM, or ``None``. If an attribute is missing or
-                ``None``, the setting does not change.
+                ``None``, the corresponding setting does not change.
 
         Raises:
             ConfigError: The resulting settings are invalid.
@@ -285,12 +284,12 @@ class Settings:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the plugin's flags to ``parser``.
+    """Adds the plugin's flags to ``parser``, and returns ``parser``.
 
     Pass this function as ``extra_args_provider`` to Megatron-LM's ``pretrain``.
 
-    If a flag is not on the command line, the setting of :func:`~megatron.adaptive.plugin.install`
-    applies.
+    If a flag is not on the command line, the setting passed to
+    :func:`~megatron.adaptive.plugin.install` is used.
 
     Returns:
         The same ``parser``.
@@ -302,7 +301,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _flags() -> dict[str, FieldSpec]:
-    """Returns the command-line flag of each setting."""
+    """Returns the command-line flag of each setting, by name of the setting."""
     specs = _specs()
     settings = [
         field.name for field in dataclasses.fields(Settings) if field.name not in OF_MEGATRON
@@ -328,16 +327,16 @@ def megatron_arguments() -> Any:
         return None
     try:
         return get_args()
-    except AssertionError:  # Megatron-LM has not parsed its arguments yet
+    except AssertionError:  # Megatron-LM has not parsed its arguments yet.
         return None
 
 
 def timeout_of_groups(arguments: Any) -> datetime.timedelta:
-    """Returns the timeout of a rank that waits for the other ranks of the job.
+    """Returns how long a rank waits for the other ranks of the job before it gives up.
 
     Args:
-        arguments: Megatron-LM's parsed arguments, or ``None`` for a program without them. The
-            timeout is then 10 minutes.
+        arguments: Parsed arguments of Megatron-LM, or ``None`` for a program without such
+            arguments. The timeout is then 10 minutes.
     """
     seconds = getattr(arguments, "distributed_timeout_seconds_after_init", None)
     if seconds:

@@ -1,10 +1,10 @@
 """Runs the steps of one model on this package's executor.
 
-All ranks build the executor together at the model's first step.
+All ranks build the executor together in the first step of the model.
 
 This module creates and closes the channels between ranks, the tuner for ``auto``, the seeds for
 dropout and the trace. :class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
-:mod:`~megatron.adaptive.plugin.run_trace` traces Megatron-LM's work outside of steps.
+:mod:`~megatron.adaptive.plugin.run_trace` traces what Megatron-LM does outside of steps.
 """
 
 from __future__ import annotations
@@ -71,9 +71,12 @@ class Watch:
         self._guard: HangGuard | None = None
 
     def begin(self, job: Job, settings: Settings) -> None:
-        """Starts the hang detector, once a model is connected. Collective over all ranks."""
+        """Starts the hang detector after a model is connected.
+
+        All ranks must call this together.
+        """
         # Python runs exit functions in reverse order of registration. So register this function
-        # after those of the model's channels and trace, to make it run before them.
+        # after the exit functions of the model's channels and trace, so that it runs before them.
         atexit.unregister(self._close)
         atexit.register(self._close)
         if self._guard is None:
@@ -85,7 +88,10 @@ class Watch:
             )
 
     def look_at(self, evidence: Callable[[], Mapping[str, Any]]) -> None:
-        """Monitors the model whose activity ``evidence`` returns, until another model runs."""
+        """Monitors a model until another model runs.
+
+        ``evidence`` returns what the model is doing.
+        """
         if self._guard is not None:
             self._guard.snapshot = evidence
 
@@ -101,7 +107,7 @@ class Engine:
 
     Args:
         settings: Settings of the model, with command-line flags applied.
-        placed: Replacements of megatron-core's functions that return the position of a stage.
+        placed: Object that replaces megatron-core's functions that return the position of a stage.
         traced: Step function of megatron-core that the engine calls and only traces, or ``None`` to
             run the steps on the executor.
         modules: Chunks of the model, without wrappers.
@@ -110,13 +116,13 @@ class Engine:
 
     Attributes:
         modules: Chunks of the model, without wrappers.
-        has_failed: Whether a step has raised an error. After an error, other ranks may not take
-            part in an orderly close.
+        has_failed: Whether a step has raised an error. After an error, the other ranks may not
+            close their channels.
         left_open: Whether :meth:`close` left channels open because a step failed. The threads of
             these channels still wait for messages.
     """
 
-    # The first step sets these attributes.
+    # These attributes are set in the first step.
     _job: Job
     _orders: Orders
     _groups: ModelGroups
@@ -148,18 +154,18 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        # This is the number of microbatches in the current training step.
+        # Number of microbatches in the current training step, or ``None``.
         self._step: int | None = None
-        # This tuple contains the times of the last training step, and its number of microbatches.
+        # Times of the last training step, and its number of microbatches, or ``None``.
         self._done: tuple[RankTimes, int] | None = None
-        self._runs = False  # This is true while a step is running.
+        self._runs = False  # True while a step is running.
         self.left_open = False
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """Runs a step. The model's first step is collective over all ranks of the job.
+        """Runs a step. All ranks of the job must take part in the first step of the model.
 
         Args:
-            arguments: Arguments for megatron-core's function that runs a step.
+            arguments: Arguments of megatron-core's function that runs a step.
 
         Returns:
             Results of the loss function, as megatron-core's function returns them.
@@ -211,7 +217,7 @@ class Engine:
             self._runs = False
 
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Counts the step, and adds keyed dropout and traced data reads to ``arguments``."""
+        """Counts the step, and returns ``arguments`` with keyed dropout and traced data reads."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
         # Use Megatron-LM's iteration if it exists, because Megatron-LM may repeat a step to check
         # that the results are the same.
@@ -246,7 +252,7 @@ class Engine:
         """Closes the trace and the channels.
 
         Args:
-            is_orderly: Whether all ranks close this engine. Otherwise, channels are left open.
+            is_orderly: Whether all ranks close this engine. If not, channels are left open.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
@@ -266,7 +272,7 @@ class Engine:
             self.left_open = True
 
     def _check_same_pipeline(self, groups: ModelGroups, num_chunks: int) -> None:
-        """Raises an error if ranks or chunks differ from those in the model's first step."""
+        """Raises an error if ranks or chunks differ from those in the first step of the model."""
         placement = self._orders.placement
         num_ranks = groups.pp.size()
         if num_ranks == placement.num_ranks and num_chunks == placement.num_chunks:
@@ -305,7 +311,10 @@ class Engine:
             self._tuner = self._make_tuner(config, arguments)
 
     def _connect_first(self, config: Any, arguments: Mapping[str, Any]) -> None:
-        """Connects this rank to other ranks and opens its trace. Collective over all ranks."""
+        """Connects this rank to other ranks, and opens its trace.
+
+        All ranks must call this together.
+        """
         settings = self._settings
         placement = Placement(
             num_ranks=self._groups.pp.size(), num_chunks=len(self._chunks), kind=settings.kind
@@ -327,13 +336,13 @@ class Engine:
         self._watch.begin(self._job, settings)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns what this rank is doing. The hang detector's thread calls this method."""
+        """Returns what this rank is doing. Called by the thread of the hang detector."""
         activity = {} if self._trace is None else self._trace.tracing.now()
         if self._wiring is not None:
             activity |= self._wiring.executor.evidence()
         elif isinstance(self._forward_backward, OutsideTrace):
             activity |= self._forward_backward.snapshot()
-        # A program with its own loop may pause between two calls, for example to generate samples.
+        # A program with its own loop may pause between two steps, for example to generate samples.
         # Megatron-LM's loop, which counts iterations in its arguments, does not pause.
         may_pause = getattr(megatron_arguments(), "curr_iteration", None) is None
         return {
@@ -359,7 +368,7 @@ class Engine:
             work=work,
             pp_rank=orders.pp_rank,
             model_groups=self._groups,
-            # The schedule of megatron-core sends its messages itself.
+            # megatron-core's schedule sends its messages itself.
             transport="" if self._traced is not None else self._settings.channels.forced or "",
             collector=self._settings.trace_otlp,
         )
@@ -387,7 +396,7 @@ class Engine:
     def _make_keys(self, config: Any) -> DropoutKeys | None:
         """Returns the keys for dropout's random numbers, or ``None`` without keyed dropout.
 
-        Prints a warning if dropout will differ between runs without keyed dropout.
+        Prints a warning if dropout differs between runs because it is not keyed.
         """
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         if not has_dropout or not self._settings.keyed_dropout:
@@ -406,9 +415,9 @@ class Engine:
         return keys
 
     def _make_tuner(self, config: Any, arguments: Mapping[str, Any]) -> Tuner | None:
-        """Returns the tuner of schedule ``auto``, or ``None`` for other schedules.
+        """Returns the tuner of the schedule ``auto``, or ``None`` for other schedules.
 
-        Collective over all ranks.
+        All ranks must call this together.
         """
         settings = self._settings
         if self._orders.schedule != "auto":
@@ -444,9 +453,9 @@ class Engine:
             self._tuner = None
 
     def _choose_split(self, config: Any) -> bool:
-        """Returns whether weight gradients are separate actions, which is equal on all ranks.
+        """Returns whether weight gradients are separate actions. The result is equal on all ranks.
 
-        Collective over all ranks.
+        All ranks must call this together.
         """
         requested = self._settings.splits
         reason = None
@@ -466,7 +475,7 @@ class Engine:
         return requested is not False and not reasons
 
     def _build(self, config: Any, arguments: Mapping[str, Any]) -> None:
-        """Builds the executor and connects it to other ranks. Collective over all ranks."""
+        """Builds the executor and connects it to other ranks. All ranks must call this together."""
         dtype = config.pipeline_dtype
         placement = self._orders.placement
         self._wiring = build_executor(
@@ -475,7 +484,7 @@ class Engine:
             places=self._job.places,
             payload_shape=self._payload_shape(config, arguments),
             payload_dtype=torch.float32 if dtype is None else dtype,
-            # A caller may change the shape in any step, even on only one replica. Ranks could not
+            # A caller may change the shape in any step, even on one replica only. Ranks could not
             # agree to reconnect in such a step, so the channels accept all shapes from the start.
             payload_varies=True,
             timeout_s=self._settings.timeout_s,
@@ -495,7 +504,7 @@ class Engine:
         )
 
     def _payload_shape(self, config: Any, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Returns the shape ``[s, b, h]`` of tensors between stages, or ``None`` if they vary."""
+        """Returns the shape ``[s, b, h]`` of tensors between stages, or ``None`` if shapes vary."""
         varying = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
         if config.pipeline_dtype is None or any(getattr(config, name, None) for name in varying):
             return None
@@ -532,7 +541,7 @@ class Engine:
         )
 
     def _finish_step(self) -> None:
-        """Waits until the device has completed the current training step, and ends the step."""
+        """Waits until the device has finished the current training step, and ends this step."""
         step = self._step
         self._step = None
         waits = self._trace is not None or self._tuner is not None
@@ -561,7 +570,7 @@ def _this_device() -> Accelerator:
 
 
 def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
-    """Returns all settings that must be equal on all ranks, including those of MoE layers."""
+    """Returns all settings that must be equal on all ranks, including settings of MoE layers."""
     shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     for name in ("trace_dir", "schedule_file"):  # Paths may differ between ranks.
         shared.pop(name, None)

@@ -10,9 +10,9 @@
     other kinds:     each kind opens its own    kind.open
 
 Native channels are channels of the C++ extension (shared memory, RDMA, TCP). If such a channel
-cannot be opened, for example because of a memory limit or a firewall, all pairs that would use a
-native channel use gloo instead. If the user forced a transport, the failure is an error. The
-failure is sent to all ranks, so they all make the same decision.
+cannot be opened, for example because of a memory limit or a firewall, gloo replaces all native
+channels of the job. If the user forced a transport, the failure is an error instead. The failure is
+sent to all ranks, so that all ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def own_endpoint(
     options: TransportConfig,
     address: str | None,
 ) -> Endpoint:
-    """Returns the endpoint of this rank, which describes it to other ranks.
+    """Returns the endpoint that describes this rank to other ranks.
 
     Args:
         rank: Global rank.
         location: Host and process of this rank, as returned by ``liveness.here``.
-        device: Device that this rank computes on.
+        device: Device on which this rank computes.
         own_gpu: Whether the device is a GPU that no other rank uses.
         options: Transport settings, which may include the name of an RDMA device.
         address: Network address of this rank, or ``None`` if it has no address.
@@ -103,12 +103,12 @@ class Connector:
     """Opens the channels between this rank and its peers.
 
     Attributes:
-        members: Global ranks of this rank's pipeline, which only send messages to each other.
+        members: Global ranks of this rank's pipeline. They only send messages to each other.
         gather: Function that exchanges values between all ranks of the job.
         accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape, dtype and number of the messages, as far as known.
+        payloads: Shape, dtype and number of the messages, if known.
         describe: Function that returns the name of a rank for error messages.
-        timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
+        timeout_s: Maximum time in seconds for which a send waits for a peer that does not receive
             messages.
     """
 
@@ -122,19 +122,19 @@ class Connector:
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
     ) -> Endpoint:
-        """Returns the endpoint of this rank, which is an argument of :meth:`connect`.
+        """Returns the endpoint of this rank, to be passed to :meth:`connect`.
 
         Args:
             places: Host and process of every rank, as returned by ``liveness.here``.
             options: Transport settings of the user.
-            host: Host of the rendezvous of the job's ranks, or ``None`` if it is not on the
-                network.
+            host: Host at which the job's ranks connect to each other at the start, or ``None`` if
+                this host is not on the network.
         """
         rank = dist.get_rank()
         interface = options.transport_interface
         alone = len({location["machine"] for location in places}) == 1
         address: str | None = None
-        # Without a network address, the rank can still use transports within its machine.
+        # A rank without a network address can still use transports within its machine.
         with contextlib.suppress(SetupError):
             interface = interface or Environment.read().socket_interface
             address = own_address(interface, host, alone=alone)
@@ -158,19 +158,20 @@ class Connector:
 
         Args:
             endpoint: Endpoint of this rank.
-            peers: Global ranks that this rank exchanges messages with. Each peer must also list
+            peers: Global ranks with which this rank exchanges messages. Each peer must also list
                 this rank.
             options: Transport settings of the user.
-            log: Function that rank 0 calls with each line of text about the chosen transports.
+            log: Function that rank 0 calls with each line of text about the transports that were
+                chosen.
 
         Returns:
             Transport to all peers, or ``None`` for a rank without peers.
 
         Raises:
-            SetupError: The forced transport cannot connect a pair. The error is raised on all
-                ranks.
+            SetupError: The forced transport cannot connect a pair of ranks. The error is raised on
+                all ranks.
             TransportError: A channel could not be opened, although its transport can connect the
-                pair.
+                pair of ranks.
         """
         gathered = self.gather((endpoint, list(peers), secrets.token_bytes(_SEED_BYTES)))
         ends = [end for end, _, _ in gathered]
@@ -221,8 +222,9 @@ class Connector:
                 links, the ID of the job, and the name of a lock for allocating memory on a machine.
 
         Returns:
-            Transport of this rank, or ``None`` if it has no native channels; first failure of any
-            rank, or ``None``; and a text about how GPU tensors are copied, by pair of ranks.
+            Three values: the transport of this rank, or ``None`` if it has no native channels; the
+            first failure on any rank, or ``None``; and a text about how GPU tensors are copied, by
+            pair of ranks.
         """
         device = self.accelerator.device
         size = size_of_channel(
@@ -269,11 +271,11 @@ class Connector:
     def _make_node(
         self, links: Set[str], endpoint: Endpoint, ends: Sequence[Endpoint], seed: bytes
     ) -> tuple[Any, dict[str, str], str | None]:
-        """Creates the extension's node, which listens for peers and owns the channels.
+        """Creates the extension's node, which listens for peers and owns the native channels.
 
         Returns:
-            Node, or ``None`` if ``links`` is empty; addresses of the node by kind of link; and the
-            error message, or ``None`` if there was no error.
+            Three values: the node, or ``None`` if ``links`` is empty; its addresses by kind of
+            link; and the error message, or ``None`` if there was no error.
         """
         node: Any = None
         try:
@@ -296,7 +298,7 @@ class Connector:
         kinds: Mapping[int, NativeKind],
         listening: Sequence[Mapping[str, str]],
     ) -> str | None:
-        """Opens the channels to all peers. Returns the first failure, or ``None``.
+        """Opens the channels to all peers, and returns the first failure, or ``None`` on success.
 
         All ranks open their channels in the same order, so that they cannot deadlock. After a
         failure, a rank continues, because its other peers wait for it.
@@ -350,14 +352,16 @@ class Connector:
         options: TransportConfig,
         completions: Completions | None,
     ) -> Transport | None:
-        """Opens this rank's channels of a transport that is not native. All ranks must call this.
+        """Opens this rank's channels of a transport that is not native.
+
+        All ranks must call this method.
 
         Args:
             name: Name of the transport.
-            peers: Global ranks of the peers. A rank without peers still participates in the
+            peers: Global ranks of the peers. A rank without peers still takes part in the
                 collective calls.
             options: Transport settings of the user.
-            completions: Queue for received messages, or ``None`` to create a new queue.
+            completions: Queue for received messages, or ``None`` to create a queue.
 
         Raises:
             TransportError: A channel could not be opened. The error is raised on all ranks.
@@ -378,18 +382,18 @@ class Connector:
         return kind.open(opening) if name in BUILT_IN else open_own(kind, opening)
 
     def kind(self, name: str) -> TransportKind:
-        """Returns the declaration of the transport called ``name``."""
+        """Returns the declaration of the transport with the name ``name``."""
         return transport_kind(name)
 
 
 def _native_kind(name: str) -> NativeKind | None:
-    """Returns the declaration of the native transport ``name``, or ``None`` for others."""
+    """Returns the declaration of the transport ``name`` if it is native, or ``None``."""
     kind = transport_kind(name)
     return kind if isinstance(kind, NativeKind) else None
 
 
 def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
-    """Starts listening for peers, and returns the addresses by kind of link (``unix``, ``tcp``)."""
+    """Listens for peers with each kind of link in ``links``, and returns the addresses by kind."""
     addresses = {}
     if "unix" in links:
         addresses["unix"] = node.listen("unix")
@@ -399,7 +403,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns each peer and a text on how its GPU tensors are copied, if its channel reports it."""
+    """Returns (peer, text about how its GPU tensors are copied) for each peer that reports this."""
     paths = []
     for peer in peers:
         info = node.info(peer)
@@ -412,11 +416,11 @@ def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
 
 
 class CompositeTransport:
-    """Combines several transports by passing each call to the transport of its peer.
+    """Combines several transports. Each call is passed to the transport of its peer.
 
     Args:
-        parts: Transport for each peer. All these transports add received messages to
-            ``completions``.
+        parts: Transport to each peer, by global rank. All of these transports add received messages
+            to ``completions``.
         completions: Queue of received messages that the transports share.
     """
 

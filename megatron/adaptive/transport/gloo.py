@@ -1,7 +1,7 @@
 """Sends tensors over a gloo process group: CPU tensors directly, GPU tensors through CPU memory.
 
 A receiver thread per peer posts receives in advance, so that data arrives while the executor
-computes. gloo matches the messages of a pair of ranks by tag and order. A small message whose shape
+computes. gloo matches the messages between two ranks by tag and order. A small message whose shape
 is known in advance is sent as one gloo message. Any other message is sent as two gloo messages, a
 header and a payload:
 
@@ -14,8 +14,8 @@ header and a payload:
 
 If ``payload_shape`` is given, receives are posted ``DEPTH`` messages in advance. Otherwise, the
 receive for a payload is posted when its header has arrived. gloo returns a ``Work`` object for each
-send. If the object is released before the send has finished, the destructor of its buffer blocks,
-so these objects are kept until then.
+send. If this object is released before the send has finished, the destructor of its buffer blocks.
+So these objects are kept until the send has finished.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from megatron.adaptive.transport.kind import Gather, Opening, TransportKind
 
 DEPTH = 4
 """Number of receives that are posted in advance. Tags repeat after this number of messages."""
-# Payloads of up to this size in bytes are copied into the packet of their header, because the copy
-# is cheaper than a second gloo message.
+# Payloads of up to this size in bytes are copied into the packet that contains their header,
+# because the copy is cheaper than a second gloo message.
 _PACKED_BYTES = 1 << 20
 # The timeout of posted receives is very long, because receives stay posted between steps, for
-# example while a checkpoint is saved. If a peer dies, its connection closes. The executor enforces
+# example while a checkpoint is saved. If a peer exits, its connection closes. The executor enforces
 # the deadlines.
 POSTED_FOR = datetime.timedelta(days=20)
 CLOSE_S = 30.0
@@ -74,7 +74,7 @@ _OF_GLOO = frozenset(
 
 @dataclass(slots=True)
 class _Posted:
-    """A posted receive. The payload is part of the packet, or a separate gloo message."""
+    """Posted receive. Its payload is part of the packet, or a separate gloo message."""
 
     packet: Packet
     work: Any
@@ -84,7 +84,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Sent:
-    """A message that gloo is sending, which keeps the memory of the message alive until then."""
+    """Message that gloo is sending. This object keeps the memory of the message alive."""
 
     peer: int
     packet: Packet
@@ -93,19 +93,19 @@ class _Sent:
 
 
 class GlooTransport:
-    """Implements the ``Transport`` interface over a gloo process group of a pipeline's ranks.
+    """Sends and receives tensors over a gloo process group of a pipeline's ranks.
 
     Args:
         group: Gloo process group of the pipeline's ranks, which must not be used for anything else.
-        peers: Global ranks that this rank exchanges messages with.
+        peers: Global ranks with which this rank exchanges messages.
         device: Device on which received tensors are placed.
         payload_shape: Shape of all payloads, or ``None`` if shapes vary. All ranks must pass the
             same shape, because gloo aborts a process that receives more bytes than it expects.
         dtype: Dtype of the payloads.
-        describe: Function that returns the name of a peer for error messages, with host and stage.
-        timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
+        describe: Function that returns the name of a peer, with host and stage, for error messages.
+        timeout_s: Maximum time in seconds for which a send waits for a peer that does not receive
             messages.
-        completions: Queue for received messages and failures, or ``None`` to create a new queue.
+        completions: Queue for received messages and failures, or ``None`` to create a queue.
     """
 
     name = "gloo"
@@ -200,7 +200,7 @@ class GlooTransport:
                 )
 
     def _say_end(self, peer: int) -> None:
-        """Sends ``peer`` an end message for each receive that it has posted."""
+        """Sends an end message to ``peer`` for each receive that ``peer`` has posted."""
         shape = (0,) if self._shape is None else self._shape
         for _ in range(self._ahead):
             self._send(peer, None, torch.empty(shape, dtype=self._dtype))
@@ -231,7 +231,7 @@ class GlooTransport:
             raise self._lost(peer, error) from error
 
     def _reap(self, timeout: datetime.timedelta) -> None:
-        """Waits until the oldest send has finished, and releases its tensors."""
+        """Waits until the oldest send has finished, and then releases its tensors."""
         sent = self._pending.popleft()
         try:
             for work in sent.works:
@@ -251,7 +251,10 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Adds ``error``, which broke a channel, to the queue. Runs in a thread of the channel."""
+        """Adds ``error``, which broke the channel to ``peer``, to the queue.
+
+        Runs in a thread of the channel.
+        """
         self.completions.put(error)
 
     def _receiving(self) -> contextlib.AbstractContextManager[None]:
@@ -309,7 +312,7 @@ class GlooTransport:
         return header, payload
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Waits for the payload that belongs to ``header``, and returns it."""
+        """Waits for the payload that ``header`` describes, and returns it."""
         payload = torch.empty(header.shape, dtype=header.dtype)
         if payload.numel():
             tag = 2 * (sequence % DEPTH) + 1
@@ -335,7 +338,7 @@ _HEADER_BYTES = 8 * HEADER_WORDS
 
 
 class Packet:
-    """Owns the memory of a message: the header, and the payload if its shape is known.
+    """Memory of a message: the header, and the payload if its shape is known.
 
     Args:
         shape: Shape of the payload, or ``None`` if the payload is a separate message.
@@ -343,7 +346,7 @@ class Packet:
 
     Attributes:
         raw: Bytes that are sent or received, ``[128 + payload bytes] uint8``.
-        payload: View of the payload in this memory, which keeps the memory alive.
+        payload: View of the payload in this memory. It keeps the memory alive.
     """
 
     __slots__ = ("_words", "payload", "raw")
@@ -353,8 +356,8 @@ class Packet:
         self.raw = torch.empty(_HEADER_BYTES + count * dtype.itemsize, dtype=torch.uint8)
         storage = self.raw.untyped_storage()
         self._words = self.raw[:_HEADER_BYTES].view(torch.int64).numpy()
-        # Do not make the payload a view of `raw`, because the receiver makes the payload a leaf of
-        # its autograd graph, and a view cannot be a leaf.
+        # Do not make the payload a view of `raw`. The receiver makes the payload a leaf of its
+        # autograd graph, and a view cannot be a leaf.
         offset = _HEADER_BYTES // dtype.itemsize
         self.payload = torch.empty(0, dtype=dtype)
         if shape is not None:
@@ -362,13 +365,13 @@ class Packet:
             self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
     def fill(self, header: Header, payload: torch.Tensor | None) -> None:
-        """Writes ``header`` into the packet, and copies ``payload`` there unless it is ``None``."""
+        """Writes ``header`` and, unless it is ``None``, ``payload`` into the packet."""
         self._words[:] = header.words()
         if payload is not None:
             self.payload.copy_(payload)
 
     def header(self, *, peer: int) -> Header:
-        """Reads the header of a packet that was sent by ``peer``.
+        """Reads the header of this packet, which was sent by ``peer``, and returns it.
 
         Raises:
             TransportError: The packet does not start with a valid header.
@@ -397,7 +400,7 @@ class GlooKind(TransportKind):
 
 
 def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
-    """Creates a gloo process group for each pipeline's ranks, and returns this rank's group.
+    """Creates a gloo process group for the ranks of each pipeline, and returns this rank's group.
 
     All ranks of the job must call this function.
 

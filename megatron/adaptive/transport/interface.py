@@ -1,9 +1,9 @@
 """Defines the interface between transports and the pipeline executor.
 
 A transport connects a pipeline rank with its neighbours. Messages between two ranks keep their
-order. Received messages of all peers are added to one completion queue, in the order of arrival. A
-send never waits for the peer to finish its work: if the channel is full, the transport keeps the
-message and sends it later.
+order. Messages received from all peers are added to one completion queue, in the order in which
+they arrive. A send never waits for the peer to finish its work: if the channel is full, the
+transport keeps the message and sends it later.
 
 ::
 
@@ -15,12 +15,12 @@ message and sends it later.
 
 The completion queue has two implementations: :class:`CompletionQueue` in this file, and
 ``NativeQueue`` in ``native.py`` for messages of the C++ extension. ``select.py`` chooses the
-transport of each pair of ranks from their :class:`Endpoint` descriptions, and ``connect.py`` opens
-it.
+transport of each pair of ranks from their :class:`Endpoint` objects, and ``connect.py`` opens the
+transport.
 
-This file also defines the header of a message: label, shape, dtype and sequence number. The codes
-of dtypes are the same as in ``csrc/common/message.h``. Over gloo, the header is sent as integers
-before the payload; the native transports write the same fields into a C++ struct.
+This file also defines the header of a message: label, shape, dtype and sequence number. The dtype
+codes are the same as in ``csrc/common/message.h``. Over gloo, the header is sent as integers before
+the payload. The native transports write the same fields into a C++ struct.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Describes a rank to the other ranks: its host, supported transports, and addresses.
+    """Describes a rank to the other ranks: host, supported transports, and addresses.
 
     Attributes:
         rank: Global rank.
@@ -50,9 +50,9 @@ class Endpoint:
         user: Numeric ID of the Unix user who runs the rank.
         device: Type of the rank's device, ``cpu`` or ``cuda``.
         addresses: Addresses at which the rank listens, by kind of link (``unix``, ``tcp``).
-        cpus: Indices of the CPUs that the rank may run on, or empty if unknown.
+        cpus: Indices of the CPUs on which the rank may run, or empty if unknown.
         ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
-        lacks: Reasons why the rank cannot use certain transports, by name of the transport.
+        lacks: Reason why the rank cannot use a transport, by name of the transport.
     """
 
     rank: int
@@ -73,16 +73,16 @@ class Endpoint:
 
 
 class Transport(Protocol):
-    """Owns the channels of one rank. The methods must only be called from the executor's thread."""
+    """Owns the channels of one rank. Its methods must only be called from the executor's thread."""
 
     name: str
 
     @property
     def completions(self) -> Completions:
-        """Returns the queue that all channels add received messages and failures to."""
+        """Returns the queue to which all channels add received messages and failures."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts sending ``tensor`` to global rank ``peer``, and returns immediately.
+        """Starts to send ``tensor`` to the global rank ``peer``, and returns immediately.
 
         The transport keeps the tensor's storage alive until the message has been sent. After the
         call, the caller may release the tensor or replace ``tensor.data``, but must not write to
@@ -96,37 +96,41 @@ class Transport(Protocol):
         """Returns an uninitialized tensor for a payload that will be sent to ``peer``.
 
         The tensor is in memory of the channel if a slot is free, otherwise in ordinary memory. In
-        both cases the tensor, or a view that begins at its first element, can be sent. Memory of
-        the channel is sent without a copy and then belongs to the peer, so do not write to it after
-        the send. If the tensor is released without being sent, the memory returns to the channel.
+        both cases, the tensor, or a view that begins at its first element, can be sent. Memory of
+        the channel is sent without a copy and then belongs to the peer, so the caller must not
+        write to it after the send. If the tensor is released without being sent, the memory returns
+        to the channel.
         """
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Returns properties of the channel to each peer, at least the transport (``kind``)."""
+        """Returns properties of the channel to each peer, at least its transport (``kind``)."""
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all messages have left this process.
+        """Waits until all messages have left this process, for at most ``timeout_s`` seconds.
 
         Raises:
-            DeadlineError: Some messages have not left after ``timeout_s`` seconds.
+            DeadlineError: Some messages have not left the process when the time is up.
         """
 
     def close(self) -> None:
-        """Notifies the peers, waits until all messages are sent, and stops threads. Idempotent."""
+        """Notifies the peers, waits until all messages are sent, and stops all threads.
+
+        Safe to call more than once.
+        """
 
 
 class Arrival:
-    """A received message, whose payload can be taken.
+    """Received message, whose payload can be taken.
 
     Attributes:
         label: Step and action for which the message is the input.
         peer: Global rank of the sender.
         nbytes: Size of the payload in bytes.
-        arrived_ns: Time at which the receive completed, by ``time.monotonic_ns``, or ``None`` if
-            the peer writes directly to this rank's memory, so that no thread notices the arrival.
+        arrived_ns: Time when the receive completed, from ``time.monotonic_ns``, or ``None`` if the
+            peer writes directly to this rank's memory, so that no thread notices the arrival.
     """
 
-    # The slots are empty, because a class with slots cannot be combined with the arrival class of
+    # The slots are empty because a class with slots cannot be combined with the arrival class of
     # the C++ extension.
     __slots__ = ()
 
@@ -138,13 +142,13 @@ class Arrival:
     def take(self) -> torch.Tensor:
         """Returns the payload, which then belongs to the caller.
 
-        Call this method once per arrival, in the order of arrival.
+        Must be called once per arrival, in the order of arrival.
         """
         raise NotImplementedError
 
 
 class HeldArrival(Arrival):
-    """A received message, whose payload is returned by a given function."""
+    """Received message, whose payload is returned by the function ``take``."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -172,7 +176,7 @@ class Notice:
 
     Attributes:
         label: Step and action for which the message is the input.
-        peer: Global rank that received the message.
+        peer: Global rank that has received the message.
     """
 
     label: Label
@@ -180,27 +184,26 @@ class Notice:
 
 
 Item = Arrival | Notice
-"""Entry of the completion queue, which is a received message or a notice from another rank."""
+"""Entry of the completion queue: a received message, or a notice from another rank."""
 
 Listener = Callable[[Item | Exception], None]
 
 
 class Completions(Protocol):
-    """Queues the received messages and failures of a process's channels, oldest first.
+    """Queue of the received messages and failures of a process's channels, oldest first.
 
-    Any thread may add items, and a single thread takes them. Waiting releases the GIL and does not
-    poll.
+    Any thread may add items, and one thread takes them. Waiting releases the GIL and does not poll.
     """
 
     def listen(self, listener: Listener) -> None:
-        """Calls ``listener`` with each item that is added from now on, after queueing the item.
+        """Calls ``listener`` with each item that is added from now on, after it has been queued.
 
         The listener does not run in the thread that takes items, so it is called even while that
         thread is busy. There is at most one listener. It must not raise exceptions.
         """
 
     def put(self, item: Item | Exception) -> None:
-        """Adds ``item``, which is an arrival or an error that broke a channel."""
+        """Adds ``item``, which is an arrival, a notice, or an error that broke a channel."""
 
     def poll(self) -> Item | None:
         """Returns the oldest item, or ``None`` if the queue is empty.
@@ -210,7 +213,7 @@ class Completions(Protocol):
         """
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Waits for an item until the time ``deadline_s`` of ``time.monotonic``.
+        """Waits for an item until ``deadline_s``, a time of ``time.monotonic``.
 
         Returns:
             The oldest item, or ``None`` if the deadline has passed.
@@ -248,7 +251,7 @@ class CompletionQueue:
 
 
 def delivered(item: Item | Exception) -> Item:
-    """Returns ``item``, or raises it if it is the error of a channel."""
+    """Returns ``item``, or raises it if it is an error of a channel."""
     if isinstance(item, Exception):
         raise item
     return item
@@ -283,8 +286,8 @@ _PLAIN = (
 _FLOAT8 = len(_PLAIN)
 # These dtypes are sent as another dtype of the same size (8-bit floats as bytes). The receiver
 # views the payload as the original dtype, which the variant (a positive number) identifies. The
-# numbers must never change, because other versions read them. Dtypes that do not exist in the
-# installed torch are skipped.
+# numbers must never change, because other versions read them. Dtypes that the installed torch does
+# not have are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -306,10 +309,10 @@ CODE_OF: dict[torch.dtype, tuple[int, int]] = {
     )
     if hasattr(torch, name)
 }
-"""Code and variant in messages of each dtype that can be sent."""
+"""Code and variant of each dtype that can be sent, as they appear in messages."""
 
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
-"""Dtype of each code and variant in messages."""
+"""Dtype that each pair of code and variant in a message stands for."""
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
@@ -329,7 +332,10 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor without lazy negation or conjugation; copies only if needed."""
+    """Returns ``tensor`` as a contiguous tensor without lazy negation or conjugation.
+
+    The tensor is only copied if this is necessary.
+    """
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -337,13 +343,13 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Identifies a message: the input of ``action`` in step ``step`` on the receiving rank.
+    """Identifies a message: the input of ``action`` in the step ``step`` on the receiving rank.
 
     Attributes:
         step: Index of the step.
         action: Action for which the message is the input.
-        num_slices: Number of slices of each microbatch, for the name of the action in errors. It is
-            only known to the sender, and ignored in comparisons.
+        num_slices: Number of slices of each microbatch, for naming the action in errors. Only the
+            sender knows it, and comparisons ignore it.
     """
 
     step: int
@@ -352,7 +358,7 @@ class Label:
 
     @property
     def name(self) -> str:
-        """Returns the label of the action, such as ``F0-3.5`` for a slice."""
+        """Returns the label of the action, such as ``F0-3.5`` for an action of a slice."""
         return self.action.label(self.num_slices)
 
 
@@ -390,7 +396,7 @@ class Header:
 
     @staticmethod
     def decode(numbers: Sequence[int], *, peer: int) -> Header:
-        """Creates a header from integers sent by ``peer``, and checks each field.
+        """Creates a header from ``numbers``, which ``peer`` has sent, and checks each field.
 
         Raises:
             TransportError: The value of a field is invalid.

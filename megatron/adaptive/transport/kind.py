@@ -1,9 +1,9 @@
 """Defines how a transport declares which ranks it connects, and how it is opened.
 
-A transport is declared by a subclass of :class:`TransportKind`. ``select.py`` determines from these
-classes which pairs of ranks each transport connects, and ``connect.py`` opens the chosen
-transports. The transports of this package are listed in ``config/transport_specs.py``. The class of
-your own transport can be in any module: pass ``--transport package.module:Class``.
+A transport is declared by a subclass of :class:`TransportKind`. From these classes, ``select.py``
+determines which pairs of ranks each transport connects, and ``connect.py`` opens the transports
+that were chosen. The transports of this package are listed in ``config/transport_specs.py``. The
+class of your own transport can be in any module: pass ``--transport package.module:Class``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 from megatron.adaptive.transport.interface import Completions, Endpoint, Transport
 
 Gather = Callable[[Any], list[Any]]
-"""Function that takes this rank's value and returns the values of all ranks.
+"""Function that takes a value of this rank and returns a list of the values of all ranks.
 
 All ranks must call this function.
 """
@@ -35,13 +35,13 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes a job's messages, as far as known in advance, equally on all ranks.
+    """Describes a job's messages, as far as they are known in advance. It is equal on all ranks.
 
     Attributes:
         shape: Shape of the largest message, or ``None`` if unknown.
         dtype: Dtype of the messages.
         varies: Whether some messages are smaller than ``shape``.
-        in_flight: Maximum number of messages of a channel that the receiver keeps at a time.
+        in_flight: Maximum number of messages on a channel that the receiver keeps at the same time.
     """
 
     shape: tuple[int, ...] | None
@@ -59,10 +59,10 @@ class Payloads:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Describes the properties of a rank that determine which transports it can use.
+    """Properties of a rank that determine which transports it can use.
 
     Attributes:
-        device: Device that the rank computes on.
+        device: Device on which the rank computes.
         own_gpu: Whether the device is a GPU that no other rank uses.
         address: Network address of the rank, or ``None`` if it has no address.
         module: Module of the C++ extension, or ``None`` if the extension is missing.
@@ -80,21 +80,21 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """The arguments for opening the channels of a transport.
+    """Arguments for opening the channels of a transport.
 
     Attributes:
         rank: Global rank of this process.
-        peers: Global ranks that exchange messages with this rank over this transport. A rank
-            without peers still participates in collective calls.
-        members: Global ranks of this rank's pipeline, which only send messages to each other.
+        peers: Global ranks with which this rank exchanges messages over this transport. A rank
+            without peers still takes part in collective calls.
+        members: Global ranks of this rank's pipeline. They only send messages to each other.
         gather: Function that exchanges values between all ranks of the job.
         accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape, dtype and number of the messages, as far as known.
+        payloads: Shape, dtype and number of the messages, if known.
         describe: Function that returns the name of a rank for error messages.
-        timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
+        timeout_s: Maximum time in seconds for which a send waits for a peer that does not receive
             messages.
         options: Transport settings of the user.
-        completions: Queue for received messages, or ``None`` if the transport creates a queue.
+        completions: Queue for received messages, or ``None`` if the transport must create a queue.
     """
 
     rank: int
@@ -116,28 +116,28 @@ class TransportKind:
 
     Attributes:
         name: Name of the transport on the command line.
-        reason: Reason for choosing this transport in the log, or empty to log no reason.
+        reason: Reason for choosing this transport, which is logged, or empty.
     """
 
     name: str = ""
     reason: ClassVar[str] = ""
 
     def lacks(self, facts: RankFacts) -> str | None:
-        """Returns the reason why a rank cannot use the transport, or ``None`` if it can."""
+        """Returns the reason why a rank cannot use this transport, or ``None`` if it can."""
         return None
 
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
-        """Returns whether ``--transport auto`` tries this transport for ``first`` and ``second``.
+        """Returns whether ``--transport auto`` tries this transport between two ranks.
 
         Swapping the two ranks must not change the result.
         """
         return True
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
-        """Returns the reason why two ranks cannot be connected, or ``None`` if they can.
+        """Returns the reason why this transport cannot connect two ranks, or ``None`` if it can.
 
-        This is only called for ranks that can use the transport. Swapping the two ranks must not
-        change whether the result is ``None``.
+        This is only called for ranks that can use the transport. If the two ranks are swapped, the
+        result must be ``None`` in the same cases.
         """
         return None
 
@@ -153,7 +153,7 @@ class TransportKind:
 
 @lru_cache(maxsize=64)
 def transport_kind(name: str) -> TransportKind:
-    """Returns the declaration of a transport.
+    """Returns the declaration of the transport with the name ``name``.
 
     Args:
         name: Name of a transport of this package or of an entry point, or ``package.module:Class``
@@ -175,18 +175,18 @@ def transport_kind(name: str) -> TransportKind:
 
 
 class _OpeningError(TransportError):
-    """Raised on all ranks if any rank failed to open a user's transport."""
+    """Raised on all ranks if a user's transport could not be opened on one rank."""
 
 
 def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
     """Opens a user's transport, and checks that it has all members of the interface.
 
     All ranks of the job must call this function. An error on one rank is raised on all ranks,
-    unless other ranks are waiting for that rank outside of ``opening.gather``.
+    except if other ranks are waiting for this rank outside of ``opening.gather``.
 
     Args:
         kind: Declaration of the transport.
-        opening: Argument for the transport's method ``open``.
+        opening: Argument that is passed to the ``open`` method of the transport.
 
     Raises:
         TransportError: The transport of a rank could not be opened, or a member is missing.
@@ -216,7 +216,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a text about missing members of a user's transport, or ``None`` if it is complete."""
+    """Returns a text about the members that ``transport`` lacks, or ``None`` if it is complete."""
     if transport is None and not peers:
         return None
     missing = [name for name in _TRANSPORT if not hasattr(transport, name)]

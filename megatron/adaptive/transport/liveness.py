@@ -1,6 +1,6 @@
-"""Detects that another rank of the job has died, and stops this rank if its main thread hangs.
+"""Detects that another rank of the job has exited, and stops this rank if its main thread hangs.
 
-The main thread may wait forever in a collective with the dead rank, so two other threads watch the
+The main thread may wait forever in a collective with the lost rank. So two other threads watch the
 ranks:
 
 ::
@@ -11,7 +11,7 @@ ranks:
                              a loss, and a beat per machine                the grace _exit(1)
 
 A pidfd is a file descriptor for a process, which becomes readable when the process exits. The store
-is the key-value store of the job. This module does not determine why a process exited, and does not
+is the key-value store of the job. This module does not find out why a process exited, and does not
 restart anything.
 """
 
@@ -41,29 +41,29 @@ from megatron.adaptive.errors import PeerLostError
 
 _Answer = TypeVar("_Answer")
 _PERIOD_S = 2.0
-# The states of this machine's ranks are read from /proc at this interval in seconds.
+# The states of this machine's ranks are read from /proc once in this number of seconds.
 _LOOK_S = 1.0
-# A silent rank is only considered lost after this additional time in seconds. A channel may notice
-# the silence in this time, and its error message is better.
+# A silent rank is only considered lost after this additional number of seconds. During this time, a
+# channel may notice the silence, and its error message is better.
 _MARGIN_S = 1.0
-# The store must reply within this time in seconds. If it is too short for a busy store, a rank that
-# left normally is considered lost. If it is too long, the launcher kills a surviving rank before
-# that rank has written its error line.
+# The store must reply within this number of seconds. If the limit is too short for a busy store, a
+# rank that left normally is considered lost. If it is too long, the launcher kills a surviving rank
+# before that rank has written its error line.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# This value is passed instead of a set of silent ranks if the store does not reply. The store runs
-# on rank 0 or in the launcher.
+# Sentinel that is passed in place of a set of silent ranks if the store does not reply. The store
+# runs on rank 0 or in the launcher.
 _STORE = frozenset({-1})
 # The user has already seen a notice with this prefix, so it is not shown again.
 _SHOWN = "told: "
 
 
 def here(pp_rank: int) -> dict[str, Any]:
-    """Returns this process's host, process ID, pipeline rank and machine, for :class:`Watcher`.
+    """Returns host, process ID, pipeline rank and machine of this process.
 
     ``machine`` is equal for ranks that can see each other's process IDs and sockets. Containers on
-    one host may have the same host name, but cannot see each other's processes.
+    the same host may have the same host name, but cannot see each other's processes.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     spaces = Path("/proc/self/ns")
@@ -76,7 +76,7 @@ def here(pp_rank: int) -> dict[str, Any]:
 
 
 def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """Returns the name of a rank for messages.
+    """Returns the name of the global rank ``rank`` for messages.
 
     Args:
         places: Location of each global rank, as returned by :func:`here` on that rank.
@@ -94,25 +94,25 @@ class Watcher:
 
     Methods can be called from any thread.
 
-    A rank that exits without calling :meth:`leave` is considered lost. The line ``error: rank ...``
-    is then written to stderr immediately, ``on_lost`` is called once with the same text, and after
+    A rank that exits without calling :meth:`leave` is considered lost. Then a line ``error: rank
+    ...`` is immediately written to stderr, ``on_lost`` is called once with the same text, and after
     ``grace_s`` seconds this process exits with status 1. Neither :meth:`close` nor a SIGTERM
     handler can prevent this exit.
 
-    A rank of this machine that is stopped by SIGSTOP for ``silent_s`` is also considered lost. When
-    this process exits because of a lost rank, it kills the stopped ranks, because they would not
-    react to the launcher's request to exit.
+    A rank on this machine that stays stopped by SIGSTOP for ``silent_s`` seconds is also considered
+    lost. When this process exits because of a lost rank, it kills the stopped ranks, because these
+    would not react when the launcher asks them to exit.
 
     Args:
         places: Location of each global rank, as returned by :func:`here`. It contains ``host``,
             ``pid`` and ``pp_rank``, and ``machine`` if known.
         rank: Global rank of this process.
-        store: Key-value store that all ranks of the job share. With ``None``, only the ranks of
-            this machine are watched, and a rank that exits before this rank calls :meth:`leave` is
-            considered lost.
+        store: Key-value store that all ranks of the job share. With ``None``, only the ranks on
+            this machine are watched, and a rank is considered lost if it exits before this rank
+            calls :meth:`leave`.
         on_lost: Function that a thread of the watcher calls when a rank is lost. It must not block.
-            It lets the main thread react, if the main thread is still running.
-        grace_s: Time in seconds from the call of ``on_lost`` until the process exits.
+            Through this function, the main thread can react if it is still running.
+        grace_s: Time in seconds between the call of ``on_lost`` and the exit of the process.
         silent_s: Time in seconds without a heartbeat after which a machine is considered lost. A
             process is considered lost if it stays stopped for this time.
         is_launchers_store: Whether the launcher serves the store instead of rank 0.
@@ -158,10 +158,10 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for a lost rank. Returns the error, or ``None``.
+        """Waits up to ``timeout_s`` seconds for a lost rank, and returns the error or ``None``.
 
-        When a connection breaks, the main thread calls this method to determine which rank was
-        lost. The error message has already been written to stderr.
+        When a connection breaks, the main thread calls this method to find out which rank was lost.
+        The error message has already been written to stderr.
         """
         self._decided.wait(timeout_s)
         return self._lost
@@ -169,8 +169,8 @@ class Watcher:
     def report(self, reason: str, *, is_shown: bool = False) -> None:
         """Informs the other ranks that this rank exits because of ``reason``. Takes at most 2 s.
 
-        Only the first notice of a job is kept, so notices of ranks that fail as a consequence are
-        ignored. After this call, this rank stops watching.
+        Only the first notice in a job is kept, so notices of ranks that fail as a consequence are
+        ignored. After this call, this rank no longer watches other ranks.
 
         Args:
             reason: Reason for the exit. Only its first line is sent.
@@ -186,8 +186,8 @@ class Watcher:
     def leave(self) -> None:
         """Marks this rank as finished, so that it may exit. Must be called after all barriers.
 
-        The call returns when the store has recorded the mark. Rank 0, whose process may run the
-        store, also waits up to 5 s until all ranks have left.
+        The call returns when the store has recorded this. Rank 0, whose process may run the store,
+        also waits up to 5 s until all ranks have left.
         """
         if self._silence() and self._board is not None:
             self._board.leave(wait_for_all=self._rank == 0)
@@ -205,13 +205,13 @@ class Watcher:
             self._thread.join(1.0)
 
     def _silence(self) -> bool:
-        """Ignores lost ranks from now on; returns False if a rank was already lost."""
+        """Ignores lost ranks from now on. Returns False if a rank has already been lost."""
         with self._lock:
             self._quiet = True
             return self._lost is None
 
     def _watch(self) -> None:
-        """Watches the processes of this machine. Runs in a thread."""
+        """Watches the processes on this machine. Runs in a thread."""
         local = self._local
         try:
             while (changes := local.look()) is not None:
@@ -230,17 +230,17 @@ class Watcher:
             local.close()
 
     def _judge(self, gone: set[int]) -> None:
-        """Reports the ranks in ``gone``, except those that called :meth:`leave` before."""
+        """Reports the ranks in ``gone`` as lost, unless they called :meth:`leave` before."""
         answer = self._board.ask(gone) if self._board is not None else None
         left, notice = answer if answer is not None else (set(), None)
         if gone - left:
             self._lose(notice or self._fact(gone - left), publish=notice is None)
 
     def _hear(self, ranks: AbstractSet[int], news: str) -> None:
-        """Handles a notice from the store, or silent ranks.
+        """Handles a notice from the store, or ranks that have become silent.
 
         Args:
-            ranks: Silent ranks, or empty for a notice. ``_STORE`` if the store does not reply.
+            ranks: Silent ranks, or empty for a notice, or ``_STORE`` if the store does not reply.
             news: Text of the notice, or the reason why the ranks are considered lost.
         """
         if ranks == _STORE and self._is_launchers_store:
@@ -256,7 +256,7 @@ class Watcher:
         """Announces that a rank is lost, and exits this process after the grace period.
 
         Args:
-            fact: Text about which rank was lost, and how.
+            fact: Text that says which rank was lost, and how.
             publish: Whether to inform the other ranks through the store.
         """
         is_shown = fact.startswith(_SHOWN)
@@ -270,8 +270,8 @@ class Watcher:
                 f"{f' in {self.position}' if self.position else ''}; "
                 "the job cannot continue without it; restart it from the last checkpoint"
             )
-        # This thread may never run again if another thread holds the GIL or the interpreter hangs
-        # at exit. The C thread of faulthandler then ends the process.
+        # This thread may never run again if another thread holds the GIL, or if the interpreter
+        # hangs at exit. In this case, the C thread of faulthandler ends the process.
         faulthandler.dump_traceback_later(self._grace_s + 5.0, exit=True, file=2)
         if not is_shown:
             _write_line(f"error: {self._lost}")
@@ -292,11 +292,11 @@ class Watcher:
 
 
 class _Local:
-    """Watches the processes of this machine. Only `kill_stopped` is thread-safe.
+    """Watches the processes on this machine. Only `kill_stopped` is thread-safe.
 
     Args:
         pids: Process IDs of the ranks to watch, by global rank.
-        wake: File descriptor that becomes readable to interrupt a wait.
+        wake: File descriptor that becomes readable when a wait must be interrupted.
         stopped_s: Time in seconds after which a stopped process is considered lost.
 
     Attributes:
@@ -306,7 +306,7 @@ class _Local:
     def __init__(self, pids: Mapping[int, int], wake: int, stopped_s: float) -> None:
         self._wake = wake
         self._pids = {rank: (pid, _started(pid)) for rank, pid in pids.items()}
-        # Count polls instead of time, because time passes while this process itself is stopped,
+        # Count polls instead of measuring time. While this process itself is stopped, time passes
         # although other processes may be running.
         self.stopped_s = math.ceil(stopped_s / _LOOK_S) * _LOOK_S
         self._looks = dict.fromkeys(pids, 0)
@@ -315,19 +315,19 @@ class _Local:
         self._poll.register(wake, select.POLLIN)
         self._watched: dict[int, int] = {}
         for rank, pid in pids.items():
-            # If there is no pidfd (old kernel, sandbox, process that has exited), polling /proc
-            # detects the exit.
+            # Without a pidfd (old kernel, sandbox, process that has exited), the exit is detected
+            # by polling /proc.
             with contextlib.suppress(AttributeError, OSError):
                 fd = os.pidfd_open(pid)
                 self._watched[fd] = rank
                 self._poll.register(fd, select.POLLIN)
 
     def look(self) -> tuple[set[int], set[int]] | None:
-        """Waits until a process exits, for at most one polling interval.
+        """Waits until a watched process exits, for at most one polling interval.
 
         Returns:
-            Ranks whose processes have exited, and ranks that have been stopped for too long, or
-            ``None`` if the watcher was closed.
+            Two sets of ranks: those whose processes have exited, and those that have been stopped
+            for too long. ``None`` if the watcher was closed.
         """
         gone: set[int] = set()
         for fd, _ in self._poll.poll(1000 * _LOOK_S):
@@ -352,7 +352,7 @@ class _Local:
         }
 
     def kill_stopped(self) -> None:
-        """Kills stopped processes, because they do not react to a request to exit."""
+        """Kills stopped processes, because they do not react when they are asked to exit."""
         for rank, (pid, _) in self._pids.items():
             if self._is_stopped(rank):
                 with contextlib.suppress(OSError):
@@ -364,7 +364,7 @@ class _Local:
         return fields[0] == "T" and fields[19] == started
 
     def close(self) -> None:
-        """Closes the file descriptors."""
+        """Closes all file descriptors."""
         for fd in (*self._watched, self._wake):
             os.close(fd)
         self._watched.clear()
@@ -379,15 +379,15 @@ class _Board:
         adaptive/left/<r>   rank r is done
         adaptive/beat/<m>   counter that each rank of machine m increments every 2 s
 
-    While ranks may die, only calls that the store replies to immediately are used. The blocking
-    ``wait`` is only used at the end, when all ranks leave.
+    While ranks may be lost, only calls to which the store replies immediately are used. The
+    blocking ``wait`` is only used at the end, when all ranks leave.
 
     Args:
         store: Key-value store of the job.
         machines: Identifier of the machine of each global rank.
         rank: Global rank of this process.
         silent_s: Time in seconds without a heartbeat after which a machine is considered lost.
-        hear: Function to call for silent ranks and for notices, which is ``Watcher._hear``.
+        hear: Function that is called for silent ranks and for notices, which is ``Watcher._hear``.
     """
 
     def __init__(
@@ -417,12 +417,15 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns the seconds for which a call to the store has been unanswered, otherwise 0."""
+        """Returns for how many seconds the current call to the store has been waiting, or 0."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which ``ranks`` left and any notice of a loss, or ``None`` without a reply."""
+        """Returns which of ``ranks`` have left, and the notice of a loss or ``None``.
+
+        Returns ``None`` if the store does not reply.
+        """
 
         def look(store: dist.Store) -> tuple[set[int], str | None]:
             return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)
@@ -430,7 +433,7 @@ class _Board:
         return self._call(look, _ASK_S)
 
     def publish(self, fact: str) -> None:
-        """Publishes ``fact``, a notice that a rank is lost, unless there already is a notice."""
+        """Publishes ``fact``, a notice that a rank is lost, unless a notice already exists."""
 
         def put(store: dist.Store) -> None:
             if not store.check([_LOST]):
@@ -442,7 +445,7 @@ class _Board:
         """Marks this rank as finished. With ``wait_for_all``, waits until all ranks are marked."""
 
         def mark(store: dist.Store) -> None:
-            # Use add() because, unlike set(), it only returns after the store has recorded the
+            # Use add() instead of set(), because it only returns after the store has recorded the
             # value.
             store.add(f"left/{self._rank}", 1)
             if wait_for_all:
@@ -457,7 +460,10 @@ class _Board:
         self._thread.join(1.0)
 
     def _call(self, job: Callable[[dist.Store], _Answer], limit_s: float) -> _Answer | None:
-        """Runs ``job`` in the store's thread; returns ``None`` if it exceeds the limit or fails."""
+        """Runs ``job`` in the store's thread and returns its result.
+
+        Returns ``None`` if the job fails or takes more than ``limit_s`` seconds.
+        """
         answers: queue.Queue[_Answer | None] = queue.Queue()
 
         def run(store: dist.Store) -> None:
@@ -474,7 +480,7 @@ class _Board:
             return None
 
     def _run(self, store: dist.Store) -> None:
-        """Runs jobs, and :meth:`_tick` at every interval. Runs in the store's thread."""
+        """Runs jobs, and calls :meth:`_tick` once per interval. Runs in the store's thread."""
         try:
             # Use a separate connection, because other calls may block the job's connection for a
             # long time.
@@ -505,8 +511,8 @@ class _Board:
         if notice is not None:
             self._busy_since = None
             self._hear(set(), notice)
-        # Measure silence in heartbeats of this rank instead of time. If this process was stopped,
-        # time has passed although no other machine was silent.
+        # Measure silence in heartbeats of this rank instead of seconds. If this process was
+        # stopped, time has passed although no other machine was silent.
         for machine, ranks in enumerate(self._ranks):
             if machine == self._own_machine:
                 continue
@@ -527,13 +533,13 @@ def _notice(store: dist.Store) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Returns the start time of ``pid`` from /proc, or ``None`` after the process has exited."""
+    """Returns the start time of process ``pid`` from /proc, or ``None`` if it has exited."""
     fields = _status(pid)
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _status(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the name, or ``["X"]`` after the exit."""
+    """Returns the fields after the name in /proc/PID/stat, or ``["X"]`` if ``pid`` has exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -541,9 +547,9 @@ def _status(pid: int) -> list[str]:
 
 
 def _write_line(line: str) -> None:
-    """Writes ``line`` to stderr's file descriptor, because another thread may hold its lock."""
+    """Writes ``line`` directly to file descriptor 2, because another thread may lock stderr."""
     with contextlib.suppress(OSError):
-        # Begin a new line on a terminal, because the cursor may be behind a progress bar.
+        # Begin a new line on a terminal, because the cursor may be after a progress bar.
         prefix = "\n" if os.isatty(2) else ""
         os.write(2, f"{prefix}{line}\n".encode())
 

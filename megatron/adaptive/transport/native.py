@@ -1,8 +1,8 @@
 """Sends tensors with the C++ extension, over shared memory, RDMA verbs or TCP.
 
-One ``_C.Node`` per process and job owns the channels to all peers, and the common queue of received
-messages. A message is immediately copied from the caller's memory if the channel has a free slot;
-otherwise, the tensor is kept until a slot is free::
+One ``_C.Node`` per process and job owns the channels to all peers, and the queue of messages that
+were received. A message is immediately copied from the caller's memory if the channel has a free
+slot. Otherwise, the tensor is kept until a slot is free::
 
     send()      tensor ──copy──> slot of the channel ──> peer
     reserve()            slot ─────── send() ──────────> peer     computed in place, no copy
@@ -10,7 +10,7 @@ otherwise, the tensor is kept until a slot is free::
 
 A received message is a tensor in a slot, which is a part of the channel's memory. The slot returns
 to the sender when the last view of the tensor is released, in any order and from any thread. If a
-receiver holds nearly all slots of a channel, the next messages are copied out of their slots, so
+receiver occupies nearly all slots of a channel, the next messages are copied out of their slots, so
 that the sender is not blocked forever.
 
 ``staging.py`` handles GPU tensors; ``docs/reference/transport.md`` describes the format of a
@@ -53,7 +53,7 @@ _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()
 
-# This private function of torch skips the checks of torch.utils.dlpack, which are not necessary
+# This private function of torch omits the checks of torch.utils.dlpack. They are not necessary,
 # because the arguments are always DLPack capsules.
 _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
     torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
@@ -63,13 +63,13 @@ _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
 def make_tensors_with(module: ModuleType, table: Any) -> None:
     """Lets the extension create and read tensors through torch's table of C functions.
 
-    This is twice as fast as creating DLPack capsules, which would dominate the time of a small
+    This is twice as fast as creating DLPack capsules, which would take most of the time for a small
     message.
 
     Args:
         module: Python module of the C++ extension.
-        table: Capsule with torch's table of functions, or ``None`` for an older torch without a
-            table.
+        table: Capsule that contains torch's table of functions, or ``None`` for an older torch
+            without such a table.
     """
     module.use_torch(table, _from_dlpack)
 
@@ -82,17 +82,19 @@ def _load() -> ModuleType:
 
 
 class NativeTransport:
-    """Sends and receives over channels of the C++ extension. ``connect.py`` opens the channels.
+    """Sends and receives tensors over the channels of the C++ extension.
+
+    ``connect.py`` opens the channels.
 
     Args:
         node: ``_C.Node`` object of the C++ extension, whose channels are open.
-        kinds: Transport to each peer, by global rank: ``shm``, ``rdma`` or ``tcp``.
+        kinds: Transport to each peer, ``shm``, ``rdma`` or ``tcp``, by global rank of the peer.
         device: Device on which received tensors are placed.
         describe: Function that returns the name of a peer for error messages.
         least_free: Number of slots per channel that the receiver must keep free for the sender.
         make_staging: Function that creates the object that copies between GPU and host. Its
-            argument is a function that sends host tensors. By default, a :class:`Staging` is
-            created on a GPU, and no such object on a CPU.
+            argument is a function that sends host tensors. By default, a :class:`Staging` object is
+            created on a GPU, and none on a CPU.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class NativeTransport:
             self._send_odd(peer, label, tensor)
 
     def _send_odd(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Sends a tensor of an uncommon dtype or memory layout, or any tensor of an older torch."""
+        """Sends a tensor of uncommon dtype or memory layout, or any tensor with an older torch."""
         action = label.action
         if not tensor.is_cpu:
             raise TransportError(
@@ -158,7 +160,7 @@ class NativeTransport:
             tensor.data_ptr(),
             tensor.nbytes,
             # Keep the storage alive instead of the tensor, because the owner of the tensor may
-            # replace its storage before the send.
+            # replace its storage before the message is sent.
             tensor.untyped_storage(),
         )
 
@@ -200,7 +202,10 @@ class NativeTransport:
             self._node.close(max(_DROP_AFTER_S, end_s - time.monotonic()))
 
     def _drain(self, end_s: float) -> None:
-        """Sends all messages, and releases arrivals, because a closing peer waits for its slots."""
+        """Sends all messages and releases arrivals.
+
+        A peer that closes its channels waits for its slots.
+        """
         while True:
             try:
                 self.flush(min(_DROP_AFTER_S, max(0.0, end_s - time.monotonic())))
@@ -208,7 +213,7 @@ class NativeTransport:
             except DeadlineError:
                 if time.monotonic() >= end_s:
                     raise
-            # Ignore errors here, because flush() reports a peer that has died.
+            # Ignore errors here, because flush() reports a peer that has exited.
             with contextlib.suppress(TransportError):
                 while self.completions.poll() is not None:
                     pass
@@ -231,12 +236,12 @@ def _arrival_class(module: ModuleType) -> type[Any]:
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
-            """Returns the payload in cases that the extension's method does not handle."""
+            """Returns the payload in the cases that the extension's method does not handle."""
             tensor = _viewed(self, self.tensor())
             return tensor.clone() if self.free_slots < self.least_free else tensor
 
         def settle(self) -> None:
-            """Copies the payload out of its slot if few slots are free.
+            """Copies the payload out of its slot if few slots are free for the sender.
 
             The payload may be taken much later, but the sender may need the slot earlier.
             """
@@ -248,17 +253,17 @@ def _arrival_class(module: ModuleType) -> type[Any]:
 
 
 class DeviceArrival(Arrival):
-    """Represents a received message for a GPU. Its payload is in GPU memory or host memory.
+    """Received message for a GPU. Its payload is in GPU memory or host memory.
 
     Args:
         native: Message as an object of the C++ extension (``_C.Arrival``).
         staging: Object that copies between the GPU and the channel.
-        least_free: Minimum number of free slots. If fewer are free, the payload is copied out of
-            its slot.
+        least_free: Minimum number of slots to keep free. If fewer slots are free, the payload is
+            copied out of its slot.
     """
 
-    # The attributes of Arrival are properties here. Most of them are never read, so computing all
-    # of them in advance would waste time.
+    # The attributes of Arrival are properties here, because most of them are never read, and
+    # computing all of them in advance would waste time.
     __slots__ = ("_copied", "_least_free", "_native", "_settled", "_staging")
 
     def __init__(self, native: Any, staging: Staging, least_free: int) -> None:
@@ -299,7 +304,7 @@ class DeviceArrival(Arrival):
 
 
 def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor``, viewed as its original dtype if it was sent as another dtype."""
+    """Returns ``tensor``, viewed as its original dtype if it was sent as a different dtype."""
     variant = native.variant
     return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 
@@ -329,8 +334,8 @@ class NativeQueue:
     Args:
         node: Object of the C++ extension that receives the messages (``_C.Node``).
         staging: Object that copies between GPU and channels, or ``None`` for a CPU.
-        least_free: Minimum number of free slots of a channel, below which payloads are copied out
-            of their slots.
+        least_free: Minimum number of free slots of a channel. If fewer slots are free, payloads are
+            copied out of their slots.
     """
 
     def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:
@@ -340,7 +345,7 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        # Items of this class can be returned as they are, without calling _open().
+        # Items of this class can be returned unchanged, without a call of _open().
         self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
@@ -351,7 +356,7 @@ class NativeQueue:
     def listen(self, listener: Listener) -> None:
         """Calls ``listener`` with each item that arrives from now on.
 
-        A new thread takes the items from the node, and passes them first to the listener and then
+        A new thread takes the items from the node, and passes them first to the listener, and then
         to the thread that waits for items.
         """
         forwarded = CompletionQueue()
@@ -361,8 +366,8 @@ class NativeQueue:
             target=self._forward, args=(forwarded,), name="arrivals", daemon=True
         )
         self._thread.start()
-        # Stop the thread at exit, because a daemon thread that returns from C++ after the
-        # interpreter has been finalized would crash the process.
+        # Stop the thread at exit. A daemon thread that returned from C++ after the interpreter has
+        # been finalized would crash the process.
         atexit.register(_stop, weakref.ref(self))
 
     def put(self, item: Item | Exception) -> None:
@@ -378,10 +383,10 @@ class NativeQueue:
     def wait(self, deadline_s: float) -> Item | None:
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
-        # Pass the deadline on unchanged. In a virtual machine, reading the clock in Python may take
-        # as long as sending a message.
+        # Pass the deadline on unchanged, because reading the clock in Python may take as long as
+        # sending a message in a virtual machine.
         item: Item | None = self._wait(deadline_s)
-        # Check the type here to save a call of _open(), which takes as long as this whole method.
+        # Check the type here to save a call of _open(), which takes as long as all of this method.
         return item if type(item) is self._ready else self._open(item)
 
     def stop(self) -> None:
@@ -393,7 +398,7 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
-        """Converts ``item`` of the node for the executor, or raises it if it is an error."""
+        """Converts ``item``, which the node received, for the executor. Raises errors."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
         # All other items were added to the queue by a Python thread.
@@ -403,7 +408,7 @@ class NativeQueue:
         return other
 
     def _forward(self, forwarded: CompletionQueue) -> None:
-        """Passes items of the node to ``forwarded`` until stopped. Runs in a thread."""
+        """Passes items from the node to ``forwarded`` until stopped. Runs in a thread."""
         if self._staging is not None:
             self._staging.make_current()
         while True:

@@ -1,7 +1,8 @@
 """Declares the transports of the C++ extension: shared memory, RDMA and TCP.
 
 The extension's node opens all native channels of a rank, so ``connect.py`` opens them together.
-Each class declares which ranks a transport connects, and the options for opening its channels.
+Each class declares which ranks its transport connects, and with which options its channels are
+opened.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ACTIVE = "ACTIVE"
 
 @dataclass(frozen=True, kw_only=True)
 class NativeChannels:
-    """The values from which the options of a rank's native channels are computed.
+    """Values from which the options of a rank's native channels are computed.
 
     Attributes:
         size: Number and size of a channel's slots.
@@ -43,10 +44,10 @@ class NativeChannels:
 
 
 class NativeKind(TransportKind):
-    """Declares a transport of the C++ extension. ``connect.py`` opens all of these together.
+    """Declares a transport of the C++ extension. ``connect.py`` opens all of them together.
 
     Attributes:
-        link: Kind of socket with which two ranks set up their channel, ``unix`` or ``tcp``.
+        link: Kind of socket over which two ranks set up their channel, ``unix`` or ``tcp``.
     """
 
     link: ClassVar[Literal["unix", "tcp"]]
@@ -55,7 +56,7 @@ class NativeKind(TransportKind):
         return str(extension.why_missing()) if facts.module is None else None
 
     def channel_options(self, channels: NativeChannels) -> dict[str, Any]:
-        """Returns the options with which the extension opens a channel of this kind."""
+        """Returns the options with which the extension opens a channel of this transport."""
         return {
             "slot_bytes": channels.size.slot_bytes,
             "slots": channels.size.slots,
@@ -118,8 +119,8 @@ class RdmaKind(NativeKind):
         settings = channels.settings
         options = super().channel_options(channels)
         options["num_qps"] = settings.rdma_queue_pairs
-        # If no device is set, the extension uses the RDMA device with the network address of the
-        # link.
+        # Without a device setting, the extension uses the RDMA device that has the network address
+        # of the link.
         if settings.rdma_device is not None:
             name, _, port = channels.endpoint.ports[0].partition(":")
             options |= {"device": name, "port": int(port)}
@@ -155,7 +156,7 @@ class TcpKind(NativeKind):
 
 
 def _pci_address(device: torch.device) -> str:
-    """Returns the PCI address of the GPU ``device``, or an empty string if it is unknown."""
+    """Returns the PCI address of the GPU ``device``, or an empty string if unknown."""
     properties: Any = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):
         return ""
@@ -166,7 +167,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, ...], str]:
-    """Returns the active RDMA ports of this node, and the reason if there are no active ports.
+    """Returns the active RDMA ports of this node, and the reason if there are none.
 
     Args:
         module: Python module of the C++ extension.

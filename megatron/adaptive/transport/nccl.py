@@ -1,9 +1,9 @@
 """Sends tensors over NCCL: payloads directly between GPUs, headers over gloo.
 
 NCCL has no tags, and matches the operations of both ends in the order in which they are posted. A
-posted operation occupies the GPU in a busy loop until the other end has posted its operation.
-Therefore each channel (one direction between two ranks) has its own communicator, with one thread
-and one stream at each end. An end only posts an operation that can run immediately::
+posted operation occupies the GPU in a busy loop until the other end has posted its operation. So
+each channel (one direction between two ranks) has a separate communicator, with one thread and one
+stream at each end. An end only posts an operation that can run immediately::
 
     sender                                            receiver
       executor: send() ── event ──┐
@@ -13,11 +13,11 @@ and one stream at each end. An end only posts an operation that can run immediat
               sleeps until the send is done                   arrival ──> queue of the executor
               releases the tensor
 
-No compute stream waits for a message, so a late rank only delays the ranks that need its result,
-but not its tensor-parallel neighbours. An arrival is only announced when its data has arrived, so a
-run-time scheduling rule only sees inputs that can be used. The memory of a message is released when
-its send has finished. So a channel keeps the memory of the messages that are being sent, and of one
-more message.
+No compute stream waits for a message. So a late rank only delays the ranks that need its result,
+and does not delay its tensor-parallel neighbours. An arrival is only announced when its data has
+arrived, so a run-time scheduling rule only sees inputs that can be used. The memory of a message is
+released when its send has finished. So a channel keeps the memory of the messages that are being
+sent, and of one more message.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ OPEN_S = 300.0
 
 _SEED_BYTES = 40
 _FIRST = -1
-"""Priority of the CUDA streams for messages. Compute streams have a lower priority.
+"""Priority of the CUDA streams for messages, which is higher than that of compute streams.
 
-CUDA maps streams to a few hardware queues. A kernel that cannot start yet blocks kernels of other
-streams in the same queue. Streams of different priorities use different queues, so messages do not
-wait for computations.
+CUDA maps streams to a few hardware queues. A kernel that cannot start yet blocks the kernels of
+other streams in the same queue. Streams with different priorities use different queues, so messages
+do not wait for computations.
 """
 
 
@@ -76,16 +76,16 @@ class NcclTransport(GlooTransport):
 
     Args:
         group: Gloo process group of the pipeline's ranks, which is only used for headers.
-        outgoing: Communicator for messages to each peer. The lower rank of the pair has index 0 in
-            the communicator.
-        incoming: Communicator for messages from each peer.
+        outgoing: Communicator for messages to each peer, by global rank. The lower rank of the pair
+            has index 0 in the communicator.
+        incoming: Communicator for messages from each peer, by global rank.
         streams: Object that provides streams of the device.
-        peers: Global ranks that this rank exchanges messages with.
+        peers: Global ranks with which this rank exchanges messages.
         device: Device on which received tensors are placed.
-        describe: Function that returns the name of a peer for error messages, with host and stage.
-        timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
+        describe: Function that returns the name of a peer, with host and stage, for error messages.
+        timeout_s: Maximum time in seconds for which a send waits for a peer that does not receive
             messages.
-        completions: Queue for received messages and failures, or ``None`` to create a new queue.
+        completions: Queue for received messages and failures, or ``None`` to create a queue.
     """
 
     name = "nccl"
@@ -130,7 +130,7 @@ class NcclTransport(GlooTransport):
             raise self._failures[peer]
         payload = settled(tensor.detach())
         header = Header(label, tuple(payload.shape), payload.dtype, self._sent[peer])
-        # Check the header now, so that an invalid value raises an error before anything is sent.
+        # Check the header now, so that an invalid value causes an error before anything is sent.
         header.words()
         self._hand_over(peer, header, payload, self._streams.mark())
 
@@ -174,7 +174,7 @@ class NcclTransport(GlooTransport):
         self._senders[peer].do(functools.partial(self._deliver, peer, header, payload, computed))
 
     def _deliver(self, peer: int, header: Header, payload: torch.Tensor, computed: Moment) -> None:
-        """Sends a message, and blocks the channel's thread until the send has finished."""
+        """Sends a message, and blocks the thread of the channel until the send has finished."""
         if peer in self._failures:
             return
         computed.synchronize()
@@ -201,7 +201,7 @@ class NcclTransport(GlooTransport):
             yield
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Waits for the payload that belongs to ``header``, and returns it."""
+        """Waits for the payload that ``header`` describes, and returns it."""
         # Allocate the payload in the stream of this thread, so that the receive does not wait for
         # earlier computations.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
@@ -220,7 +220,7 @@ def free(group: Any, *, is_idle: bool) -> None:
 
     Args:
         group: Communicator to free.
-        is_idle: Whether no operation is pending. If not, pending operations are aborted, because
+        is_idle: Whether no operation is pending. Otherwise, pending operations are aborted, because
             they would never complete.
     """
     # An older torch has neither method, but frees a communicator when its last reference is
@@ -230,12 +230,12 @@ def free(group: Any, *, is_idle: bool) -> None:
         end()
 
 
-# The transport only uses the device through the protocol Streams, so that tests can run its threads
-# without a GPU.
+# The transport only uses the device through the protocol Streams, so that tests can run the
+# transport's threads without a GPU.
 
 
 class Moment(Protocol):
-    """A point in a stream, which is the end of all work submitted before it."""
+    """Point in a stream, after all work that was submitted to the stream before."""
 
     def synchronize(self) -> None:
         """Blocks until the device has reached this point, without holding the GIL."""
@@ -245,13 +245,13 @@ class Streams(Protocol):
     """Provides the streams of a device. Methods can be called from any thread."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that makes this device and a new stream of it current."""
+        """Returns a context manager that makes this device and a new stream current."""
 
     def mark(self) -> Moment:
-        """Marks the end of all work submitted so far to the calling thread's current stream."""
+        """Returns the end of all work submitted so far to the calling thread's current stream."""
 
     def use(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes ``tensor``, which another stream has finished, usable in the current stream.
+        """Makes ``tensor``, which was computed in another stream, usable in the current stream.
 
         The memory of the tensor is not reused before the current stream has finished using it.
         """
@@ -284,7 +284,7 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Replaces streams on a CPU, where work has finished when the call returns."""
+    """Replaces CUDA streams on a CPU, where work has finished when a call returns."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -297,17 +297,17 @@ class HostStreams:
 
 
 class _Passed:
-    """A point in a stream that has already been reached."""
+    """Point in a stream that has already been reached."""
 
     def synchronize(self) -> None:
-        """Returns immediately."""
+        """Returns immediately, because there is nothing to wait for."""
 
 
 _PASSED = _Passed()
 
 
 class NcclKind(TransportKind):
-    """Declares NCCL, which connects ranks that each have their own GPU."""
+    """Declares NCCL, which connects ranks that each have a separate GPU."""
 
     reason = "each has a GPU of its own"
 
@@ -341,16 +341,14 @@ class NcclKind(TransportKind):
         return CudaStreams(opening.accelerator.device)
 
     def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
-        """Creates a communicator of two ranks, which connect through a store.
+        """Creates a communicator of two ranks, which connect to each other through a store.
 
-        No other rank is involved. The two ranks connect when the first message is sent, and then
-        share an NCCL communicator.
+        No other rank takes part. The two ranks connect when the first message is sent.
 
         Args:
             opening: Settings for opening the transport.
             store: Store that only the two ranks use.
-            index: Index of this rank in the communicator, which is 0 for the lower rank of the
-                pair.
+            index: Index of this rank in the communicator. The lower rank of the pair has index 0.
         """
         # A high-priority stream has a separate hardware queue, so messages do not wait for kernels.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -365,7 +363,7 @@ class NcclKind(TransportKind):
 
         Returns:
             Communicators for messages to each peer, and communicators for messages from each peer,
-            by peer.
+            both by global rank of the peer.
 
         Raises:
             TransportError: A channel could not be opened. The error is raised on all ranks.
@@ -402,7 +400,7 @@ class NcclKind(TransportKind):
         )
 
     def _open_channel(self, opening: Opening, store: dist.Store, sender: int, receiver: int) -> Any:
-        """Creates the communicator of a one-way channel, and connects it with a first message."""
+        """Creates a communicator for a one-way channel, and sends a first message over it."""
         me = dist.get_rank()
         index = int(me == max(sender, receiver))
         group = self.pair_group(opening, dist.PrefixStore(f"{sender}-{receiver}", store), index)

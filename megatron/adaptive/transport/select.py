@@ -10,8 +10,8 @@
       no extension    gloo
 
 Each transport declares which ranks it connects (``kind.py``). This file tries the transports in the
-order of ``config/transport_specs.py``. It also writes the reason for each choice to the log, and
-computes the memory of a channel. Both ranks of a pair call the same function with the same
+order of ``config/transport_specs.py``. It also creates log lines with the reason for each choice,
+and computes the memory size of a channel. Both ranks of a pair call the same function with the same
 endpoints, so they choose the same transport without negotiation. ``connect.py`` opens the channels.
 """
 
@@ -41,11 +41,11 @@ _LARGEST_SLOT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport that was chosen for a pair of ranks, and the reason.
+    """Transport that was chosen for a pair of ranks, and the reason.
 
     Attributes:
         kind: Name of the transport: ``shm``, ``rdma``, ``tcp``, ``nccl`` or ``gloo``.
-        reason: Reason for the choice, for the log.
+        reason: Reason for the choice, which is logged.
     """
 
     kind: str
@@ -62,12 +62,12 @@ def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
 
 
 def candidates(end: Endpoint, other: Endpoint) -> tuple[str, ...]:
-    """Returns the transports to try for a pair, best first. The last transport always works."""
+    """Returns the transports to try for a pair of ranks, best first. The last always works."""
     return tuple(name for name in by_preference() if transport_kind(name).is_candidate(end, other))
 
 
 def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choice:
-    """Chooses the transport for a pair of ranks. Swapping the ranks does not change the result.
+    """Chooses the transport for a pair of ranks. The order of the two ranks does not matter.
 
     Args:
         first: Endpoint of one rank.
@@ -75,7 +75,8 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
         forced: Transport that the user requires, or ``None`` to choose the best transport.
 
     Raises:
-        SetupError: The required transport cannot connect the pair. The message contains the reason.
+        SetupError: The required transport cannot connect the two ranks. The message contains the
+            reason.
     """
     if first.rank > second.rank:
         first, second = second, first
@@ -97,13 +98,13 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
 
 
 def _reason(kind: str, missed: list[str]) -> str:
-    """Returns the reason for choosing ``kind``, and why better transports cannot be used."""
+    """Returns the reason for choosing ``kind``, and the reasons against better transports."""
     reason = transport_kind(kind).reason
     return "; ".join([reason, *missed] if reason else missed)
 
 
 def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
-    """Returns log lines about ``choices``. Pairs with the same choice share a line."""
+    """Returns log lines about ``choices``. Pairs of ranks with equal choices share a line."""
     lines = []
     for choice in dict.fromkeys(choices.values()):
         pairs = [f"{low}-{high}" for (low, high), kind in sorted(choices.items()) if kind == choice]
@@ -117,8 +118,8 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorts pairs of ranks into the order in which all ranks connect them.
 
     The order consists of rounds in which no rank occurs twice. Each pair is in the first round that
-    contains neither of its ranks. A chain or ring of ranks of any length takes two or three rounds.
-    A rank that connects its pairs in this order only waits for pairs of earlier rounds.
+    contains neither of its ranks. A chain or ring of ranks takes two or three rounds, whatever its
+    length. A rank that connects its pairs in this order only waits for pairs of earlier rounds.
 
     Args:
         pairs: Pairs of ranks to connect, with the lower rank first.
@@ -140,11 +141,11 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSize:
-    """Describes the memory of a channel (one direction between two ranks).
+    """Memory size of a channel (one direction between two ranks).
 
     Attributes:
         slot_bytes: Size of a slot in bytes. Larger payloads are sent in several pieces.
-        slots: Number of slots. Each slot contains one payload or a piece of a payload.
+        slots: Number of slots. Each slot contains a payload or a piece of a payload.
     """
 
     slot_bytes: int
@@ -159,8 +160,8 @@ class ChannelSize:
     def least_free(self) -> int:
         """Returns the number of slots that a receiver must keep free, including reserved slots.
 
-        With fewer free slots, there could be a deadlock: the sender waits for a slot, while the
-        receiver waits for the sender's next message before it returns slots.
+        With fewer free slots, there could be a deadlock: the sender waits for a slot, and the
+        receiver returns no slot before it has received the sender's next message.
         """
         return _FREE_SLOTS + self.reservable
 
@@ -171,10 +172,10 @@ def size_of_channel(
     slot_bytes: int | None = None,
     slots: int | None = None,
 ) -> ChannelSize:
-    """Computes the number of slots of a channel, and their size.
+    """Computes how many slots a channel has, and how large a slot is.
 
-    A slot is occupied from the send of its message until the receiver releases the tensor, which
-    for an activation is after its backward pass. A sender never waits if there is a slot for every
+    A slot is occupied from the send of its message until the receiver releases the tensor. For an
+    activation, this is after its backward pass. A sender never waits if there is a slot for every
     microbatch in flight, two for messages that are being sent, and two for payloads that are being
     computed. If these slots take more than 256 MiB or are more than 64, the channel has the number
     of slots that these limits allow, but at least 4. A receiver that occupies nearly all slots
@@ -183,9 +184,10 @@ def size_of_channel(
 
     Args:
         payload_bytes: Size of the messages in bytes, or ``None`` if the size varies.
-        in_flight: Maximum number of messages that the receiver keeps, or ``None`` if unknown.
-        slot_bytes: Slot size in bytes set by the user, or ``None`` for the default.
-        slots: Number of slots set by the user, or ``None`` for the default.
+        in_flight: Maximum number of messages that the receiver keeps at the same time, or ``None``
+            if unknown.
+        slot_bytes: Slot size in bytes that the user has set, or ``None`` for the default.
+        slots: Number of slots that the user has set, or ``None`` for the default.
     """
     if slot_bytes is None:
         slot_bytes = DEFAULT_SLOT_BYTES if payload_bytes is None else payload_bytes

@@ -10,12 +10,12 @@ through pinned (page-locked) host memory::
                                                └─────> worker: return the slot
 
 A private stream per direction lets copies overlap with computation. A worker thread per direction
-waits for events of its stream, without holding the GIL, so that the executor never waits.
+waits for events of its stream without holding the GIL, so that the executor never waits.
 
-Slots in shared memory are pinned when the channel is opened, so that the GPU can copy to and from
-them directly. If pinning fails, for example because of a limit on locked memory, copies go through
-buffers of the GPU driver, as do copies for messages over networks. These copies are slower and
-block.
+Slots in shared memory are pinned when the channel is opened, so that the GPU can directly copy to
+and from them. If pinning fails, for example because of a limit on locked memory, copies go through
+buffers of the GPU driver, as do copies for messages over networks. Such copies are slower, and
+block the calling thread.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Staging:
 
     Args:
         node: ``_C.Node`` that owns the channels. The executor's thread and a worker thread of this
-            object take turns using the channels.
-        device: GPU to copy tensors to and from.
-        peers: Global ranks that this rank has a channel to.
-        send_from_host: Function that sends a host tensor. It copies the tensor into a slot unless
-            it is already in a slot.
+            object take turns in using the channels.
+        device: GPU to and from which tensors are copied.
+        peers: Global ranks to which this rank has a channel.
+        send_from_host: Function that sends a host tensor. It copies the tensor into a slot, unless
+            the tensor is already in a slot.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Staging:
     ) -> None:
         self._node = node
         self._send_from_host = send_from_host
-        # This is the type and index of the device in the numbering of DLPack.
+        # Type and index of the device in the numbering of DLPack.
         self._dlpack_device = _DLPACK_HOST
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -66,12 +66,12 @@ class Staging:
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._pinned: list[int] = []
-        # ``_pinned_out`` contains the peers to which this rank sends messages from pinned slots.
+        # ``_pinned_out`` contains the peers to which messages are sent from pinned slots.
         self._pinned_out: set[int] = set()
-        # ``_slot_bytes`` contains the slot size by peer, only for peers whose channel directly
-        # connects two GPUs.
+        # ``_slot_bytes`` contains the slot size by peer, for peers whose channel directly connects
+        # two GPUs.
         self._slot_bytes: dict[int, int] = {}
-        # This lock guards the node's channels, which the executor's thread and a worker use.
+        # This lock guards the channels of the node, which the executor's thread and a worker use.
         self._lock = threading.Lock()
         for peer in peers:
             info = node.info(peer)
@@ -87,7 +87,7 @@ class Staging:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts copying a tensor to the host; a worker then sends the copy to ``peer``."""
+        """Starts to copy ``tensor`` to the host. A worker then sends the copy to ``peer``."""
         payload = settled(tensor.detach())
         code, variant = code_of(payload.dtype, payload.dim())
         if peer in self._slot_bytes:
@@ -99,8 +99,8 @@ class Staging:
                 host = self._node.reserve_tensor(peer, code, tuple(payload.shape))
         if host is None:
             # No pinned slot is both free and large enough. A copy into unpinned memory would block
-            # this thread until the computation has finished. So the payload is copied into other
-            # pinned memory, from which the worker copies it into a slot.
+            # this thread until the computation has finished. So copy the payload into other pinned
+            # memory, from which the worker copies it into a slot.
             host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
         elif variant:
             host = host.view(payload.dtype)
@@ -120,7 +120,10 @@ class Staging:
         self._committing.do(commit)
 
     def _send_between_gpus(self, peer: int, label: Label, payload: torch.Tensor) -> None:
-        """Sends a tensor through the extension. Copies it to the host first if no slot fits it."""
+        """Sends a tensor through the extension.
+
+        The tensor is first copied to the host if it does not fit into a slot.
+        """
         stream = torch.cuda.current_stream(self._device)
         is_direct = 0 < payload.nbytes <= self._slot_bytes[peer]
         if not is_direct:
@@ -147,23 +150,25 @@ class Staging:
             )
 
     def lend(self, native: Any) -> Any:
-        """Returns a payload in GPU memory as a tensor in its slot, for use in the current stream.
+        """Returns the payload of ``native`` in GPU memory, as a tensor in its slot.
 
-        After the tensor is released, its slot returns to the sender when the stream has finished
-        all work that was submitted before the release.
+        The tensor is for use in the current stream.
+
+        After the tensor has been released, its slot returns to the sender when the stream has
+        finished all work that was submitted before the release.
         """
         stream = torch.cuda.current_stream(self._device)
         return native.tensor_on(stream.cuda_stream, *self._dlpack_device)
 
     def copy_out(self, take: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Starts copying a payload in GPU memory out of its slot.
+        """Starts to copy a payload in GPU memory out of its slot.
 
         Args:
             take: Function that returns the payload in its slot.
 
         Returns:
-            Function that returns the copy. Calling it makes the caller's current stream wait for
-            the copy.
+            Function that returns the copy. It makes the current stream of its caller wait for the
+            copy.
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
@@ -179,9 +184,9 @@ class Staging:
         return reach
 
     def receive(self, host: torch.Tensor) -> torch.Tensor:
-        """Copies a payload from the host to the device, and returns it.
+        """Copies the payload ``host`` from the host to the device, and returns the copy.
 
-        The current stream waits for the copy. The slot ``host`` is released when the copy has
+        The current stream waits for the copy. The slot of ``host`` is released when the copy has
         finished.
         """
         done = torch.cuda.Event(blocking=True)
@@ -208,7 +213,7 @@ class Staging:
         make_current(self._device)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all copies have been made and sent. Returns False if the timeout passed."""
+        """Waits until all copies have been made and sent. Returns False after the timeout."""
         end_s = time.monotonic() + timeout_s
         return self._committing.flush(end_s) and self._releasing.flush(end_s)
 
@@ -223,12 +228,12 @@ class Staging:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Makes the GPU the current device of a worker's thread, which then runs the jobs."""
+        """Makes the GPU the current device of a worker's thread, in which the jobs then run."""
         self.make_current()
         yield
 
     def _pin(self, peer: int, info: Mapping[str, Any]) -> None:
-        """Pins the memory of a channel's slots if the channel provides their addresses."""
+        """Pins the memory of a channel's slots, if ``info`` contains their addresses."""
         with torch.cuda.device(self._device):
             for direction in ("send", "receive"):
                 address = info.get(f"{direction}_address")

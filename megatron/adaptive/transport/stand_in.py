@@ -1,7 +1,7 @@
 """Simulates the channels of a rank whose peers do not exist, as in ``plan --try``.
 
-Messages of this rank are not sent to any rank, and its inputs are random numbers, created in the
-order in which the rank needs them::
+Messages of this rank are not sent to any other rank. Its inputs are random numbers, which are
+created in the order in which the rank needs them::
 
     peer that does not exist                        executor
       slots with made numbers ── view of a slot ──>   wait()
@@ -9,7 +9,7 @@ order in which the rank needs them::
 
 The number and size of the slots are the same as with shared memory. All slots are written at the
 start, so that they occupy the same memory as with shared memory. On a CPU, the slots are outside of
-the C library's heap, so that they do not affect the size of the heap.
+the heap of the C library, so that they do not affect the size of the heap.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from megatron.adaptive.transport.kind import Payloads
 from megatron.adaptive.transport.select import size_of_channel
 
 _SIZE = 0.01
-"""Standard deviation of the random inputs. It is small enough to keep losses finite, and large
-enough to avoid subnormal numbers, which are slow on CPUs."""
+"""Standard deviation of the random inputs.
+
+It is small enough to keep losses finite, and large enough to avoid subnormal numbers, which are
+slow on CPUs."""
 
 
 class ExpectedInput(NamedTuple):
-    """An input that a rank needs from another rank.
+    """Input that a rank needs from another rank.
 
     Attributes:
         action: Action of this rank that needs the input.
@@ -56,7 +58,7 @@ class ExpectedInput(NamedTuple):
 
 
 class _Slots:
-    """Provides the slots of one direction of a channel in turn.
+    """Provides the slots of a channel in one direction, one after the other.
 
     Args:
         accelerator: Device of this rank, whose memory contains the slots.
@@ -75,19 +77,19 @@ class _Slots:
         self._slots = itertools.cycle(slots.copy_(values).unbind())
 
     def next(self) -> torch.Tensor:
-        """Returns the next slot, even if it is still in use. No rank reads its content."""
+        """Returns the next slot, even if it is in use, because no rank reads its content."""
         return next(self._slots).detach()
 
 
 class StandIn:
-    """Implements :class:`~megatron.adaptive.transport.interface.Transport` without peers.
+    """Implements the interface ``Transport`` for a rank whose peers do not exist.
 
-    The object is also the completion queue. An input is created when the rank waits for it.
+    The object is also the completion queue. Each input is created when the rank waits for it.
 
     Args:
         accelerator: Device of this rank.
         payloads: Shape and dtype of the messages.
-        peers: Global ranks that this rank would exchange messages with.
+        peers: Global ranks with which this rank would exchange messages.
         options: Settings of the connections.
     """
 
@@ -118,11 +120,11 @@ class StandIn:
 
     @property
     def completions(self) -> StandIn:
-        """Returns the queue of inputs, which is this object."""
+        """Returns the queue of inputs, which is this object itself."""
         return self
 
     def begin(self, step: int, expected: Sequence[ExpectedInput]) -> None:
-        """Sets the inputs of the next step.
+        """Sets which inputs the next step needs.
 
         Args:
             step: Index of the step, from 0 as in the executor.
@@ -132,11 +134,11 @@ class StandIn:
         self._expected = deque(expected)
 
     def listen(self, listener: Listener) -> None:
-        """Registers a function to call with errors, which are the only items that are reported."""
+        """Registers ``listener``, which is called with errors. No other items are reported."""
         self._errors.listen(listener)
 
     def put(self, item: Item | Exception) -> None:
-        """Adds the error ``item``, which the next wait raises."""
+        """Adds ``item``, an error that the next wait will raise."""
         self._errors.put(item)
 
     def poll(self) -> Item | None:
@@ -154,7 +156,7 @@ class StandIn:
         return HeldArrival(label, entry.peer, tensor.nbytes, lambda: tensor)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Copies ``tensor`` into a slot, as with shared memory."""
+        """Copies ``tensor`` into a slot, as a shared-memory channel would do."""
         slot = self._outgoing[peer].next()
         slot.view(-1)[: tensor.numel()].copy_(tensor.detach().reshape(-1))
 
@@ -167,7 +169,7 @@ class StandIn:
         return {}
 
     def flush(self, timeout_s: float) -> None:
-        """Returns immediately, because every send is complete when it returns."""
+        """Returns immediately, because every send has finished when it returns."""
 
     def close(self) -> None:
         """Releases the slots."""

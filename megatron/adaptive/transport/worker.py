@@ -1,4 +1,4 @@
-"""Runs jobs one by one in a thread, so that a transport does not have to wait for a device."""
+"""Runs jobs one by one in a thread, so that a transport does not need to wait for a device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ Job = Callable[[], None]
 
 
 class Worker:
-    """Runs jobs one by one in a thread, and releases each job when it has finished.
+    """Runs jobs one by one in a thread, and releases the memory of each finished job.
 
     Args:
         name: Name of the thread.
-        failed: Function that the thread calls with the error of a failed job, before the next job.
-        within: Function that returns a context manager, which for example selects device and
+        failed: Function that the thread calls with the error of a failed job, before it runs the
+            next job.
+        within: Function that returns a context manager, which for example selects a device and a
             stream. The thread enters it once, before the first job.
     """
 
@@ -49,14 +50,13 @@ class Worker:
         self._jobs.put(job)
 
     def flush(self, end_s: float) -> bool:
-        """Waits until all jobs have finished.
+        """Waits until all jobs have finished, until ``end_s``, or until :meth:`give_up` is called.
 
         Args:
-            end_s: Deadline of the wait, as a value of ``time.monotonic``.
+            end_s: End of the wait, as a value of ``time.monotonic``.
 
         Returns:
-            True if all jobs have finished, or False if ``end_s`` passed or :meth:`give_up` was
-            called before.
+            True if all jobs have finished.
         """
         with self._moved:
             self._moved.wait_for(
@@ -66,19 +66,19 @@ class Worker:
             return self._done == self._added
 
     def give_up(self) -> None:
-        """Interrupts every :meth:`flush`, because the jobs may never finish. Thread-safe."""
+        """Ends every :meth:`flush`, because the jobs may never finish. Thread-safe."""
         with self._moved:
             self._is_given_up = True
             self._moved.notify_all()
 
     def close(self, limit_s: float | None = None) -> bool:
-        """Stops the thread after the jobs that are in its queue.
+        """Stops the thread after it has run the jobs that are in its queue.
 
         Args:
             limit_s: Maximum time in seconds to wait for the thread, or ``None`` for no limit.
 
         Returns:
-            True if the thread has stopped, or False if the timeout passed.
+            True if the thread has stopped, or False if the time was up first.
         """
         self._jobs.put(None)
         self._thread.join(limit_s)
@@ -97,7 +97,7 @@ class Worker:
     def _do_jobs(self, do: Callable[[Job], None]) -> None:
         while (job := self._jobs.get()) is not None:
             do(job)
-            # Release the job's memory before the thread waits for the next job.
+            # Release the memory of the job before the thread waits for the next job.
             del job
             with self._moved:
                 self._done += 1
