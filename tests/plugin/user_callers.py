@@ -4,13 +4,13 @@ The programs do not use this package. Each program calls ``get_forward_backward_
 existing training program:
 
 - :func:`run_actor` is like the actor, critic and reference of verl. It has several models,
-microbatches of unequal lengths, and outputs that are dictionaries. Between calls, it offloads
-weights, gradients and optimizer state.
+  microbatches of unequal lengths, and outputs that are dictionaries. Between calls, it offloads
+  weights, gradients and optimizer state.
 - :func:`run_policy` is like the policy of NeMo-RL. It passes a model without a list, and a
-generator of microbatches. The length and the number of microbatches differ between calls and
-between replicas. Gradients are accumulated over several calls before they are reduced.
+  generator of microbatches. The length and the number of microbatches differ between calls and
+  between replicas. Gradients are accumulated over several calls before they are reduced.
 - :func:`run_bridge` is like the training step of Megatron Bridge. It uses the same function for all
-steps, and creates its own process groups and communicator.
+  steps, and creates its own process groups and communicator.
 
 Each program returns the results of a rank: results of loss functions, gradient norms, and a digest
 of the weights.

@@ -3,10 +3,10 @@
 The programs do not use this package. They build their models with :mod:`user_callers`:
 
 - :func:`run_replay` is like the actor of slime. The policy and the reference exchange the weights
-of one model. A call without gradients records a choice of each layer. Training replays these
-choices: forward passes in their order, and recomputation in the order of the backward passes.
+  of one model. A call without gradients records a choice of each layer. Training replays these
+  choices: forward passes in their order, and recomputation in the order of the backward passes.
 - :func:`run_threads` is like a worker with several threads. A new thread makes each call. Calls
-without gradients, including the first call, run in torch's inference mode.
+  without gradients, including the first call, run in torch's inference mode.
 
 Each program returns the results of a rank: results of loss functions, gradient norms, and a digest
 of the weights.
