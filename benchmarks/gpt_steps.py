@@ -96,7 +96,7 @@ class Rank(CompetingRank):
     """Runs one rank of a job. The competitors are schedules of this project, ``megatron``, and:
 
     * ``torch NAME``: a schedule of ``torch.distributed.pipelining``. With ``, our W``, the layers
-    of this project split the backward passes.
+      of this project split the backward passes.
     * ``plug-in NAME``: a schedule of this project that runs through ``install()``.
     * The name of a transport, in the job that compares transports. The schedule is 1F1B.
 
