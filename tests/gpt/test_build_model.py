@@ -38,7 +38,7 @@ Weights = Callable[..., dict[str, torch.Tensor]]
 
 @pytest.fixture
 def weights(build: Callable[..., list[Any]]) -> Weights:
-    """Returns a function that returns the parameters of a rank's only chunk, by name."""
+    """Returns a function that builds a rank's only chunk and returns its parameters by name."""
 
     def run(flags: str = "", pp_rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
         (chunk,) = build(f"--init-method-std 0.5 {flags}", pp_rank, ranks)
@@ -104,7 +104,7 @@ def test_parts_of_the_model(
     ],
 )
 def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: str) -> None:
-    """Checks that the layout text lists each chunk's layers, from the first rank to the last."""
+    """Checks that the layout lists the layers of each chunk, from the first to the last rank."""
     core = core_config(flags, world_size)
     ranks = core.pipeline_model_parallel_size
     built = core.pipeline_model_parallel_layout.layout
