@@ -93,7 +93,7 @@ def build_model(task: Task) -> Any:
 
 
 def build_optimizer(task: Task, model: Any) -> Any:
-    """Returns megatron-core's optimizer for the parameters of ``model``."""
+    """Returns megatron-core's optimizer for the parameters of ``model``, as ``task`` describes."""
     dtype = torch.bfloat16 if task["bf16"] else torch.float32
     precision = {"params_dtype": dtype, "bf16": task["bf16"]}
     settings = OptimizerConfig(lr=1e-3, min_lr=0.0, clip_grad=1.0, **precision, **task["optimizer"])
