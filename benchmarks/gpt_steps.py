@@ -53,10 +53,10 @@ class Duel:
 
     Attributes:
         job: Name of the job that runs both.
-        name: Competitor of this project.
-        rival: Competitor that it is compared with.
-        goal: Upper limit of the ratio of its step to the rival's step, or ``None`` if there is no
-            goal.
+        name: Name of the competitor of this project.
+        rival: Name of the competitor that it is compared with.
+        goal: Maximum of the ratio of its step time to the rival's step time, or ``None`` if there
+            is no goal.
     """
 
     job: str
@@ -93,15 +93,15 @@ def takes_part(job: str, name: str, index: int) -> bool:
 
 
 class Rank(CompetingRank):
-    """Runs one rank of a job, with schedules of this project, ``megatron``, and these names:
+    """Runs one rank of a job. The competitors are schedules of this project, ``megatron``, and:
 
-    * ``torch NAME``, a schedule of ``torch.distributed.pipelining``; with ``, our W``, the layers
-      of this project split the backward passes;
-    * ``plug-in NAME``, a schedule of this project through ``install()``;
-    * in the job that compares transports, the name of a transport, which is used with 1F1B.
+    * ``torch NAME``: a schedule of ``torch.distributed.pipelining``. With ``, our W``, the layers
+      of this project split the backward passes.
+    * ``plug-in NAME``: a schedule of this project that runs through ``install()``.
+    * The name of a transport, in the job that compares transports. The schedule is 1F1B.
 
     Args:
-        _: Folder for files, which is not used.
+        _: Folder for files, which is ignored.
         job: Name of the job in ``ALL_JOBS``.
         width: Hidden size of the model.
     """
@@ -139,11 +139,11 @@ class Rank(CompetingRank):
 
 
 def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> dict[str, Any]:
-    """Runs the ranks of a job, and returns the result of :meth:`Rank.measure`.
+    """Runs the ranks of the job ``job``, and returns the result of :meth:`Rank.measure`.
 
     Args:
         job: Name of the job in ``ALL_JOBS``.
-        rounds: Number of steps of each competitor with a goal.
+        rounds: Number of steps of each competitor that has a goal.
         limit_s: Time in seconds after which all processes are killed.
         width: Hidden size of the model.
 
@@ -155,7 +155,7 @@ def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> 
 
 
 def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
-    """Returns the rows for the results of :func:`measure`, by job."""
+    """Returns the rows of the table. ``results`` are results of :func:`measure`, by job."""
     rows = []
     for duel in DUELS:
         times = results[duel.job]["times"]
@@ -190,7 +190,7 @@ def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:
         for job, result in results.items()
         for name, difference in result["differences"].items()
         for quantity, limit in MOST_DIFFERENCE.items()
-        # NaN exceeds every limit.
+        # This condition is also true for NaN.
         if not difference[quantity] <= limit
     ]
 

@@ -39,28 +39,28 @@ from harness.report import ratios
 
 DETAILS = ("layers", "collectives", "evidence")
 RANKS = {"traced": 4, "collectives": 4}
-"""Number of ranks of each kind, if it is not 2."""
+"""Number of ranks for each kind of steps. Other kinds have 2 ranks."""
 WINDOW = 10
-"""Number of steps per run."""
+"""Number of steps in each run."""
 SHORT_WINDOW = 3
-"""Number of steps per run with details of traces."""
+"""Number of steps in each run that measures details of traces."""
 _LIMIT_S = 1200.0
 _SECRET = "of the benchmark"
 
 
 def measure(kind: str, rounds: int) -> dict[str, Any]:
-    """Measures runs of steps that alternate with and without the feature.
+    """Measures runs of steps, which alternate with and without the feature.
 
     Args:
         kind: Kind of steps.
         rounds: Number of rounds. Each round has two runs with the feature and two runs without it.
 
     Returns:
-        ``on_s`` and ``plain_s``: seconds per step in each round; ``on_cpu_s`` and ``plain_cpu_s``:
-        processor seconds per step over all ranks; ``step_s``: median seconds of a step without the
-        feature. Traces add ``spans``, the number of spans per step. Details of traces add
-        ``marker_bytes``, the bytes per rank and step with the detail. Counters of the machine add
-        ``read_share``, the time in which they are read relative to a step. Checkpoints add
+        Seconds per step in each round (``on_s`` and ``plain_s``), and processor seconds per step
+        over all ranks (``on_cpu_s`` and ``plain_cpu_s``). ``step_s`` is the median time of a step
+        without the feature. Traces add ``spans``, the number of spans per step. Details of traces
+        add ``marker_bytes``, the bytes per rank and step with the detail. Counters of the machine
+        add ``read_share``, the time to read the counters relative to a step. Checkpoints add
         ``size_bytes``, and ``waited_s``, the seconds that training waited for each checkpoint.
         Copies add ``notice``, a text that describes the copies.
 
@@ -73,7 +73,7 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
 
 
 def costs(result: dict[str, Any], unit: str) -> list[float]:
-    """Returns the relative increase of the step time by the feature, for each round.
+    """Returns the relative increase of the step time that the feature causes, for each round.
 
     Args:
         result: Result of :func:`measure`.
@@ -83,7 +83,7 @@ def costs(result: dict[str, Any], unit: str) -> list[float]:
 
 
 class FeatureRank(TrainingRank):
-    """Runs one rank, whose steps run with and without a feature.
+    """Runs one rank, whose steps alternate with and without a feature.
 
     Args:
         kind: Kind of steps.
@@ -91,7 +91,7 @@ class FeatureRank(TrainingRank):
         width: Hidden size of the model.
 
     Attributes:
-        steps: Number of steps per run.
+        steps: Number of steps in each run.
     """
 
     steps = WINDOW
@@ -111,19 +111,19 @@ class FeatureRank(TrainingRank):
         return self.turns(rounds, self.turn, "on")
 
     def turn(self, is_on: bool) -> tuple[float, float]:
-        """Runs some steps, and returns elapsed seconds and CPU seconds per step."""
+        """Runs some steps. Returns the elapsed seconds and the CPU seconds per step."""
         return self.timed(lambda: self.work(is_on), self.processor_s, self.steps)
 
     def work(self, is_on: bool) -> None:
-        """Runs the steps once, with the feature if ``is_on`` is True."""
+        """Runs the steps of one run, with the feature if ``is_on`` is true."""
         raise NotImplementedError
 
     def processor_s(self) -> float:
-        """Returns the CPU seconds of this rank and of the feature's separate process."""
+        """Returns the CPU seconds of this rank and of the process that belongs to the feature."""
         return time.process_time()
 
     def traced_steps(self, is_traced: bool) -> None:
-        """Runs the steps once, with traces if ``is_traced`` is True."""
+        """Runs the steps of one run, with traces if ``is_traced`` is true."""
         for _ in range(self.steps):
             self._iteration += 1
             tracing = self._run.tracing
@@ -155,13 +155,13 @@ class TracedRank(FeatureRank):
     def work(self, is_on: bool) -> None:
         self.traced_steps(is_on)
         recorder: Any = self._run.tracing.recorder
-        # Otherwise, the writer's remaining work would slow down the next step.
+        # Wait for the writer. Otherwise, its remaining work would slow down the next step.
         while not recorder._queue.empty():
             time.sleep(0.0002)
 
 
 class DetailedRank(FeatureRank):
-    """Runs one rank that traces all steps, and some of them with more detail.
+    """Runs one rank that traces all steps, and traces some of them in more detail.
 
     Args:
         folder: Folder for the traces.
@@ -175,7 +175,7 @@ class DetailedRank(FeatureRank):
         super().__init__(kind, *flags, str(folder))
         self._traces = folder
         tracing = self._run.tracing
-        # The baseline is a trace without the counters of the machine.
+        # The baseline is a trace that does not contain the counters of the machine.
         self._attribute = "_counters" if kind == "evidence" else kind
         self._detail = getattr(tracing, self._attribute)
         self._reads_s: list[float] = []
@@ -203,13 +203,13 @@ class DetailedRank(FeatureRank):
         ]
         facts: dict[str, Any] = {"marker_bytes": max(sizes)}
         if self._reads_s:
-            # The counters are read at the beginning and at the end of a step.
+            # The counters are read at the start and at the end of each step.
             read_s = 2 * statistics.mean(self._reads_s)
             facts["read_share"] = read_s / statistics.median(result["plain_s"])
         return facts
 
     def _timed(self, read: Callable[[], Any]) -> Callable[[], Any]:
-        """Wraps ``read`` in a function that also records how long each call takes."""
+        """Returns a function that calls ``read``, and also records how long each call takes."""
 
         def timed_read() -> Any:
             start = time.perf_counter()
@@ -262,7 +262,7 @@ class SavingRank(FeatureRank):
 
 
 class CopyingRank(FeatureRank):
-    """Runs one rank that sends copies of its state, with its keeper in a separate process."""
+    """Runs one rank that sends copies of its state. Its keeper is a separate process."""
 
     def __init__(self, _: Path, kind: str) -> None:
         super().__init__(kind, width=128)
@@ -330,7 +330,7 @@ class WatchedRank(FeatureRank):
         self._guard: Any = None
 
     def turn(self, is_on: bool) -> tuple[float, float]:
-        """Runs some steps, with the hang detector if the feature is on."""
+        """Runs some steps, with the hang detector if ``is_on``. Returns elapsed and CPU seconds."""
         from megatron.adaptive.engine.hang_guard import HangGuard
 
         run = self._run
@@ -362,8 +362,8 @@ class WatchedRank(FeatureRank):
 def keep(link: Connection) -> None:
     """Runs a keeper of copies until the connection ``link`` is closed.
 
-    A message is either the peer whose copies are kept, or ``None``. The reply is the keeper's CPU
-    time.
+    A message is the peer whose copies are kept, or ``None``. The reply to a message is the keeper's
+    CPU time.
     """
     from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 

@@ -31,14 +31,14 @@ from harness.report import Result, Row, measure, parser_of  # noqa: E402
 HIDDEN, INNER, VOCABULARY = 2048, 5632, 32000
 """Sizes of the generated model."""
 LARGEST_BYTES = VOCABULARY * HIDDEN * 2
-"""Size of the largest tensor in the generated model."""
+"""Size of the largest tensor in the generated model, in bytes."""
 MOST_TENSORS = 4.0
-"""Upper limit of the memory of import and export, in multiples of the largest tensor."""
+"""Maximum memory of import and export, as a multiple of the size of the largest tensor."""
 LEAST_SPEED = 0.8
 """Minimum speed relative to reading and writing the same bytes, or to ``tokenizers`` alone."""
 _BLOCK = 1 << 23
-# This program runs a command of the package in a new process, and prints its duration and peak
-# memory.
+# This program runs a command of the package in a new process, and prints its duration and its
+# maximum memory.
 _CHILD = """
 import sys, time
 from megatron.adaptive import accelerator
@@ -53,7 +53,7 @@ print("MEASURED", time.perf_counter() - begin, memory_bytes("VmHWM") - before)
 _MESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 _RUN = f"{_MESH} --bf16 --seq-length 128 --micro-batch-size 1 --global-batch-size 4 --lr 1e-4"
 _RUN += " --train-iters 1 --eval-iters 0 --mock-data"
-# This program reads and encodes JSON lines, and prints the duration of encoding in seconds.
+# This program reads and encodes JSON lines, and prints how many seconds the encoding took.
 _TOKENIZERS = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -67,7 +67,7 @@ print(time.perf_counter() - begin)
 
 
 def size(gigabytes: float) -> Result:
-    """Measures import, export and loading (part ``size``).
+    """Measures import, export and loading. This is the part ``size``.
 
     Args:
         gigabytes: Approximate size of the model.
@@ -105,7 +105,7 @@ def size(gigabytes: float) -> Result:
 
 
 def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]:
-    """Runs a function of ``cli.checkpoint`` in a new process; returns seconds and added memory."""
+    """Runs a function of ``cli.checkpoint`` in a new process. Returns seconds and added bytes."""
     command = [sys.executable, "-c", _CHILD, function, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode:
@@ -116,7 +116,7 @@ def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]
 
 
 def load_as_rank(model: Path, output: Path) -> None:
-    """Loads a model like a rank of a job, and writes the peak memory that this adds.
+    """Loads a model like a rank of a job, and writes how much memory this adds at most.
 
     Args:
         model: Folder of the model.
@@ -126,7 +126,7 @@ def load_as_rank(model: Path, output: Path) -> None:
 
     accelerator.install()
     rank = GptRank([*_RUN.split(), "--load-hf", str(model)])
-    Path("/proc/self/clear_refs").write_text("5")  # Writing 5 resets the peak.
+    Path("/proc/self/clear_refs").write_text("5")  # Writing 5 to this file resets the maximum.
     before = memory_bytes("VmRSS")
     rank.load()
     peak = memory_bytes("VmHWM") - before
@@ -135,14 +135,14 @@ def load_as_rank(model: Path, output: Path) -> None:
 
 
 def memory_bytes(name: str) -> int:
-    """Returns ``name`` of ``/proc/self/status`` in bytes, for example ``VmHWM`` for the peak."""
+    """Returns the value ``name`` of ``/proc/self/status``, such as ``VmHWM``, in bytes."""
     match = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) << 10
 
 
 def _copy(files: Sequence[Path], target: Path) -> float:
-    """Copies ``files`` to the file ``target`` and syncs it to disk; returns the seconds."""
+    """Copies ``files`` to the file ``target``, syncs it to disk, and returns the seconds."""
     begin_s = time.perf_counter()
     with target.open("wb", buffering=0) as out:
         for path in files:
@@ -156,7 +156,7 @@ def _copy(files: Sequence[Path], target: Path) -> float:
 
 
 def _generate_model(folder: Path, gigabytes: float) -> int:
-    """Writes a Llama of about ``gigabytes`` with random weights, and returns its size in bytes."""
+    """Writes a random Llama of about ``gigabytes`` GB to ``folder``. Returns its size in bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -188,7 +188,7 @@ def _generate_model(folder: Path, gigabytes: float) -> int:
 
 
 def preprocessing(megabytes: float) -> Result:
-    """Measures the speed of ``data preprocess`` relative to ``tokenizers`` (part ``preprocess``).
+    """Measures ``data preprocess`` relative to ``tokenizers``. This is the part ``preprocess``.
 
     Args:
         megabytes: Size of the text, which is written three times.
@@ -213,10 +213,11 @@ def preprocessing(megabytes: float) -> Result:
 
 
 def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[Row]:
-    """Returns the speeds of ``data preprocess`` relative to ``tokenizers`` alone.
+    """Returns rows with the speed of ``data preprocess`` relative to ``tokenizers`` alone.
 
     Args:
-        folder: Folder for inputs and outputs, which contains the Hugging Face tokenizer in ``hf``.
+        folder: Folder for inputs and outputs. Its folder ``hf`` contains the Hugging Face
+            tokenizer.
         texts: Documents to encode.
         nbytes: Total size of the documents.
     """
@@ -239,7 +240,8 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
         return time.perf_counter() - begin_s
 
     (folder / "line.jsonl").write_text('{"text": "one"}\n')
-    preprocess_s(folder / "line.jsonl", 1)  # This call imports the token writer.
+    # This call imports the token writer, so that later calls do not include the import.
+    preprocess_s(folder / "line.jsonl", 1)
     rows = []
     for workers in sorted({1, os.cpu_count() or 1}):
         os.environ["RAYON_NUM_THREADS"] = str(workers)
@@ -260,7 +262,7 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
 
 
 def main() -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Measures the parts and prints the results. Returns 1 if a goal is missed, else 0."""
     parser = parser_of(__doc__, ("size", "preprocess", "rank"), "a smaller model and less text")
     parser.add_argument(
         "--gigabytes", type=float, help="size of the model in GB (default 2, or 0.5 with --quick)"
@@ -271,7 +273,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder of the model, for part rank")
     parser.add_argument("--output", type=Path, help="folder of the result, for part rank")
     options = parser.parse_args()
-    if options.part == ["rank"]:  # This process belongs to part size.
+    if options.part == ["rank"]:  # This process was started by the part size.
         load_as_rank(options.model, options.output)
         return 0
     gigabytes = options.gigabytes or (0.5 if options.quick else 2.0)

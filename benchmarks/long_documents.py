@@ -44,14 +44,14 @@ MODEL = (
 )
 MEMORY_GOAL = 0.6
 STEP_GOALS = {2: 0.8, 1: 1.05}
-"""Maximum ratio of a sliced step to a whole step, by number of pipeline ranks."""
+"""Maximum ratio of a sliced step's time to a whole step's time, by number of pipeline ranks."""
 RANKS = 8
 FORWARD_S = 0.8
-"""Duration of a forward pass of a whole sequence on an emulated rank."""
+"""Duration in seconds of the forward pass of a whole sequence on an emulated rank."""
 OVER_WHOLE = {4: 1.9, 8: 1.22, 16: 1.1}
 OVER_INTERLEAVED = {8: 1.3, 16: 1.15}
 EFFICIENCY = {8: 0.95, 16: 0.97, 32: 0.98}
-"""Minimum efficiency, by number of sequences per step."""
+"""Minimum efficiency of sliced steps, by number of sequences per step."""
 ATTENTION = 0.6
 WHOLE, SLICED, INTERLEAVED = "whole", "slices", "interleaved"
 
@@ -76,11 +76,11 @@ def training(options: Any) -> Result:
 
 
 class TrainedJob(NamedTuple):
-    """The measurements of a job.
+    """Measurements of a job.
 
     Attributes:
         steps_s: Duration of each step after the first, in seconds.
-        peak_bytes: Maximum size of the activations that a rank held.
+        peak_bytes: Maximum size of the activations that a rank stored, in bytes.
         losses: Loss of each step.
     """
 
@@ -90,7 +90,7 @@ class TrainedJob(NamedTuple):
 
 
 def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
-    """Trains for a warm-up step and ``steps`` measured steps, and returns the measurements."""
+    """Trains a warm-up step and ``steps`` measured steps. Returns the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
         command += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
@@ -110,8 +110,8 @@ def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
 
 
 def profile_of(ranks: int) -> StageProfile:
-    """Returns equal stages with two chunks per rank, whose forward passes are mostly attention."""
-    # Weight gradients take as long as the linear part of a forward pass.
+    """Returns a profile of equal stages, two per rank. Attention is most of a forward pass."""
+    # A weight gradient takes as long as the linear part of a forward pass.
     linear, attention = FORWARD_S * (1 - ATTENTION) / 2, FORWARD_S * ATTENTION / 2
     times = StageTimes.equal(
         2 * ranks, forward_s=linear + attention, backward_s=linear + 2 * attention, weight_s=linear
@@ -120,7 +120,7 @@ def profile_of(ranks: int) -> StageProfile:
 
 
 def candidates(ranks: int, count: int) -> dict[str, Candidate]:
-    """Returns the orders to compare, by name, for ``count`` sequences per step."""
+    """Returns the orders that are compared for ``count`` sequences per step, by name."""
     v = Placement(num_ranks=ranks, num_chunks=2, kind="v")
     whole = [
         Candidate(name=name, placement=v, weight_pieces=4, cap=float(ranks))
@@ -141,7 +141,7 @@ def candidates(ranks: int, count: int) -> dict[str, Candidate]:
 
 
 def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Runs every order for each number in ``counts``; returns durations and peak memory."""
+    """Runs each order for each number in ``counts``. Returns durations and maximum memory."""
     member = EmulatedRank(rank)
     records = []
     for count, repeat in itertools.product(counts, range(repeats)):
@@ -164,7 +164,7 @@ def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]
 
 
 def emulated(options: Any) -> Result:
-    """Compares slices with the best and the interleaved schedule of whole sequences."""
+    """Compares the sliced schedule with the best and the interleaved schedule of sequences."""
     counts = [4] if options.quick else list(OVER_WHOLE)
     repeats = 1 if options.quick else 3
     records = fork_ranks("benchmarks.long_documents", RANKS, LIMIT_S, counts, repeats)
@@ -195,7 +195,7 @@ def _rows(records: list[dict[str, Any]], count: int) -> Iterator[Row]:
 
 
 def simulated(options: Any) -> Result:
-    """Simulates the efficiency of 16 ranks with 16 slices and memory for 4 sequences."""
+    """Simulates how efficient 16 ranks are with 16 slices and memory for 4 sequences."""
     del options
     v = Placement(num_ranks=16, num_chunks=2, kind="v")
     sliced = Candidate(name="adaptive", placement=v, weight_pieces=4, cap=4.0, num_slices=16)
@@ -217,7 +217,7 @@ PARTS = {"training": training, "emulated": emulated, "simulated": simulated}
 
 
 def main() -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Measures the parts and prints the results. Returns 1 if a goal is missed, else 0."""
     options = parser_of(__doc__, tuple(PARTS)).parse_args()
     parts = options.part or tuple(PARTS)
     return measure({name: partial(PARTS[name], options) for name in parts}, options)

@@ -35,26 +35,26 @@ from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 RANKS = 4
-MEDIAN = 64  # The lengths are in tokens.
+MEDIAN = 64  # The lengths are numbers of tokens.
 LONGEST = 32 * MEDIAN
 SLICE_TOKENS = 2 * MEDIAN
 DOCUMENTS = 64
 PAIR_COST = 0.4 / LONGEST
 """Cost of attention per pair of tokens of a document, relative to the other work per token."""
 TOKEN_S = 2e-5
-"""Duration of a token's forward pass in one half of a rank, without attention."""
+"""Seconds of the forward pass of a token through half of a rank's layers, without attention."""
 GOALS = {"packing, 1f1b": 1.3, "padding, 1f1b": 3.0}
 SLICED = "slices, adaptive in a V"
 LIMIT_S = 900.0
 
 
 class Way(NamedTuple):
-    """A method of running the documents of a step: its schedule, microbatches and cuts.
+    """Method to run the documents of a step: its schedule, its microbatches and their slices.
 
     Attributes:
         schedule: Name of the schedule.
-        in_v: Whether each rank has two chunks in a V, and separate weight gradients.
-        cuts: Documents of each microbatch, and the positions where the microbatch is cut.
+        in_v: Whether each rank has two chunks in a V, and weight gradients are separate actions.
+        cuts: Documents of each microbatch, and the positions at which the microbatch is cut.
     """
 
     schedule: str
@@ -70,7 +70,7 @@ class Way(NamedTuple):
 
     @property
     def items(self) -> list[tuple[int, float]]:
-        """Returns the number of tokens of each item, and its attention cost."""
+        """Number of tokens and attention cost of each item, which is a slice or a whole row."""
         return [
             (
                 sum(part.end - part.start for part in parts),
@@ -84,9 +84,9 @@ class Way(NamedTuple):
         ]
 
     def seconds(self) -> dict[ActionKind, list[list[float]]]:
-        """Returns the durations of all actions.
+        """Returns the durations of all actions in seconds, for each stage and item.
 
-        Attention takes twice as long in B as in F, and does not occur in W.
+        Attention takes twice as long in B as in F, and is not a part of W.
         """
         tokens, attention = np.array(self.items).T
         halves = 2 // self.placement.num_chunks
@@ -99,7 +99,7 @@ class Way(NamedTuple):
 
 
 def ways(seed: int) -> tuple[int, dict[str, Way]]:
-    """Returns the number of tokens of a step, and each method of running the step by name."""
+    """Returns the number of tokens in a step, and the methods to run the step by name."""
     drawn = np.random.default_rng(seed).lognormal(0.0, 1.5, DOCUMENTS) * MEDIAN
     lengths = np.clip(drawn, 1, LONGEST).astype(int).tolist()
     lengths[0] = LONGEST
@@ -122,7 +122,7 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
 
 
 def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
-    """Runs every method once per seed; returns durations and peak memory in tokens."""
+    """Runs each method once per seed. Returns durations, and peak memory in tokens."""
     member = EmulatedRank(rank)
     records = []
     for seed in seeds:
@@ -157,7 +157,7 @@ def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
 
 
 def long_tail(options: Any) -> Result:
-    """Runs and compares all methods."""
+    """Runs all methods, and compares their steps."""
     seeds = list(range(1 if options.quick else 3))
     records = fork_ranks("benchmarks.long_tail", RANKS, LIMIT_S, seeds)
     by_way = {name: [record for record in records if record["way"] == name] for name in ways(0)[1]}
@@ -175,7 +175,7 @@ def long_tail(options: Any) -> Result:
 
 
 def main() -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Measures the methods and prints the results. Returns 1 if a goal is missed, else 0."""
     options = parser_of(__doc__, ("long tail",)).parse_args()
     return measure({"long tail": partial(long_tail, options)}, options)
 

@@ -28,14 +28,14 @@ from harness.report import Result, Row, measure, measured, parser_of  # noqa: E4
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A feature whose cost is measured.
+    """Feature whose cost is measured.
 
     Attributes:
-        kind: Kind of steps in :mod:`gpt_turns`.
+        kind: Kind of steps, as in :mod:`gpt_turns`.
         title: Name of the feature in the rows.
-        most: Upper limit of the added time, relative to the step without the feature, or ``None``
-            if it is only reported.
-        rounds: Number of rounds, with ``--quick`` and without.
+        most: Maximum of the added time, relative to a step without the feature. If it is ``None``,
+            the added time is only reported.
+        rounds: Number of rounds with ``--quick``, and number of rounds without it.
         unit: ``s`` if the limit applies to elapsed time, ``cpu_s`` if it applies to CPU time.
     """
 
@@ -54,7 +54,8 @@ FEATURES = {
     "trace": [Feature(kind="traced", title="trace", most=0.01, rounds=(40, 240))],
     "layers": [_detail("layers", "times of layers", 0.03)],
     "collectives": [_detail("collectives", "times of collectives", 0.03)],
-    # Steps vary by more than this cost may be, so the limit applies to the time of the reads.
+    # The time of a step varies by more than the permitted cost. So the limit applies to the time of
+    # the reads.
     "evidence": [_detail("evidence", "counters of the machine", None)],
     "watch": [Feature(kind="watched", title="watch for hangs", most=0.01, rounds=(3, 12))],
     "checkpoint": [
@@ -73,14 +74,14 @@ FEATURES = {
     ],
 }
 MOST_READ_SHARE = 0.005
-"""Upper limit of the time in which the counters of the machine are read, relative to a step."""
+"""Maximum time to read the counters of the machine, relative to the step time."""
 MOST_BYTES = 3000
-"""Upper limit in bytes of the additional trace data of a rank in a step with more detail."""
+"""Maximum number of bytes that details add to the trace of a rank in each step."""
 UNITS = {"s": "longer steps", "cpu_s": "more processor time"}
 
 
 def costs(features: Sequence[Feature], quick: bool) -> Result:
-    """Returns the rows of ``features``, with fewer rounds if ``quick`` is True."""
+    """Returns the rows of ``features``, with fewer rounds if ``quick`` is true."""
     total = Result()
     for feature in features:
         result = gpt_turns.measure(feature.kind, feature.rounds[0 if quick else 1])
@@ -104,7 +105,7 @@ def costs(features: Sequence[Feature], quick: bool) -> Result:
 
 
 def note_of(feature: Feature, result: dict[str, Any]) -> str:
-    """Returns a summary of the measurement ``result`` for the note of a row."""
+    """Returns a summary of ``result``, the measurement of ``feature``, for the note of a row."""
     ranks = gpt_turns.RANKS.get(feature.kind, 2)
     note = f"steps of {1e3 * result['step_s']:.0f} ms on {ranks} processes"
     if "spans" in result:
@@ -115,7 +116,7 @@ def note_of(feature: Feature, result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed."""
+    """Measures the features and prints the results. Returns 1 if a goal is missed, else 0."""
     options = parser_of(__doc__, tuple(FEATURES), "fewer rounds").parse_args()
     return measure(
         {name: partial(costs, features, options.quick) for name, features in FEATURES.items()},

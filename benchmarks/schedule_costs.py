@@ -32,7 +32,7 @@ _PROFILE = StageProfile(
 
 
 class _Timed:
-    """Wraps a policy and measures the duration of each decision."""
+    """Wraps a policy, and measures how long each decision takes."""
 
     def __init__(self, policy: Policy) -> None:
         self.name = policy.name
@@ -47,7 +47,7 @@ class _Timed:
 
 
 def measure() -> list[Row]:
-    """Returns the rows of all costs, relative to a call of an empty function on this machine."""
+    """Returns a row for each cost, relative to a call of an empty function on this machine."""
     call_s = _median(_call_s)
     times_s = {"simulated action": (1 / _simulated_per_s(), MOST_SIMULATED)}
     for name in ("adaptive", "hinted", "zb-v"):
@@ -65,7 +65,7 @@ def measure() -> list[Row]:
 
 
 def _call_s() -> float:
-    """Returns the duration of a call of an empty function in seconds."""
+    """Returns the seconds that a call of an empty function takes."""
 
     def nothing() -> None:
         return None
@@ -104,7 +104,7 @@ def _simulated_per_s() -> float:
 
 
 def _picks_s(name: str) -> float:
-    """Returns the median seconds of a decision of ``name``, in a simulation in plain Python."""
+    """Returns the median seconds of a decision of ``name`` in a simulation in Python."""
     placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
     pieces = 1 if name == "zb-v" else PIECES
     policies = [
@@ -120,7 +120,7 @@ def _picks_s(name: str) -> float:
 
 
 def _executor_s() -> float:
-    """Returns the seconds per action of a rank's whole step, including its decisions."""
+    """Returns the seconds per action of a whole step on one rank, including all decisions."""
     placement = Placement(num_ranks=1, num_chunks=2)
     executor = Executor(placement=placement, pp_rank=0, transport=None, timeout_s=10.0)
     state = RankState(

@@ -58,7 +58,7 @@ SCHEDULES: dict[str, Any] = {
 def make_schedule(
     name: str, stages: list[PipelineStage], num_microbatches: int, loss: Callable[..., Any]
 ) -> Any:
-    """Returns torch's schedule ``name`` for the stages of this rank."""
+    """Returns the schedule ``name`` of torch for the stages of this rank."""
     kind = SCHEDULES[name]
     return kind(
         stages[0] if kind is Schedule1F1B else stages,
@@ -69,7 +69,7 @@ def make_schedule(
 
 
 class EmulatedTorchRunner(PeerRunner):
-    """Runs a schedule of torch on emulated stages; see ``PeerRunner``."""
+    """Runs a schedule of torch on emulated stages (see ``PeerRunner``)."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         super().__init__(competitor, rank, num_ranks)
@@ -114,19 +114,19 @@ class EmulatedTorchRunner(PeerRunner):
 
 
 class StageModule(torch.nn.Module):
-    """Wraps a GPT chunk so that torch's stages can call it.
+    """Wraps a GPT chunk so that the stages of torch can call it.
 
     Args:
         chunk: Chunk in its data-parallel wrapper.
-        first: Whether the input of the chunk is tokens.
+        first: Whether the inputs of the chunk are tokens.
     """
 
     def __init__(self, chunk: torch.nn.Module, *, first: bool) -> None:
         super().__init__()
         self.chunk = chunk
         self._first = first
-        # Use a bound method, because with the module as an attribute, its parameters would be
-        # listed twice.
+        # Store a bound method. If the module were an attribute, its parameters would be listed
+        # twice.
         self._set_input: Callable[[list[torch.Tensor]], None] = unwrap_model(chunk).set_input_tensor
 
     def forward(
@@ -139,8 +139,8 @@ class StageModule(torch.nn.Module):
 
         Args:
             received: Tokens ``[b, s] int64`` on the first stage, else activations ``[s, b, h]``.
-            position_ids: Positions of the tokens, ``[b, s] int64``, on a rank that has data.
-            labels: Next tokens, ``[b, s] int64``, on a rank that has data.
+            position_ids: Positions of the tokens, ``[b, s] int64``, if this rank gets data.
+            labels: Next tokens, ``[b, s] int64``, if this rank gets data.
 
         Returns:
             Activations ``[s, b, h]``, or the losses ``[b, s]`` on the last stage.
@@ -153,10 +153,10 @@ class StageModule(torch.nn.Module):
 
 
 class StoreStage(PipelineStage):
-    """A stage whose layers leave weight gradients in a store.
+    """A stage whose layers put their weight gradients into a store.
 
     Args:
-        store: Store of the chunk, attached to its layers.
+        store: Store of the chunk, which is attached to the chunk's layers.
         arguments: Positional arguments of ``PipelineStage``.
         options: Keyword arguments of ``PipelineStage``.
     """
@@ -178,14 +178,14 @@ class StoreStage(PipelineStage):
 
 
 class GptTorchRunner:
-    """Runs a schedule of torch on a run's GPT chunks. All ranks must create their runners together.
+    """Runs a torch schedule on GPT chunks. All ranks must create their runners at the same time.
 
     Args:
-        run: Built model and its settings.
+        run: Run whose model is built, and its settings.
         schedule: Name of the schedule: ``1f1b``, ``interleaved`` or ``zb-v``.
         num_microbatches: Number of microbatches per step.
-        stores: Stores of deferred weight gradients, one per chunk and attached to its layers, or
-            empty if backward passes are not split.
+        stores: Stores of deferred weight gradients, one for each chunk, attached to its layers. The
+            list is empty if backward passes are not split.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class GptTorchRunner:
         self._schedule = make_schedule(schedule, stages, num_microbatches, self._loss)
 
     def __call__(self, microbatches: Sequence[Microbatch] | None) -> list[dict[str, torch.Tensor]]:
-        """Runs the forward and backward passes of a step until the gradients are complete.
+        """Runs the forward and backward passes of a step, until all gradients are complete.
 
         Args:
             microbatches: Microbatches of the step, or ``None`` on a rank that does not need data.

@@ -50,7 +50,7 @@ MOST_OVER_GLOO = 1.02
 MICROBATCHES = 32
 STREAMS = ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo")
 LIMIT_S = 900.0
-# Without `any`, Open MPI uses UCX only if there is an RDMA device.
+# Without the value `any`, Open MPI uses UCX only if there is an RDMA device.
 _UCX = "--mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
 LIBRARIES = {"mpi": "--mca pml ob1 --mca btl self,vader", "ucx": f"--mca pml ucx {_UCX}"}
 """Options that make Open MPI use its own shared memory transport, or that of UCX."""
@@ -59,7 +59,7 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
-    """Returns the samples of MPI and UCX, or the reason why these are missing."""
+    """Returns the samples of MPI and UCX, and the reason why samples are missing."""
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         return {}, "Open MPI with mpi4py is not installed; run bash prerequisite.sh --benchmarks"
@@ -87,7 +87,7 @@ def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
 
 
 def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
-    """Compares streams and round trips (part ``messages``).
+    """Compares streams and round trips. This is the part ``messages``.
 
     Args:
         options: Parsed command line.
@@ -118,7 +118,7 @@ def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) ->
 
 
 def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
-    """Returns the times of the faster method of copying ``nbytes`` bytes."""
+    """Returns the times of the fastest method to copy ``nbytes`` bytes."""
     kinds = [samples[f"memcpy {kind} {nbytes}"] for kind in ("plain", "streaming")]
     return min(kinds, key=statistics.median)
 
@@ -137,7 +137,7 @@ def _of_memcpy(samples: Samples) -> list[Row]:
 
 
 def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
-    """Returns rows that compare other libraries with this project's transports."""
+    """Returns rows that compare this project's transports with other libraries."""
     rows = []
     for nbytes in COMPARED:
         shm, size = own_samples[f"shm {nbytes}"], size_text(nbytes)
@@ -147,7 +147,7 @@ def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str)
         if not peers:
             rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # Each library ran in separate processes, so compare it with copies in these processes.
+        # Each library ran in other processes, so compare it with the copies in those processes.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))
@@ -170,7 +170,7 @@ def _pings(own_samples: Samples, peers: Mapping[str, Samples]) -> list[Row]:
 
 
 def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
-    """Measures the time that messages add to a microbatch (part ``1f1b``).
+    """Measures the time that messages add to a microbatch. This is the part ``1f1b``.
 
     Args:
         options: Parsed command line.
@@ -200,7 +200,7 @@ def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int])
 
 
 def more_ranks(options: argparse.Namespace) -> Result:
-    """Measures steps with more ranks than CPUs (part ``ranks``)."""
+    """Measures steps with more ranks than CPUs. This is the part ``ranks``."""
     job = gpt_steps.OVER_TRANSPORTS
     count, processors = gpt_steps.ALL_JOBS[job].ranks, len(os.sched_getaffinity(0))
     times = gpt_steps.measure(job, 10 if options.quick else 30, limit_s=600.0)["times"]
@@ -218,7 +218,7 @@ def size_text(nbytes: int) -> str:
 
 
 def bandwidths(series: Mapping[str, Samples]) -> str:
-    """Returns bandwidths in GB/s as a Markdown table, with a row per link and a column per size."""
+    """Returns bandwidths in GB/s as a Markdown table with a row per link and a column per size."""
     lines = [
         f"| stream, GB/s | {' | '.join(map(size_text, SIZES))} |",
         f"|---|{'---|' * len(SIZES)}",
@@ -231,7 +231,7 @@ def bandwidths(series: Mapping[str, Samples]) -> str:
 
 
 def draw(samples: Samples, path: Path) -> None:
-    """Plots bandwidth over message size, and saves the chart to ``path``."""
+    """Plots the bandwidth over the message size, and saves the chart to ``path``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -254,9 +254,9 @@ def draw(samples: Samples, path: Path) -> None:
 
 
 def main() -> int:
-    """Measures and prints the results.
+    """Measures the parts and prints the results.
 
-    Returns 1 if a goal is missed, or 2 if nothing can be measured.
+    Returns 1 if a goal is missed, 2 if nothing can be measured, and otherwise 0.
     """
     parser = parser_of(__doc__, ("messages", "1f1b", "ranks"), "fewer repetitions")
     parser.add_argument("--chart", type=Path, help="draw bandwidth over size as PNG")

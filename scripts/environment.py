@@ -30,7 +30,7 @@ try:
         import tomllib
     else:
         from pip._vendor import tomli as tomllib
-except ModuleNotFoundError:  # without pip nothing can be installed or compared
+except ModuleNotFoundError:  # Without pip, this script can neither install nor compare packages.
     HAS_PIP = False
 else:
     HAS_PIP = True
@@ -44,7 +44,7 @@ def name_of(requirement: Requirement) -> str:
 
 
 def pins(path: Path) -> Iterator[Requirement]:
-    """Yields the requirements of a file that apply to this Python."""
+    """Yields the requirements in the file ``path`` that apply to this Python."""
     for line in path.read_text(encoding="utf-8").splitlines():
         text = line.split("#")[0].strip()
         if text and ((marker := Requirement(text).marker) is None or marker.evaluate()):
@@ -52,7 +52,7 @@ def pins(path: Path) -> Iterator[Requirement]:
 
 
 def installed_version(name: str) -> str | None:
-    """Returns the version of an installed distribution, ``None`` if it is not installed."""
+    """Returns the installed version of the distribution ``name``, or ``None`` if it is missing."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -60,9 +60,9 @@ def installed_version(name: str) -> str | None:
 
 
 def environment() -> Iterator[tuple[str, str]]:
-    """Yields facts about this environment."""
+    """Yields keys and values that describe this Python environment."""
     site = sysconfig.get_path("purelib")
-    # This file marks a Python in which its distribution forbids pip (PEP 668).
+    # A distribution writes this file if pip must not change its Python (PEP 668).
     managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
     venv = sys.prefix != sys.base_prefix
     yield "executable", sys.executable
@@ -76,14 +76,14 @@ def environment() -> Iterator[tuple[str, str]]:
 def packages(
     *, exact: bool, test: bool, benchmarks: bool = False, examples: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yields which packages are missing, in conflict, and to be kept.
+    """Yields which packages are missing, in conflict, or must be kept.
 
     Args:
-        exact: Whether every package must have its pinned version, as in an environment created by
-            this project; otherwise any version that the project supports may stay.
+        exact: Whether every package must have its pinned version, as in an environment that this
+            project creates. Otherwise, any version that the project supports may stay.
         test: Whether to include the tools that run the tests and checks.
-        benchmarks: Whether to include the libraries that benchmarks compare with.
-        examples: Whether to include the libraries whose models the examples and tests train.
+        benchmarks: Whether to include the libraries that benchmarks compare this project with.
+        examples: Whether to include the libraries whose models the examples and the tests train.
     """
     with (ROOT / "pyproject.toml").open("rb") as file:
         project: dict[str, Any] = tomllib.load(file)
@@ -114,7 +114,7 @@ def packages(
 
 
 def main() -> None:
-    """Prints the answers for the environment of this Python."""
+    """Prints all keys and values for the environment of this Python."""
     parser = argparse.ArgumentParser(description="Print what this environment has and lacks.")
     parser.add_argument("--exact", action="store_true", help="accept pinned versions only")
     parser.add_argument("--test", action="store_true", help="include the tools for tests")

@@ -23,14 +23,14 @@ if str(Path(__file__).resolve().parent) not in sys.path:
 from environment import ROOT, name_of, pins
 
 ASSUMED_MISSING = ("megatron-core", "plotly", "openpyxl", "et-xmlfile")
-"""Packages that an image for machine learning usually lacks; others are assumed to be installed."""
+"""Packages that an image for machine learning usually lacks. It usually has all others."""
 
 
 def installed_names(path: Path) -> set[str]:
     """Returns the names of the packages in ``path``, a file with the output of ``pip freeze``.
 
     Raises:
-        SystemExit: A line does not name a package.
+        SystemExit: A line does not contain the name of a package.
     """
     names = set()
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -40,7 +40,7 @@ def installed_names(path: Path) -> set[str]:
         try:
             names.add(name_of(Requirement(text)))
         except InvalidRequirement as error:
-            # Newer releases of pip append a line that marks the position.
+            # Newer releases of pip append a line that marks the position of the error.
             reason = str(error).splitlines()[0]
             message = f"{path}: {text!r} is not a line of pip freeze: {reason}"
             raise SystemExit(f"error: {message}") from None
@@ -48,7 +48,7 @@ def installed_names(path: Path) -> set[str]:
 
 
 def needs(wheel: Path) -> list[Requirement]:
-    """Returns the requirements of ``wheel`` for this Python, without those of extras."""
+    """Returns the requirements of ``wheel`` for this Python, without those of its extras."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode("utf-8"))
@@ -57,10 +57,10 @@ def needs(wheel: Path) -> list[Requirement]:
 
 
 def download(requirement: str, folder: Path) -> Path:
-    """Downloads one wheel for ``requirement`` into ``folder``, and returns its path.
+    """Downloads a wheel for ``requirement`` to ``folder``, and returns its path.
 
     Raises:
-        SystemExit: pip failed and printed the reason.
+        SystemExit: pip has failed. It has printed the reason.
     """
     before = set(folder.iterdir())
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
@@ -71,17 +71,17 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> None:
-    """Downloads every missing requirement and its dependencies.
+    """Downloads all missing requirements and their dependencies to ``folder``.
 
     Args:
         folder: Folder for the wheels.
-        is_missing: Names of the missing packages; ``None`` for all packages that are not in
-            ``present``.
+        is_missing: Names of the missing packages. If it is ``None``, all packages that are not in
+            ``present`` are missing.
         present: Names of the packages that are installed on the machine.
     """
     names = None if is_missing is None else set(is_missing)
     waiting = list(pins(ROOT / "requirements.txt"))
-    # pytest is the only test tool that the check uses.
+    # The GPU check uses only pytest from these tools.
     waiting += [pin for pin in pins(ROOT / "requirements-test.txt") if pin.name == "pytest"]
     while waiting:
         requirement = waiting.pop()
@@ -93,7 +93,7 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
 
 
 def main() -> None:
-    """Downloads wheels to the folder, and prints their sizes."""
+    """Downloads wheels to the folder on the command line, and prints their sizes."""
     folder, *rest = map(Path, sys.argv[1:])
     if rest:
         present = installed_names(rest[0])

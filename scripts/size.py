@@ -36,7 +36,7 @@ MANY_IMPORTS = 25
 
 @dataclass
 class Module:
-    """Describes a Python file of the package: its name, lines, imports and public classes."""
+    """Python file of the package: its name, lines, imports and public classes."""
 
     name: str
     path: str
@@ -59,7 +59,7 @@ def tracked_files() -> list[str]:
 
 
 def count_lines(path: str) -> int:
-    """Returns the number of newlines in the file ``path``, like wc, or 0 for a binary file."""
+    """Returns the number of newlines in the file ``path``, as wc does, or 0 for a binary file."""
     content = (ROOT / path).read_bytes()
     return 0 if b"\0" in content else content.count(b"\n")
 
@@ -102,7 +102,7 @@ def _collect(node: ast.AST, module: Module, at_run_time: bool) -> None:
 
 
 def read_modules(paths: list[str]) -> dict[str, Module]:
-    """Parses those files in ``paths`` that are in the package, and collects their imports."""
+    """Parses those of the files ``paths`` that are in the package, and collects their imports."""
     modules: dict[str, Module] = {}
     for path in paths:
         if not (path.startswith(PACKAGE + "/") and path.endswith(".py")):
@@ -123,7 +123,8 @@ def read_modules(paths: list[str]) -> dict[str, Module]:
 
 
 def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
-    # `from a.b import c` names both a.b.c and a.b. If c is a module, its package is not imported.
+    # `from a.b import c` refers to a.b.c and a.b. If c is a module, its package does not count as
+    # imported.
     imported = {name for name in names if name in modules}
     return {
         name
@@ -170,7 +171,7 @@ def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
-    """Returns (function, lines) of long functions in ``paths``; docstrings are not counted."""
+    """Returns (function, lines) of long functions in ``paths``. Docstrings do not count."""
     long = []
     for path in paths:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
@@ -185,11 +186,11 @@ def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
 
 
 def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[str, int]]:
-    """Returns (path, count) of the files with too many import statements.
+    """Returns (path, count) of the files in ``paths`` that have too many import statements.
 
     Args:
         paths: Paths of Python files.
-        allowed: Paths of files in which the statements are not counted, with the reasons.
+        allowed: Paths of files that may have any number of import statements, with the reasons.
     """
     many = []
     for path in paths:
@@ -201,7 +202,7 @@ def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[s
 
 
 def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
-    """Counts lines, files, imports and classes of the checkout, and returns the results by name.
+    """Counts lines, files, imports and classes of the checkout. Returns the results by name.
 
     Args:
         many_imports_allowed: Paths of files that may have many imports, with the reasons.
@@ -258,7 +259,7 @@ def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
 
 
 def main() -> int:
-    """Prints the results, and returns 1 if a budget is exceeded, else 0."""
+    """Prints the results. Returns 1 if a budget is exceeded, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--all", action="store_true", help="also list the files behind each figure")

@@ -28,14 +28,14 @@ FILES = (
 
 
 def texts(node: ast.expr | None) -> list[str]:
-    """Returns the string constants in ``node`` if it is a list or tuple, else an empty list."""
+    """Returns the string constants in ``node`` if it is a list or a tuple, else an empty list."""
     if not isinstance(node, ast.List | ast.Tuple):
         return []
     return [str(item.value) for item in node.elts if isinstance(item, ast.Constant)]
 
 
 def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yields the name and help text of each flag that ``tree`` passes to ``add_argument``."""
+    """Yields the name and the help text of each flag that ``tree`` passes to ``add_argument``."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -53,7 +53,7 @@ def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
-    """Yields each dataclass from which ``tree`` creates flags, and its excluded fields."""
+    """Yields each dataclass that ``tree`` creates flags from, and its excluded fields."""
     lists: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -73,7 +73,7 @@ def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
 
 
 def flags_of_class(node: ast.ClassDef, excluded: set[str]) -> Iterator[tuple[str, str]]:
-    """Yields the names and help texts of the flags of a dataclass, except ``excluded`` fields."""
+    """Yields the name and help text of each flag of a dataclass, without ``excluded`` fields."""
     for item, after in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
@@ -99,7 +99,7 @@ def flags_of_class(node: ast.ClassDef, excluded: set[str]) -> Iterator[tuple[str
 
 
 def flags_of_tree(root: Path) -> dict[str, tuple[str, str]]:
-    """Returns the file and the help text of each flag of the Megatron-LM tree ``root``, by name."""
+    """Returns the file and the help text of each flag in the Megatron-LM tree ``root``, by name."""
     flags: dict[str, tuple[str, str]] = {}
     groups: dict[str, set[str]] = {}
     classes: dict[str, tuple[str, ast.ClassDef]] = {}
@@ -124,7 +124,7 @@ def flags_of_tree(root: Path) -> dict[str, tuple[str, str]]:
         )
     for group, excluded in groups.items():
         waiting = [group]
-        while waiting:  # A dataclass includes the fields of its base classes.
+        while waiting:  # A dataclass also has the fields of its base classes.
             file, node = classes.get(waiting.pop(), ("", None))
             if node is None:
                 continue
@@ -135,7 +135,7 @@ def flags_of_tree(root: Path) -> dict[str, tuple[str, str]]:
 
 
 def main() -> int:
-    """Prints the unlisted flags; returns 1 if there are any, else 0."""
+    """Prints the unlisted flags. Returns 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tree", type=Path, help="checkout of Megatron-LM")
     options = parser.parse_args()

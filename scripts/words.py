@@ -42,7 +42,7 @@ DIALECT = re.compile(
     r"|what it|what is there|goes on|who it is|and nothing else|it is that)\b",
     re.IGNORECASE,
 )
-"""Phrases that readers of this project had to read twice."""
+"""Phrases that readers of this project had to read a second time."""
 GLOSS = re.compile(
     r"^(?P<indent>\s+)(?P<name>\*{0,2}[\w\[\], *]+?)(?: \([^)]*\))?: (?P<text>\S.*)$"
 )
@@ -52,7 +52,7 @@ HEADING = re.compile(r"^\s*[A-Z]\w+:$")
 
 @dataclass(frozen=True)
 class Stumble:
-    """Describes a place in the text that breaks a rule.
+    """Place in a text that breaks a rule.
 
     Attributes:
         rule: Name of the rule, as in pyproject.toml.
@@ -138,7 +138,7 @@ def _name_stumbles(path: Path, tree: ast.Module) -> Iterator[Stumble]:
 
 
 def stumbles(path: Path) -> list[Stumble]:
-    """Returns the places in the Python file ``path`` that break a rule, by line number."""
+    """Returns the places in the Python file ``path`` that break a rule, sorted by line number."""
     text = path.read_text()
     tree = ast.parse(text)
     listed = list(_name_stumbles(path, tree))
@@ -149,7 +149,7 @@ def stumbles(path: Path) -> list[Stumble]:
 
 
 def main() -> int:
-    """Prints counts or places, and returns 1 if a count is above its limit."""
+    """Prints counts or places. Returns 1 if a count is above its limit, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="list the places in these paths")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ WORKER = Path(__file__).parents[1] / "tests" / "support" / "timed_layers.py"
 LIMIT_S = 600.0
 SEQ_LENGTH, SAMPLES, LAYER_MS = 128, 48, 16.0
 # This is the fraction of a layer's time that grows with the number of token pairs, for a document
-# of full length.
+# of maximum length.
 PAIRS = 0.5
 FACTOR, WARM_UP = 1.5, 6
 COMMON = (
@@ -37,14 +37,14 @@ OFF = ["--balance-replicas", "off"]
 
 
 def dealing(*, quick: bool) -> Result:
-    """Measures training with documents of different lengths and with a slow replica."""
+    """Measures training on documents of different lengths, and training with a slow replica."""
     with tempfile.TemporaryDirectory() as name:
         folder, steps = Path(name), WARM_UP + (8 if quick else 30)
         fixed = _steps_ms([*GRID, "--pipeline-schedule", "1f1b"], folder / "fixed", 4, steps)
         turns = _steps_ms([*GRID, *PACKED, *OFF], folder / "turns", 4, steps)
         dealt = _steps_ms([*GRID, *PACKED], folder / "dealt", 4, steps)
-        # All jobs train on the same documents. So the ratio of step times is also the ratio of
-        # tokens per second.
+        # All jobs train on the same documents. So the ratio of their step times is also the ratio
+        # of tokens per second.
         lengths = [
             measured(
                 f"PP 2 x DP 2, packed documents: tokens/s over {over}",
@@ -86,7 +86,7 @@ def dealing(*, quick: bool) -> Result:
 def _steps_ms(
     words: Sequence[str], folder: Path, ranks: int, steps: int, **settings: str
 ) -> list[float]:
-    """Returns the step times of a job in milliseconds, without the warm-up steps."""
+    """Returns the step times of a job in milliseconds, without those of the warm-up steps."""
     words = [str(WORKER), *COMMON, *words, "--train-iters", str(steps)]
     variables = {"LAYER_MS": str(LAYER_MS), "LAYER_PAIRS": f"{PAIRS}/{SEQ_LENGTH}", **settings}
     lines = train(words, folder, ranks, LIMIT_S, variables)

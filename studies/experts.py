@@ -38,7 +38,7 @@ REPLICAS, STAGES, MICROBATCHES, CUTS = 4, 2, 32, 4
 SCHEDULES = ("interleaved", "combined-1f1b", "adaptive")
 SHARE, WEIGHTS, SLOW, SIGMA = 0.4, 0.6, 1.3, 0.3
 GOALS = {"quiet": 0.99, f"jitter {SIGMA}": 1.08, f"an expert rank {SLOW} times slower": 1.05}
-"""Minimum gain of the ``adaptive`` rule over the combined order in each scenario."""
+"""Minimum gain of the rule ``adaptive`` over the combined order, by scenario."""
 LEAST_HIDDEN, LEAST_GAIN, MOST_AGREEMENT_US = 0.9, 1.24, 20.0
 _LIMIT_S = 900.0
 _LEAD_S = 0.01
@@ -119,17 +119,17 @@ def _simulated(
 
 
 def sleep_until(moment_s: float) -> None:
-    """Sleeps until ``moment_s`` without spinning, because processes outnumber processors."""
+    """Sleeps until ``moment_s`` without spinning, because there are more processes than CPUs."""
     time.sleep(max(0.0, moment_s - time.monotonic()))
 
 
 class SlowExchange:
-    """All-to-all that takes ``takes_s`` after all ranks have begun it. Exchanges run in order.
+    """All-to-all that takes ``takes_s`` seconds after all ranks have begun. Exchanges run in order.
 
     Attributes:
-        takes_s: Duration of the next exchange in seconds.
-        waited_s: Seconds that this rank has waited for exchanges.
-        whole_s: Total duration of the exchanges in seconds.
+        takes_s: Duration of the next exchange, in seconds.
+        waited_s: Total time that this rank has waited for exchanges, in seconds.
+        whole_s: Total duration of all exchanges, in seconds.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class SlowExchange:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        # All ranks run on one machine and share its clock, so send the time at which this rank
+        # All ranks run on one machine and share its clock. So each rank sends the time at which it
         # begins.
         given.fill_(time.monotonic())
         work = self._plain(output, given, out, parts, group, True)
@@ -157,7 +157,7 @@ class SlowExchange:
         return None
 
     def end(self, begun_s: float, all_began_s: float, takes_s: float) -> None:
-        """Waits until an exchange ends. This rank has been waiting since ``begun_s``."""
+        """Waits until an exchange ends. This rank has waited since the time ``begun_s``."""
         self._free_s = max(self._free_s, all_began_s) + takes_s
         sleep_until(self._free_s)
         self.waited_s += time.monotonic() - begun_s
@@ -165,7 +165,7 @@ class SlowExchange:
 
 
 class _Pending(NamedTuple):
-    """Exchange that is in progress."""
+    """Exchange that has begun but not ended."""
 
     of: SlowExchange
     work: Any
@@ -173,14 +173,14 @@ class _Pending(NamedTuple):
     takes_s: float
 
     def wait(self) -> None:
-        """Blocks until the delayed exchange is complete."""
+        """Waits until the delayed exchange has ended."""
         begun_s = time.monotonic()
         self.work.wait()
         self.of.end(begun_s, float(self.output.max()), self.takes_s)
 
 
 class ExpertStages(IdleStages):
-    """Chunks that sleep instead of computing, and exchange tokens with the remaining replicas."""
+    """Chunks that sleep instead of computing, and exchange tokens with the other replicas."""
 
     def __init__(self, rank: Rank, candidate: Candidate, seed: int, scenario: str) -> None:
         self._rank = rank
@@ -197,15 +197,15 @@ class ExpertStages(IdleStages):
         self._pace = SLOW if is_slow else 1.0
 
     def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        """Sleeps for the duration of a forward pass (F)."""
+        """Sleeps for the duration of the forward pass (F) of ``microbatch``."""
         return self._run(0, chunk, microbatch)
 
     def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor | None:
-        """Sleeps for the duration of B, and also of W if W is not a separate action."""
+        """Sleeps for the duration of B, and of W if W is not a separate action."""
         return self._run(1, chunk, microbatch)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps for the duration of one piece of W."""
+        """Sleeps for the duration of one of the ``pieces`` pieces of W."""
         self._sleep(self._seconds[2, self._stages[chunk], microbatch] / pieces)
 
     def _run(self, kind: int, chunk: int, microbatch: int) -> torch.Tensor:
@@ -225,7 +225,7 @@ class ExpertStages(IdleStages):
 
 
 class Rank:
-    """One rank of the emulated pipeline."""
+    """A rank of the emulated pipeline."""
 
     def __init__(self, rank: int, chunk_s: float) -> None:
         self.rank, self.chunk_s = rank, chunk_s
@@ -248,7 +248,7 @@ class Rank:
                 )
 
     def step(self, name: str, scenario: str, seed: int) -> tuple[float, float]:
-        """Runs a step. Returns its seconds and the fraction of exchange time that is hidden."""
+        """Runs a step. Returns its seconds, and the fraction of hidden exchange time."""
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
         policy = candidate.policies(MICROBATCHES)[self.position]
@@ -274,7 +274,7 @@ class Rank:
         return float(end - start), hidden
 
     def close(self) -> None:
-        """Closes the channels. All ranks must call this method together."""
+        """Closes the channels. All ranks must make this call."""
         for channels in self._channels.values():
             channels.close()
 
@@ -292,7 +292,7 @@ def _agreement(rank: int, size: int, completions: Completions) -> Agreement:
 
 
 def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
-    """Runs a rank of the emulation, or measures agreement on empty actions if ``plan`` is None."""
+    """Runs a rank of the emulation. If ``plan`` is None, measures agreement on empty actions."""
     sharpen_timers()
     if plan is None:
         return _agreement_us(rank)
@@ -304,7 +304,8 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
     for scenario in GOALS:
         seconds[scenario] = {name: [] for name in SCHEDULES}
         for seed in range(plan["repetitions"]):
-            # The interleaved schedule without overlap is compared only in the quiet scenario.
+            # The interleaved schedule without overlap is compared only in the scenario without slow
+            # ranks.
             for name in SCHEDULES if scenario == "quiet" else SCHEDULES[1:]:
                 taken, share = own.step(name, scenario, seed)
                 seconds[scenario][name].append(taken)
@@ -315,7 +316,7 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
 
 
 def _agreement_us(rank: int) -> list[float]:
-    """Returns processor time per action for a group member, minus that of a single rank, in us."""
+    """Returns the CPU time per action that agreeing adds to that of a single rank, in us."""
     placement = Placement(num_ranks=2, num_chunks=2)
     policy = make_policies("adaptive", placement, MICROBATCHES, cap=8.0, weight_pieces=4)[1]
 

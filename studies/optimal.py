@@ -70,11 +70,11 @@ UNIFORM = {
     "less-forward": (8, 12, 12),
     "recompute": (12, 24, 12),
 }
-"""Durations of F, B and W that are the same on all stages. In ``recompute``, B repeats F."""
+"""Durations of F, B and W that are equal on all stages. In ``recompute``, B repeats F."""
 _ALL = "even less-weight less-forward recompute ends fast random"
 GRID = (
-    # The columns are ranks, microbatches, profiles, whether messages have latency, and cap in units
-    # per rank.
+    # The columns are the number of ranks, numbers of microbatches, profiles, whether messages have
+    # latency, and the cap in units per rank.
     (2, (4, 8), "less-weight fast random", True, 2),
     (3, (4, 5, 7), _ALL, True, 2),
     (4, (4, 5, 6, 8), _ALL, True, 2),
@@ -84,7 +84,7 @@ GRID = (
     (4, (5, 6, 7), "less-weight", False, 2),
     (4, (4, 5, 6), "random", False, 2),
     (4, (8,), "even", False, 2),
-    # These cases have the memory limit of 1F1B.
+    # The cap of these cases is the memory that 1F1B needs.
     (2, (4, 8), "even less-weight recompute random", True, 1),
     (3, (4,), "even less-weight recompute random", True, 1),
     (3, (5,), "less-weight less-forward", True, 1),
@@ -102,14 +102,14 @@ class Case:
 
     Attributes:
         id: Unique name of the case in the file.
-        ranks: Number of pipeline ranks. The pipeline has twice as many stages.
-        microbatches: Number of microbatches of the step.
-        forward: Duration of F per stage.
-        backward: Duration per stage of B, the backward pass for input gradients.
-        weight: Duration per stage of W, the backward pass for weight gradients. It must be a
-            multiple of the number of pieces.
+        ranks: Number of pipeline ranks. The pipeline has two stages per rank.
+        microbatches: Number of microbatches in the step.
+        forward: Duration of F for each stage.
+        backward: Duration for each stage of B, the backward pass for input gradients.
+        weight: Duration for each stage of W, the backward pass for weight gradients. It must be
+            divisible by ``weight_pieces``.
         latency: Time from the end of an action to the arrival of its result on another rank.
-        cap: Maximum number of units that a rank may hold, or ``None`` if memory is unlimited.
+        cap: Maximum number of units that a rank may store, or ``None`` if memory is unlimited.
         weight_pieces: Number of equal pieces into which W is divided.
     """
 
@@ -138,11 +138,11 @@ class Case:
         return self.ranks * CHUNKS
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank of ``stage``. Stages pass over all ranks, then return in reverse."""
+        """Returns the rank of ``stage``. The stages pass over all ranks, and return in reverse."""
         return min(stage, self.stages - 1 - stage)
 
     def hop(self, stage: int) -> int:
-        """Returns the latency of a message between ``stage`` and the next stage, either way."""
+        """Returns the latency of a message from ``stage`` to the next stage, or back."""
         return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
 
     def duration(self, cell: Cell) -> int:
@@ -153,7 +153,10 @@ class Case:
         return (self.forward if kind == "F" else self.backward)[stage]
 
     def held_change(self, cell: Cell) -> int:
-        """Returns the change in held chunks. F adds a chunk, and the last piece of W removes it."""
+        """Returns by how much ``cell`` changes the number of stored chunks.
+
+        F adds a chunk, and the last piece of W removes it.
+        """
         if cell[0] == "W":
             return -1 if cell[3] == self.weight_pieces - 1 else 0
         return 1 if cell[0] == "F" else 0
@@ -169,7 +172,7 @@ class Case:
                     yield ("W", s, j, k)
 
     def before(self, cell: Cell) -> list[tuple[Cell, int]]:
-        """Returns the cells that must end before ``cell``, each with its message latency."""
+        """Returns the cells that must end before ``cell``, each with the latency of its message."""
         kind, s, j, k = cell
         last = self.weight_pieces - 1
         earlier: list[tuple[Cell, int]] = []
@@ -189,7 +192,7 @@ class Case:
 
 
 def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
-    """Returns the longest chains before the start and after the end of every cell."""
+    """Returns the longest chain before the start, and after the end, of each cell."""
     heads: Starts = {}
     cells = list(case.cells())
     tails = dict.fromkeys(cells, 0)
@@ -205,13 +208,13 @@ def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
 
 
 def lower_bound(case: Case) -> int:
-    """Returns the lower bound of the makespan that the module's docstring defines."""
+    """Returns the lower bound on the makespan, which the module's docstring defines."""
     heads, tails = heads_and_tails(case)
     best = 0
     for rank in range(case.ranks):
         own = [cell for cell in case.cells() if case.rank_of(cell[1]) == rank]
-        # Cells are sorted by descending tail, so the sum covers all cells whose tail is at least as
-        # long as the current tail.
+        # The cells are sorted by descending tail. So the sum covers all cells whose tail is at
+        # least as long as the current tail.
         own.sort(key=lambda cell: -tails[cell])
         for head in {heads[cell] for cell in own}:
             work = 0
@@ -223,16 +226,16 @@ def lower_bound(case: Case) -> int:
 
 
 def makespan(case: Case, starts: Starts) -> int:
-    """Returns the time at which the last cell ends."""
+    """Returns the time at which the last cell of the schedule ``starts`` ends."""
     return max(start + case.duration(cell) for cell, start in starts.items())
 
 
 def check(case: Case, starts: Starts) -> None:
-    """Checks a schedule against the rules, sharing only ``before`` with the solver.
+    """Checks the schedule ``starts`` against the rules. Shares only ``before`` with the solver.
 
     Raises:
-        ValueError: A cell is missing, starts too early or overlaps with a different cell, or the
-            cap is exceeded.
+        ValueError: A cell is missing, starts too early or overlaps with another cell, or a rank
+            exceeds the cap.
     """
     if set(starts) != set(case.cells()) or min(starts.values()) < 0:
         raise ValueError(f"{case.id}: cells are missing or start before 0")
@@ -246,7 +249,7 @@ def check(case: Case, starts: Starts) -> None:
             if start + case.duration(cell) > following:
                 raise ValueError(f"{case.id}: {cell} and {other} overlap on rank {rank}")
         held = 0
-        # If memory is released and acquired at the same time, the release comes first.
+        # If memory is freed and allocated at the same time, count the freed memory first.
         for _, change in sorted(
             (start + (case.duration(cell) if cell[0] == "W" else 0), case.held_change(cell))
             for start, cell in own
@@ -257,12 +260,12 @@ def check(case: Case, starts: Starts) -> None:
 
 
 def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
-    """Returns the simulated schedule of the run-time rule ``rule``.
+    """Returns the schedule that the run-time rule ``rule`` produces in a simulation.
 
     Args:
         case: Case to simulate.
         rule: Name of the rule.
-        cap: Maximum number of units that a rank may hold. Defaults to the case's cap.
+        cap: Maximum number of units that a rank may store. The default is the cap of the case.
     """
     placement = Placement(num_ranks=case.ranks, num_chunks=CHUNKS, kind="v")
     options = {
@@ -294,14 +297,14 @@ def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
 
 
 def best_known(case: Case) -> Starts:
-    """Returns the best schedule that any of the rules in ``RULES`` produces."""
+    """Returns the shortest schedule that any of the rules in ``RULES`` produces."""
     return min((by_rule(case, rule) for rule in RULES), key=lambda one: makespan(case, one))
 
 
 def _model(
     case: Case, bound: int, known: Starts, unit: int
 ) -> tuple[cp_model.CpModel, dict[Cell, cp_model.IntVar]]:
-    """Returns a constraint model with time in multiples of ``unit``, and ``known`` as a hint."""
+    """Returns a model for the solver. Times are multiples of ``unit``, and ``known`` is a hint."""
     model = cp_model.CpModel()
     best = makespan(case, known)
     heads, tails = heads_and_tails(case)
@@ -333,7 +336,7 @@ def _model(
 
 
 def _search(case: Case, bound: int, known: Starts, limit_s: float, workers: int) -> Starts | None:
-    """Returns an optimal schedule, or ``None`` if the search exceeds the time limit."""
+    """Returns an optimal schedule, or ``None`` if the search takes longer than ``limit_s``."""
     unit = math.gcd(case.latency, *(case.duration(cell) for cell in case.cells()))
     model, variables = _model(case, bound, known, unit)
     solver = cp_model.CpSolver()
@@ -351,7 +354,7 @@ def _search(case: Case, bound: int, known: Starts, limit_s: float, workers: int)
 
 
 def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, Any] | None:
-    """Returns the record of a case, or ``None`` if no optimum is proven within the time limit."""
+    """Returns the record of a case, or ``None`` if no optimum is proven within ``limit_s``."""
     began = time.monotonic()
     bound = lower_bound(case)
     best: Starts | None = best_known(case)
@@ -375,11 +378,12 @@ def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, A
 
 
 def make_case(profile: str, ranks: int, microbatches: int, *, latency: bool, cap: int) -> Case:
-    """Returns a case for a profile. Its latency is a quarter of a typical forward pass, or 0.
+    """Returns a case with the profile ``profile``. Its latency is a quarter of a usual F, or 0.
 
-    Profiles are the keys of ``UNIFORM`` and ``ends``, ``fast`` and ``random``. The first stage of
-    ``ends`` takes 3/4 and the last stage 5/4 of the time of all remaining stages. ``fast`` has a
-    middle rank that is 1.43 times as fast. The durations of ``random`` differ by up to a quarter.
+    Profiles are the keys of ``UNIFORM``, and ``ends``, ``fast`` and ``random``. With ``ends``, the
+    first stage takes 3/4 and the last stage 5/4 of the time of any other stage. With ``fast``, the
+    middle rank is 1.43 times as fast as the others. With ``random``, durations differ by at most a
+    quarter.
     """
     stages = range(CHUNKS * ranks)
     if profile in UNIFORM:
@@ -410,7 +414,7 @@ def make_case(profile: str, ranks: int, microbatches: int, *, latency: bool, cap
 
 
 def candidates() -> list[Case]:
-    """Returns every case that the file may contain, sorted by ranks and microbatches."""
+    """Returns all cases that the file may contain, sorted by ranks and microbatches."""
     cases = []
     for ranks, counts, profiles, latency, cap_per_rank in GRID:
         for profile in profiles.split():
@@ -421,7 +425,7 @@ def candidates() -> list[Case]:
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the records of an earlier run by case ID, or ``{}`` if the file does not exist."""
+    """Returns the records of an earlier run by case ID, or ``{}`` if there is no file."""
     if not path.exists():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -431,7 +435,7 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None:
-    """Writes the cases with the IDs in ``ids``, and lists the IDs that have no record."""
+    """Writes the records of the cases with the IDs ``ids``, and lists the IDs without a record."""
     head = {
         "version": VERSION,
         "made_by": "python -m studies.optimal; its docstring states the model and the bound",
@@ -446,7 +450,7 @@ def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None
 
 
 def main() -> int:
-    """Solves the cases that are missing in the file, and saves the file after every case."""
+    """Solves the cases that the file does not contain, and saves the file after each case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="file to create or to extend")
     parser.add_argument("--only", default="*", help="shell pattern for the IDs of cases to solve")

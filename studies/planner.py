@@ -41,7 +41,7 @@ PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own", "
 
 
 def small_rows(quick: bool) -> list[Row]:
-    """Compares plans for small random problems with brute force and with better clusters."""
+    """Compares plans for small random problems with brute force, and with better clusters."""
     number, pairs = (50, 100) if quick else (500, 1000)
     unlike = worse = 0
     for seed in range(pairs):
@@ -72,12 +72,12 @@ def own(options: argparse.Namespace, *, experts: bool) -> Result:
 
 
 def published(folder: Path | None, read: Callable[[Path], list[Row]]) -> Result:
-    """Returns the rows of the data sets in ``folder``, or no rows if it does not exist."""
+    """Returns the rows that ``read`` finds in ``folder``, or no rows if there is no such folder."""
     return Result(rows=read(folder) if folder is not None and folder.is_dir() else [])
 
 
 def main() -> int:
-    """Runs the parts and prints a table for each part."""
+    """Runs the selected parts, and prints a table for each part."""
     parser = parser_of(__doc__, PARTS, "smaller studies: fewer problems, nodes, and plans")
     parser.add_argument("--data", type=Path, help="folder with the published data sets")
     parser.add_argument(

@@ -59,7 +59,7 @@ WORK: dict[str, dict[str, float]] = {
     "long backwards": {"backward_s": 1.5},
 }
 LATENCIES = (0.0, 0.2, 0.5, 1.0)
-"""Message latencies, as multiples of a stage's forward time."""
+"""Latencies of a message, as multiples of the forward time of a stage."""
 SEEDS, FRESH = (0, 1), range(100, 104)
 _SETTINGS: tuple[tuple[PlacementKind, float], ...] = (
     ("v", 1),
@@ -71,7 +71,7 @@ _SETTINGS: tuple[tuple[PlacementKind, float], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One pipeline of the study."""
+    """Pipeline whose schedules are compared."""
 
     ranks: int
     microbatches: int
@@ -87,7 +87,7 @@ class Cell:
         return StageProfile(times=times, link=Link(latency_s=self.latency), **given)
 
     def bound_s(self, placement: Placement, seeds: Sequence[int]) -> float:
-        """Returns the mean of the lower bound in seconds over the random draws ``seeds``."""
+        """Returns the lower bound in seconds, as a mean over the random draws ``seeds``."""
         return statistics.fmean(
             lower_bound_s(placement, draw(placement, self.microbatches, self.profile, seed=seed))
             for seed in seeds
@@ -95,15 +95,15 @@ class Cell:
 
 
 def cells(latency: float) -> Iterator[Cell]:
-    """Yields all cells with the latency ``latency``."""
+    """Yields all cells whose latency is ``latency``."""
     for ranks, per_rank, work in product(RANKS, PER_RANK, WORK):
         yield Cell(ranks=ranks, microbatches=per_rank * ranks, work=work, latency=latency)
 
 
 def lower_bound_s(placement: Placement, work: Workload) -> float:
-    """Returns the lower bound in seconds that the module's docstring defines.
+    """Returns the lower bound on the step time in seconds, which the module's docstring defines.
 
-    Arrays of B and W are in execution order: the last slice of a microbatch runs first.
+    The arrays of B and W are in the order of execution: the last slice of a microbatch runs first.
     """
     times: Any = work.durations_ps.copy()
     stages, items = times.shape[1:]
@@ -111,11 +111,11 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
     turned = np.arange(items).reshape(-1, slices)[:, ::-1].ravel()
     times[B:] = times[B:, :, turned]
     ranks = np.array([placement.locate(stage)[0] for stage in range(stages)])
-    # These arrays contain delays of messages from each stage to the next stage, and back.
+    # These arrays contain the delays of messages from each stage to the next stage, and back.
     forth, back = work.delays_ps[0, :-1].copy(), work.delays_ps[1, 1:, turned].T.copy()
     forth[ranks[1:] == ranks[:-1]] = back[ranks[1:] == ranks[:-1]] = 0
     heads = _starts(times, forth, back, slices)
-    # Paths to the end are computed like paths from the start, with time and microbatches reversed.
+    # Paths to the end are computed like paths from the start, with reversed time and microbatches.
     reverse = times[:, :, ::-1]
     tails = np.zeros_like(times)
     none = np.zeros(items, dtype=np.int64)
@@ -142,12 +142,12 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
 
 
 def _latest(ends: Any, slices: int) -> Any:
-    """Returns for each slice the latest end in its microbatch."""
+    """Returns the latest end of any slice in the same microbatch, for each slice."""
     return np.repeat(ends.reshape(-1, slices).max(axis=1), slices)
 
 
 def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
-    """Returns the earliest starts, ``[kind, stage, item]``, if ranks ran actions in parallel."""
+    """Returns the earliest starts, ``[kind, stage, item]``, if ranks could run all in parallel."""
     stages = times.shape[1]
     found = np.zeros_like(times)
     ready = np.zeros(times.shape[2], dtype=np.int64)
@@ -167,13 +167,13 @@ def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
 
 
 def _in_turn(ready: Any, durations: Any) -> Any:
-    """Returns the starts of actions that run sequentially, each as soon as it is ready."""
+    """Returns the starts of actions that run one after another, as soon as each is ready."""
     before = durations.cumsum() - durations
     return before + np.maximum.accumulate(ready - before)
 
 
 def _one_machine(heads: Any, durations: Any, tails: Any) -> int:
-    """Returns the earliest end of all work with interruptions. The longest tail goes first."""
+    """Returns the earliest end of all actions of a rank if actions may be interrupted."""
     order = np.argsort(heads, kind="stable")
     coming = deque(zip(*(each[order].tolist() for each in (heads, durations, tails)), strict=True))
     waiting: list[tuple[int, int]] = []
@@ -210,7 +210,7 @@ def _step_s(candidate: Candidate, cell: Cell, seeds: Sequence[int]) -> float:
 
 
 def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
-    """Returns the step time of the fastest fixed order of all placements within the memory cap."""
+    """Returns the step time of the fastest fixed order within ``cap``, over all placements."""
     found = []
     for name in STATIC:
         candidate = make_candidate(name, cell.ranks, 2, cell.microbatches)
@@ -224,7 +224,7 @@ def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
 
 
 def shares() -> list[Row]:
-    """Compares mean steps of ``adaptive``, with and without shares, and ``hinted`` to the bound."""
+    """Compares mean steps of ``adaptive`` (with and without shares) and ``hinted`` to the bound."""
     rows = []
     for (kind, per_rank), latency in product(_SETTINGS, LATENCIES):
         ratios: dict[str, list[float]] = {"no shares": [], "shares": [], "hinted": []}
@@ -241,7 +241,7 @@ def shares() -> list[Row]:
 
 
 def worst_cells() -> list[Row]:
-    """Compares ``auto`` and ``hinted`` with the best fixed order, and reports the worst cell."""
+    """Compares ``auto`` and ``hinted`` with the best fixed order, and returns the worst cell."""
     rows = []
     for latency, goal in ((0.0, 1.01), (0.2, 1.01), (1.0, 1.05)):
         chosen, hinted = [], []
@@ -272,14 +272,15 @@ def worst_cells() -> list[Row]:
 
 
 def worst_draws() -> list[Row]:
-    """Compares ``adaptive`` with a cap of 2p to the lower bound, and reports the worst draw."""
+    """Compares ``adaptive`` with a cap of 2p to the lower bound, and returns the worst draw."""
     found = []
     for latency, work in product((0.0, 0.2), ("jitter 0.1", "jitter 0.3")):
         for cell in cells(latency):
             if cell.work != work or cell.microbatches < 2 * cell.ranks:
                 continue
             rule = _rule("adaptive", "v", cell, 2, True)
-            # Small pipelines vary most between draws, so simulate more draws of these.
+            # Results of small pipelines vary most between draws, so simulate more draws of small
+            # pipelines.
             for seed in range(FRESH.start, FRESH.start + max(4, 800 // cell.ranks)):
                 bound_s = cell.bound_s(rule.placement, (seed,))
                 found.append((_step_s(rule, cell, (seed,)) / bound_s, seed, cell))
@@ -290,7 +291,7 @@ def worst_draws() -> list[Row]:
 
 
 def optimal_gaps() -> list[Row]:
-    """Compares the choice of ``auto`` with proven optima from ``studies/optimal.py``."""
+    """Compares the choice of ``auto`` with the proven optima of ``studies/optimal.py``."""
     gaps = []
     known = json.loads(Path(__file__).with_name("optimal.json").read_text(encoding="utf-8"))
     for case in known["cases"]:
@@ -326,7 +327,7 @@ LAYERS_PER_RANK, GAIN = 4, 0.03
 
 
 def joint_choice() -> list[Row]:
-    """Compares a joint choice of layers and schedule with layers chosen after the schedule."""
+    """Compares choosing layers and schedule together with choosing layers after the schedule."""
     rows, all_ratios = [], []
     for ranks, chunks, (name, of) in product((4, 8), (1, 2), UNEQUAL.items()):
         loads, profile = unequal_pipeline(ranks, chunks, *of)
@@ -359,12 +360,12 @@ def joint_choice() -> list[Row]:
 def unequal_pipeline(
     ranks: int, chunks: int, embedding: float, loss: float, slowness: float
 ) -> tuple[Loads, StageProfile]:
-    """Returns a pipeline whose layers take 1 ms, with an embedding, a loss and a slow rank 1."""
+    """Returns a pipeline with layers of 1 ms, an embedding, a loss, and a slow rank 1."""
     kind: PlacementKind = "v" if chunks == 2 else "loop"
     placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
     stages, layer_s = placement.num_stages, 1e-3
     each = [layer_s * (slowness if rank == 1 else 1.0) for rank in range(ranks)]
-    # The embedding look-up takes little time and has no input gradient.
+    # The embedding look-up takes little time, and has no input gradient.
     first = (0.1 * embedding * layer_s, 0.0, embedding * layer_s)
     loads = Loads(
         placement=placement,

@@ -36,26 +36,26 @@ from studies.dealing import dealing
 
 
 def study(_: argparse.Namespace) -> Result:
-    """Runs the ``study`` part, which simulates schedules on many pipelines."""
+    """Simulates schedules on many pipelines. This is the part ``study``."""
     return Result(rows=schedule_study.measure())
 
 
 def trading(options: argparse.Namespace) -> Result:
-    """Runs the ``experts`` part, which emulates a pipeline with token exchanges."""
-    # The work between exchanges is short. So chunks must be long enough to make delayed wake-ups
+    """Emulates a pipeline with token exchanges. This is the part ``experts``."""
+    # There is little work between exchanges. So chunks must be long enough to make delayed wake-ups
     # negligible.
     return Result(rows=experts.measure(quick=options.quick, chunk_ms=40.0))
 
 
 def content(options: argparse.Namespace) -> Result:
-    """Runs the ``content`` part, which trains on different numbers of images."""
+    """Trains on different numbers of images. This is the part ``content``."""
     from studies import unequal_content  # This import prepares torch for a machine without CUDA.
 
     return unequal_content.measure(quick=options.quick)
 
 
 def traces(options: argparse.Namespace) -> Result:
-    """Runs the ``traces`` part, which replays recorded jobs under other schedules."""
+    """Replays recorded jobs under other schedules. This is the part ``traces``."""
     if options.folder is None:
         return Result(rows=[missing("recorded jobs", "no folder given")])
     return Result(rows=[row for path in jobs_in(options.folder) for row in replayed(path)])
@@ -69,7 +69,7 @@ def jobs_in(folder: Path) -> list[Path]:
 
 
 def replayed(path: Path) -> list[Row]:
-    """Returns speed-ups over 1F1B, based on the recorded times of each step's microbatches."""
+    """Returns rows with speed-ups over 1F1B, from the recorded times of microbatches."""
     run_read = load_run(path)
     where = pipelines_of(run_read)
     times = recorded_times([read_operations(run_read, where, run_read.iterations)])
@@ -109,7 +109,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Runs the parts that the command line selects. Returns 1 if a limit is missed."""
+    """Runs the selected parts. Returns 1 if a limit is missed, else 0."""
     parser = parser_of(__doc__, tuple(PARTS))
     parser.add_argument("--folder", type=Path, help="folder of recorded jobs, for part traces")
     options = parser.parse_args()

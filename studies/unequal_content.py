@@ -51,7 +51,7 @@ MEDIAN_IMAGES = 2.0
 SIGMA = 1.0
 ENCODER_LAYERS = 24
 DECODER_LAYERS = 32
-"""Number of layer pairs in the language model. Partitions count these pairs."""
+"""Number of layer pairs in the language model. Partitions count pairs instead of layers."""
 ENCODER_WORK = 5.0 * IMAGE_PATCHES / ENCODER_LAYERS
 """Billions of multiplications in the forward pass of one image through one layer."""
 DECODER_WORK = 32.0 / DECODER_LAYERS
@@ -65,12 +65,12 @@ SEED = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One configuration to measure.
+    """Configuration to measure.
 
     Attributes:
         schedule: Name of the schedule.
-        chunks: Number of stages per rank.
-        replicas: Number of pipelines.
+        chunks: Number of stages on each rank.
+        replicas: Number of data-parallel pipelines.
         rule: Values of the arguments ``order`` and ``dealing`` of ``Pipeline``.
         frozen: Whether the encoder is frozen, so that it has no backward passes.
     """
@@ -126,14 +126,14 @@ GOALS = {
 
 
 def images_of(seed: int, count: int) -> list[int]:
-    """Returns the number of images of each microbatch of a step, drawn with ``seed``."""
+    """Returns the number of images in each microbatch of a step, drawn with ``seed``."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN_IMAGES), SIGMA, count)
     return [int(number) for number in np.clip(np.rint(drawn), 0, 8)]
 
 
 @functools.cache
 def _second() -> float:
-    """Returns the time in seconds for a billion multiplications."""
+    """Returns the time of a billion multiplications in seconds."""
     images = np.mean(images_of(SEED, 4096))
     tokens = TEXT_TOKENS + IMAGE_TOKENS * images
     work = ENCODER_WORK * ENCODER_LAYERS * images + DECODER_WORK * DECODER_LAYERS * tokens
@@ -151,7 +151,7 @@ def layer_seconds(images: list[int]) -> Any:
 def stage_seconds(partition: tuple[int, ...], images: list[int], *, frozen: bool = False) -> Any:
     """Returns the forward time of each stage in seconds, ``[stages, microbatches]``.
 
-    If ``frozen`` is true, only layers that have backward passes behind a frozen encoder count.
+    If ``frozen`` is true, counts only layers that have backward passes if the encoder is frozen.
     """
     layers = layer_seconds(images)
     if frozen:
@@ -161,7 +161,7 @@ def stage_seconds(partition: tuple[int, ...], images: list[int], *, frozen: bool
 
 
 def candidate_of(way: Way, partition: tuple[int, ...], sizes: list[float]) -> Candidate:
-    """Returns the schedule of a step whose microbatches have the relative sizes ``sizes``."""
+    """Returns the schedule for a step whose microbatches have the relative sizes ``sizes``."""
     placement = way.placement
     cap = max(default_cap(placement, len(sizes)), *sizes) if way.is_rule else None
     pieces = 4 if way.is_rule else 0
@@ -175,13 +175,13 @@ def candidate_of(way: Way, partition: tuple[int, ...], sizes: list[float]) -> Ca
 
 
 def relative_sizes(images: list[int]) -> list[float]:
-    """Returns the activation size of each microbatch, relative to the mean."""
+    """Returns the size of each microbatch's activations, relative to the mean."""
     sizes = layer_seconds(images).sum(axis=0)
     return [float(size) for size in sizes / sizes.mean()]
 
 
 def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
-    """Returns the simulated step time in seconds, excluding messages."""
+    """Returns the simulated step time in seconds, without messages."""
     placement = way.placement
     count = len(images)
     forward = stage_seconds(partition, images)
@@ -210,11 +210,10 @@ def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
 
 
 def partition_of(way: Way) -> tuple[int, ...]:
-    """Returns the number of layers of each stage.
+    """Returns the number of layers of each stage for the configuration ``way``.
 
-    The largest stage is as small as possible for the average microbatch. For a schedule with a
-    fixed order or a frozen encoder, a search then moves one layer at a time until simulated steps
-    stop getting shorter.
+    The largest stage is as small as possible for the mean microbatch. For a fixed order or a frozen
+    encoder, a search then moves one layer at a time until simulated steps do not get shorter.
     """
     steps = [images_of(SEED + number, MICROBATCHES) for number in range(6)]
 
@@ -251,12 +250,12 @@ def microbatch(images: int) -> dict[str, Any]:
 
 
 class Job:
-    """Runs one configuration in this process, with the decisions of ``Pipeline``.
+    """Runs one configuration in this process, with the decisions that ``Pipeline`` makes.
 
     Args:
         way: Configuration to run.
         partition: Number of layers of each stage.
-        rank: Rank of this process. The replicas of one pipeline position have consecutive ranks.
+        rank: Rank of this process. Replicas of the same pipeline position have consecutive ranks.
     """
 
     def __init__(self, way: Way, partition: tuple[int, ...], rank: int) -> None:
@@ -275,7 +274,7 @@ class Job:
             gather=gather,
         )
         order, dealing = way.rule
-        # The costs are unknown at first, so all microbatches have the same cost.
+        # The costs are unknown at first, so all microbatches start with the same cost.
         kinds = [Signature.of(microbatch(images)) for images in (0, 2)]
         self._balance = ContentBalance(
             order=order,
@@ -288,7 +287,7 @@ class Job:
         self._partition = partition
 
     def step(self, number: int) -> tuple[float, float]:
-        """Runs a step. Returns its duration in seconds and the maximum of held activations."""
+        """Runs a step. Returns its duration in seconds, and the maximum of stored activations."""
         way = self._way
         whole = [microbatch(count) for count in images_of(number, MICROBATCHES * way.replicas)]
         passed = self._balance.share(whole)
@@ -320,7 +319,7 @@ class Job:
         return step.seconds, step.peak
 
     def close(self) -> None:
-        """Closes the channels. All ranks must call this method together."""
+        """Closes the channels. All ranks must make this call."""
         self._member.close()
 
 
@@ -343,7 +342,7 @@ def run_rank(
 def rows_of(
     results: dict[str, list[tuple[float, float]]], partitions: dict[str, tuple[int, ...]]
 ) -> list[Row]:
-    """Returns the table rows for configurations with the partitions ``partitions``."""
+    """Returns the table rows for ``results`` of configurations with the given ``partitions``."""
     subject = next(name for name in (FILLED, DEALT, OURS) if name in results)
     seconds = {name: [second for second, _ in steps] for name, steps in results.items()}
     rows = [

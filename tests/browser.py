@@ -19,7 +19,7 @@ FLAGS = (
 
 @contextmanager
 def opened_browser(profile: Path) -> Iterator[Any]:
-    """Yields the driver of a browser, or skips the test if no browser is installed.
+    """Yields the driver of a headless browser, or skips the test if no browser is installed.
 
     Args:
         profile: Folder for the browser's profile.
@@ -41,5 +41,5 @@ def opened_browser(profile: Path) -> Iterator[Any]:
 
 
 def complaints(browser: Any) -> list[Any]:
-    """Returns the errors on the console of ``browser`` since the previous call."""
+    """Returns the errors in the console of ``browser`` since the previous call."""
     return [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

@@ -19,16 +19,17 @@ from pathlib import Path
 import pytest
 
 # A shell starts background jobs with SIGINT ignored. Programs that the tests start would inherit
-# this setting.
+# this setting, so restore the default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Tests in these files start processes, although their folders do not indicate it.
+# The tests in these files start processes, although the names of their folders do not indicate
+# this.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
-# If more tests than this are rerun after a failure, the run of all tests fails.
+# The run of all tests fails if more tests than this number are rerun after a failure.
 MOST_RERUNS = 3
-# These suites need packages or privileges that a machine may lack.
+# These suites need packages or privileges that a machine may lack, so they may be skipped.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
 # Files that take minutes run first. If such a file started last, the other workers would wait for
 # it.
@@ -45,10 +46,10 @@ COMPILED = ("planner", "schedule")
 
 @pytest.fixture(scope="session", autouse=True)
 def _machine_code() -> Iterator[None]:
-    """Shares numba's compiled code between all checkouts with the same sources.
+    """Shares numba's compiled code between all checkouts whose sources are equal.
 
-    numba uses cached machine code only if the source has the same modification time. Therefore, the
-    fixture derives the modification times of sources from their content.
+    numba uses cached machine code only if the modification time of the source is the same.
+    Therefore, this fixture derives the modification times of the sources from their content.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-adaptive"
     kept = []
@@ -63,7 +64,7 @@ def _machine_code() -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.utime(path, (time_s, time_s))
         kept.append((folder / "__pycache__", cache / "numba" / digest.hexdigest()[:24]))
-        # If the folder is not writable, the code is compiled again.
+        # If the folder is not writable, numba compiles the code again.
         with contextlib.suppress(OSError):
             _copy_machine_code(*reversed(kept[-1]))
     yield
@@ -76,10 +77,11 @@ def _machine_code() -> Iterator[None]:
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Sets a temporary folder for programs that tests start, and removes it after the run.
 
-    Killed programs leave temporary files behind, which would add up to thousands of files.
+    Killed programs leave temporary files behind, which would otherwise add up to thousands of
+    files.
     """
-    # Call this first, so that pytest's folder is elsewhere: pytest keeps the folders of failed
-    # tests.
+    # pytest keeps the folders of failed tests. So create pytest's base folder first, outside of the
+    # folder that is removed.
     tmp_path_factory.getbasetemp()
     folder = tempfile.mkdtemp(prefix="tests-")
     # Remove the folder after multiprocessing has removed its own subfolder.
@@ -93,7 +95,7 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None:
-    """Recreates the folder of a test after pytest has removed it, so that its name stays in use.
+    """Recreates the folder of a test after pytest has removed it, so that its name is not reused.
 
     Otherwise, a process of the earlier test could write to the folder of a later test.
     """
@@ -104,8 +106,8 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None
 
 
 def _copy_machine_code(source: Path, target: Path) -> None:
-    """Copies files that are missing or smaller in ``target``; safe to run concurrently."""
-    # An index is copied after the files that it lists.
+    """Copies files that are missing or smaller in ``target``. Concurrent calls are safe."""
+    # Copy an index after the files that it lists, because another process may read it immediately.
     paths = sorted(source.glob("*.nbc")) + sorted(source.glob("*.nbi"))
     for path in paths:
         there = target / path.name
@@ -119,15 +121,15 @@ def _copy_machine_code(source: Path, target: Path) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts ``items`` so that long files run first, and marks tests that may be rerun.
 
-    A test that failed is run once more and listed as ``RERUN`` at the end. The reason is that
+    A test that failed is run a second time, and listed as ``RERUN`` at the end. The reason is that
     thousands of tests with real processes share a few processors, so a test may occasionally get no
-    processor time. A test that passes only on the second run is flaky and must be fixed, but the
-    run still succeeds. Tests of losses and gradients, and tests without processes, do not depend on
+    processor time. A test that passes only the second time is flaky and must be fixed, but the run
+    still succeeds. Tests of losses and gradients, and tests without processes, do not depend on
     load and are never rerun. With ``--reruns 0``, no test is rerun.
     """
     may_rerun = config.getoption("reruns", None) != 0
     rank = {folder: number for number, folder in enumerate(LONGEST_FIRST)}
-    # Tests that fork this process run first, because the process has many threads later, and a
+    # Run tests that fork this process first. Later, the process has many threads, and a forked
     # child could inherit a lock that a thread holds.
     rank["test_loader.py"] = -1
     items.sort(
@@ -143,14 +145,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the modules that all tests import from later garbage collections."""
+    """Excludes the modules that all tests import from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Makes a run fail if too many tests passed only when they were rerun."""
+    """Makes the run fail if more than ``MOST_RERUNS`` tests had to be rerun."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     reruns = [] if reporter is None else reporter.stats.get("rerun", [])
     if len(reruns) > MOST_RERUNS and session.exitstatus == pytest.ExitCode.OK:
@@ -158,7 +160,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the number of reruns, and one line with the reason for each skipped suite."""
+    """Prints the number of reruns, and a line with the reason for each skipped suite."""
     left_out: dict[str, list[str]] = {}
     for report in terminalreporter.getreports("skipped"):
         reason = report.longrepr[2].removeprefix("Skipped: ")

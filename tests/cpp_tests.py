@@ -1,6 +1,6 @@
 """Builds the C++ tests in ``csrc/tests``, by default with address and UB sanitizers.
 
-Objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/cpp-tests`` (below ``~/.cache`` if the
+Object files are cached in ``$XDG_CACHE_HOME/megatron-adaptive/cpp-tests`` (in ``~/.cache`` if the
 variable is not set). Their names contain a digest of their inputs. All checkouts of a user share
 the cache, so only changed sources are recompiled.
 """
@@ -20,13 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 BASICS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread")
 THREADS = ("-O1", "-fsanitize=thread")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# Real verbs need libibverbs and its headers. Only code that uses verbs is recompiled.
+# Real RDMA verbs need libibverbs and its headers. With this flag, only code that uses verbs is
+# recompiled.
 VERBS_DEFINED = "-DMEGATRON_ADAPTIVE_RDMA"
 VERBS = ("-O1", VERBS_DEFINED)
 # All test programs are linked with the C++ sources in these folders, which do not need Python.
 FOLDERS = ("common", "cuda", "shm", "tcp", "rdma")
 COMPILE_LIMIT_S = 280
-KEPT_S = 14 * 24 * 3600.0  # Objects that were not used for this long are removed.
+KEPT_S = 14 * 24 * 3600.0  # Objects that were not used for this number of seconds are removed.
 
 
 class CppTests:
@@ -35,7 +36,7 @@ class CppTests:
     Args:
         compiler: Path of the compiler.
         flags: Compiler flags in addition to ``BASICS``.
-        folder: Folder for the programs; each combination of flags needs a separate folder.
+        folder: Folder for the programs. Each combination of flags needs a separate folder.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class CppTests:
         self._headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers))
 
     def build(self, name: str, *more: str) -> Path:
-        """Builds the program ``name`` from ``csrc/tests/<name>.cc`` and ``more``; returns its path.
+        """Builds ``csrc/tests/<name>.cc`` with the files ``more``, and returns the program's path.
 
         A program without a ``main`` function is linked with ``test_main.cc``.
 
         Raises:
-            AssertionError: The program does not compile without warnings; the message is the
-                compiler's output.
+            AssertionError: The program cannot be compiled without warnings. The message contains
+                the compiler's output.
         """
         sources = [ROOT / "csrc" / "tests" / f"{part}.cc" for part in (name, *more)]
         if not any("\nint main(" in source.read_text() for source in sources):
@@ -115,7 +116,7 @@ class CppTests:
 
 
 def compiler_or_skip() -> str:
-    """Returns the C++ compiler, or skips the test if there is no compiler."""
+    """Returns the path of the C++ compiler, or skips the test if there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
     if compiler is None:
         import pytest  # Import pytest here, because benchmarks use this file without pytest.
@@ -125,7 +126,7 @@ def compiler_or_skip() -> str:
 
 
 def cache_folder() -> Path:
-    """Removes the objects that were not used for two weeks, and returns the cache's folder."""
+    """Removes objects that were not used for two weeks, and returns the folder of the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "megatron-adaptive" / "cpp-tests"
     folder.mkdir(parents=True, exist_ok=True)

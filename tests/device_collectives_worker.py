@@ -1,6 +1,7 @@
-"""Calls collectives of megatron-core and torch over gloo with GPU tensors, on one rank.
+"""Calls collectives of megatron-core and torch over gloo with GPU tensors, as one of the ranks.
 
-Runs all cases in sequence, with the environment variables that ``torchrun`` sets.
+The process runs all cases one after another. It needs the environment variables that ``torchrun``
+sets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ WORLD_SIZE = 2
 
 
 def _bucket_group(*, distributed: bool, overlaps: bool):  # type: ignore[no-untyped-def]
-    """Returns megatron-core's group of gradient buckets for two layers, moved to the device."""
+    """Returns megatron-core's gradient buckets of two layers, moved to the GPU.
+
+    ``distributed`` turns on the distributed optimizer, and ``overlaps`` overlaps the reduction with
+    computation.
+    """
     accelerator.install()
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -46,7 +51,7 @@ def _bucket_group(*, distributed: bool, overlaps: bool):  # type: ignore[no-unty
 
 
 def _gradients(*, distributed: bool, overlaps: bool) -> None:
-    """Checks that the replicas' gradients are averaged, even if optimizer states are sharded."""
+    """Checks that gradients are averaged over replicas, also if optimizer states are sharded."""
     group = _bucket_group(distributed=distributed, overlaps=overlaps)
     rank = dist.get_rank()
     for bucket in group.buckets:
@@ -74,7 +79,7 @@ def _parameters() -> None:
 
 
 def _pipeline(batched: bool) -> None:
-    """Checks that messages between stages arrive if megatron-core's own functions send them."""
+    """Checks that messages between stages arrive if megatron-core's functions send them."""
     accelerator.install()
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -110,7 +115,7 @@ def _unequal_parts() -> None:
 
 
 def _coalesced_lists() -> None:
-    """Checks that a single call gathers several tensors from several ranks."""
+    """Checks that a single call can gather several tensors from each of several ranks."""
     rank = dist.get_rank()
     sent = [on_device(torch.full((size,), rank + 1.0)) for size in (1, 2)]
     parts = [[on_device(torch.zeros(size)) for size in (1, 2)] for _ in range(WORLD_SIZE)]
@@ -122,7 +127,7 @@ def _coalesced_lists() -> None:
 
 
 def _from_anybody() -> None:
-    """Checks that a receive from any rank returns the sender's rank."""
+    """Checks that a receive from any source returns the rank of the sender."""
     tensor = on_device(torch.tensor([7.0]))
     if dist.get_rank() == 0:
         dist.send(tensor, 1)
@@ -132,7 +137,8 @@ def _from_anybody() -> None:
         assert values(tensor) == [7.0]
 
 
-# The first cases must run before accelerator.install(), which replaces functions that they call.
+# The first cases must run before accelerator.install(), because it replaces functions that they
+# call.
 CASES: tuple[Callable[[], None], ...] = (
     _unequal_parts,
     _coalesced_lists,
@@ -148,7 +154,7 @@ CASES: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    """Calls the function of each case, with a barrier after each call."""
+    """Runs all cases, with a barrier after each case."""
     device_collectives.install()
     device_collectives.install()  # The second call must have no effect.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))

@@ -1,9 +1,9 @@
-"""Defines a tensor that appears to be on a GPU, for tests of gloo without a GPU.
+"""Defines a tensor that appears to be on a GPU, so that gloo can be tested without a GPU.
 
-The tensor uses the host's memory, so all operators work, but gloo treats it like a real GPU tensor.
-The code of gloo itself runs, and rejects the tensor where it would reject a GPU tensor. Calls that
-would copy data through the host use the host's memory directly, because torch without CUDA has no
-code for them. Calls that would pass a device address to a socket are rejected here.
+The tensor uses host memory, so all operators work, but gloo treats it like a real GPU tensor. The
+real code of gloo runs, and rejects the tensor if it would reject a GPU tensor. If gloo would copy
+data through the host, this class uses the host memory directly, because torch without CUDA cannot
+copy. If gloo would pass a device address to a socket, this class raises an error.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 class DeviceTensor(torch.Tensor):
-    """Tensor on the host that claims to be on ``cuda:0``.
+    """Tensor in host memory that claims to be on ``cuda:0``.
 
     Args:
-        host: Tensor on the host, whose memory this tensor shares.
+        host: Tensor on the host. Both tensors share memory.
 
     Attributes:
         host: Tensor that owns the memory.
@@ -52,7 +52,7 @@ class DeviceTensor(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> DeviceTensor:
-        """Copies values, because torch would require CUDA before it dispatches this operator."""
+        """Copies the values of ``source``. For this operator, torch itself would require CUDA."""
         self.host.copy_(_host(source))
         return self
 
@@ -63,7 +63,7 @@ class DeviceTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs operators on the host's memory, and treats collectives as gloo does on a GPU."""
+        """Runs operators on host memory, and handles collectives as gloo does for GPU tensors."""
         kwargs = kwargs or {}
         name = func._overloadpacket.__name__
         if func.namespace == "c10d" and name not in _COPIED:
@@ -96,5 +96,5 @@ def on_device(host: torch.Tensor) -> torch.Tensor:
 
 
 def values(tensor: torch.Tensor) -> list[Any]:
-    """Returns the values of ``tensor``, which :func:`on_device` returned."""
+    """Returns the values of ``tensor``, which must be a result of :func:`on_device`."""
     return tensor.to("cpu").tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Provides fixtures for tests that build a trainer: a small corpus, token files and a trainer."""
+"""Provides fixtures for tests that build a trainer: a small corpus, token files, and trainers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from megatron.core.datasets import gpt_dataset  # noqa: E402, F401
 
 from .multiprocess.forked_rank import shorten_mock_data  # noqa: E402
 
-shorten_mock_data()  # The ranks that these tests start call this function too.
+# The ranks that these tests start also call this function, so that all use the same data.
+shorten_mock_data()
 
 WORKER = Path(__file__).parent / "multiprocess" / "checkpoint_worker.py"
 VOCAB_SIZE = 400
@@ -31,7 +32,7 @@ NUM_SOURCES = 60
 
 
 def write_sources(folder: Path, count: int = NUM_SOURCES) -> None:
-    """Writes ``count`` Python files of a few hundred bytes each to ``folder``; always the same."""
+    """Writes ``count`` small Python files to ``folder``. Their content is the same in each call."""
     rng = random.Random(5)
     names = [f"{a}_{b}" for a in ("load", "save", "merge", "split") for b in ("key", "row", "col")]
     for number in range(count):
@@ -63,7 +64,7 @@ def tokenizer(corpus: Corpus) -> GPT2BPETokenizer:
 
 @pytest.fixture
 def write_tokens(tmp_path: Path) -> Callable[..., str]:
-    """Returns a function that writes documents in the binary format, and returns their prefix."""
+    """Returns a function that writes documents in the binary format and returns their prefix."""
 
     def write(
         documents: list[list[int]], name: str = "data", dtype: type[np.integer] = np.uint16
@@ -82,7 +83,7 @@ def write_tokens(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Any]:
-    """Yields the module ``checkpoint_worker``, which builds its model in this process."""
+    """Yields the module ``checkpoint_worker``, which can build models in this process."""
     spec = spec_from_file_location("checkpoint_worker", WORKER)
     assert spec is not None
     assert spec.loader is not None
@@ -95,7 +96,7 @@ def worker() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def make(worker: Any) -> Iterator[Callable[..., Any]]:
-    """Yields a function that builds a trainer in this process from flags as keyword arguments."""
+    """Yields a function that builds a trainer in this process. Its keyword arguments are flags."""
     jobs = worker.Jobs()
 
     def build(**flags: object) -> Any:

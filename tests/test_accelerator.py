@@ -1,4 +1,4 @@
-"""Tests the selection of a process's device, and the memory and clocks of devices."""
+"""Tests how a process selects its device, and the memory and the clocks of devices."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_detect_without_cuda(backend: str | None) -> None:
 
 @without_gpu
 def test_nccl_without_cuda_is_refused() -> None:
-    # If torch is built with CUDA, the driver is missing; otherwise, another build of torch is
-    # needed.
+    # If torch was built with CUDA, only the driver is missing, so the error suggests nvidia-smi.
+    # Otherwise, the user needs another build of torch.
     remedy = "nvidia-smi" if torch.backends.cuda.is_built() else "use gloo"
     with pytest.raises(SetupError, match=f"--distributed-backend nccl: .*{remedy}"):
         detect(0, backend="nccl")
@@ -49,7 +49,7 @@ def test_nccl_without_cuda_is_refused() -> None:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Simulates a machine with two GPUs, and returns a list of the devices that become current."""
+    """Simulates two GPUs. Returns a list that records each device that becomes current."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -80,7 +80,7 @@ def test_ranks_share_gpus_in_turn(
 
 @without_gpu
 def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> None:
-    """Checks that threads set the current device; in a new thread, it is always GPU 0."""
+    """Checks that threads set the current device. In a new thread, the current device is GPU 0."""
     gpu = torch.device("cuda", 1)
     threads = [
         threading.Thread(target=call, args=arguments)
@@ -99,20 +99,20 @@ def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> 
 def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     cpu = detect(0)
     before = cpu.memory_in_use_bytes()
-    # Map new memory, because memory from the heap could reuse freed memory.
+    # Map new memory, because an allocation on the heap could reuse freed memory.
     block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.write(bytes(1) * len(block))
     after = cpu.memory_in_use_bytes()
     assert after - before > 32 << 20
-    # Allow a margin, because the two values are measured in different ways, and other threads may
-    # free memory in between.
+    # Allow a margin: the two values are measured in different ways, and other threads may free
+    # memory between the measurements.
     assert cpu.peak_memory_bytes() - before > 32 << 20
     block.close()
 
 
 @without_gpu
 def test_the_peak_of_a_process_is_not_that_of_the_program_that_started_it() -> None:
-    """Checks the peak memory of a child; ``ru_maxrss`` would include its parent's memory."""
+    """Checks the peak memory of a child. ``ru_maxrss`` would include its parent's memory."""
     program = (
         "from megatron.adaptive.accelerator import detect; print(detect(0).peak_memory_bytes())"
     )
@@ -137,7 +137,7 @@ def test_cpu_clock_is_the_monotonic_one() -> None:
 
 
 class MadeUpDevice:
-    """Simulates a device with a drifting clock that reaches marks later than they are set."""
+    """Simulates a GPU whose clock drifts, and that executes events later than they are recorded."""
 
     def __init__(self, drift: float) -> None:
         self.host_ns = 10**12
@@ -180,7 +180,8 @@ def test_cuda_clock_keeps_with_the_host_for_hours(
     clock = CudaClock()
     for step in range(3 * 3600 // 2):
         device.host_ns += 2 * 10**9
-        # The device is idle at the first mark of a step; later marks are queued.
+        # The device is idle when it gets the first event of a step. It executes later events with a
+        # delay.
         for number in range(4):
             device.host_ns += 3_000_000
             device.delay_ns = 8_000 + number * 40_000_000
@@ -220,7 +221,7 @@ def test_cuda_clock_waits_until_the_device_has_passed_a_mark() -> None:
 def agreed(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, asked: str | None = None
 ) -> list[Accelerator | SetupError]:
-    """Runs ``agree_on_sharing`` on one rank per item of ``gpus``, the UUIDs of the ranks' GPUs."""
+    """Runs ``agree_on_sharing`` on ranks whose GPUs have the UUIDs ``gpus``. Returns results."""
     current = threading.local()
     monkeypatch.setattr(
         torch.cuda,
@@ -249,7 +250,7 @@ def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
 ) -> None:
     apart = agreed(["a", "b", "c"], monkeypatch)
     assert [(answer.backend, answer.shares) for answer in apart] == [("nccl", 1)] * 3  # type: ignore[union-attr]
-    # The whole job uses one backend, even on a rank that does not share its GPU.
+    # All ranks of a job must use the same backend, even a rank that does not share its GPU.
     mixed = agreed(["a", "b", "a"], monkeypatch)
     expected = [("gloo", 2), ("gloo", 1), ("gloo", 2)]
     assert [(answer.backend, answer.shares) for answer in mixed] == expected  # type: ignore[union-attr]

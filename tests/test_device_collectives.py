@@ -1,4 +1,4 @@
-"""Tests collectives over gloo with GPU tensors, which ranks that share a GPU use."""
+"""Tests collectives over gloo with GPU tensors, which are used if several ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
 
 
 def test_every_method_of_a_process_group_that_takes_tensors_has_a_treatment() -> None:
-    """Checks that ``TREATMENTS`` lists all collectives of the installed torch."""
+    """Checks that ``TREATMENTS`` lists all collectives that the installed torch provides."""
     methods = {
         name
         for name in dir(dist.ProcessGroup)
@@ -67,7 +67,7 @@ def test_ranks_that_share_a_gpu_get_them(
 
 
 def _answer(monkeypatch: pytest.MonkeyPatch, why: str, **variables: str) -> None:
-    """Simulates torch with CUDA 13.0 that finds no usable GPU because of ``why``."""
+    """Simulates torch with CUDA 13.0 that finds no usable GPU. ``why`` is CUDA's error."""
 
     def fail() -> None:
         raise RuntimeError(why)

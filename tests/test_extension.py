@@ -24,7 +24,7 @@ from megatron.adaptive.errors import DeadlineError, TransportError
 from .cpp_tests import SANITIZED, THREADS, CppTests, compiler_or_skip
 
 ROOT = Path(__file__).resolve().parents[1]
-# The timeout is longer than any successful wait, so a test that hangs fails with DeadlineError.
+# This timeout is longer than any successful wait, so a test that hangs fails with DeadlineError.
 PATIENT_S = 60.0
 SOON_S = 0.01
 
@@ -38,9 +38,9 @@ def native() -> ModuleType:
 
 
 def in_child(body: Callable[[], None]) -> int:
-    """Forks a child that runs ``body``, and returns its process ID.
+    """Forks a child process that runs ``body``, and returns the ID of the child.
 
-    The child exits with status 1 if ``body`` raises an exception.
+    The child exits with a nonzero status if ``body`` raises an exception.
     """
     pid = os.fork()
     if pid:
@@ -112,8 +112,8 @@ except errors.SetupError as error:
             shutil.copy(package / name, copied)
         (copied / "_C.cpython-399-x86_64-linux-gnu.so").touch()
         code = "from megatron.adaptive import extension; print(extension.why_missing())"
-        # The option -S excludes the environment's packages, which include this checkout and its
-        # build.
+        # The option -S excludes installed packages. These include this checkout with its built
+        # extension.
         command = [sys.executable, "-S", "-c", code]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         said = subprocess.run(
@@ -162,7 +162,7 @@ class TestDecisionLog:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        # This thread runs while the other thread waits only if waiting releases the GIL.
+        # This thread can run during the other thread's wait only if that wait releases the GIL.
         time.sleep(0.02)
         other.abort(17)
         thread.join(PATIENT_S)
@@ -178,8 +178,8 @@ class TestDecisionLog:
 
         def follow() -> None:
             def interrupt(*_: object) -> None:
-                # Only the first signal ends the wait; more signals may arrive before the other
-                # process notices.
+                # Only the first signal ends the wait. Ignore further signals, because the other
+                # process may send several before it notices.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 raise KeyboardInterrupt
 
@@ -247,7 +247,7 @@ class TestRdma:
             check=False,
             timeout=60,
         )
-        # The extension is imported even though the library is hidden.
+        # The extension must be importable without the library.
         assert done.stdout == "True\n", done.stderr
         assert "cannot be opened" in done.stderr
         assert "install libibverbs1 and ibverbs-providers" in done.stderr
@@ -288,7 +288,7 @@ def test_cpp(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["fuzz_records", "fuzz_shm", "fuzz_tcp"])
 def test_bytes_of_other_processes_are_survived(name: str) -> None:
-    """Checks fixed mutations of fixed inputs; fuzz.h explains how to search for new failures."""
+    """Checks fixed mutations of fixed inputs. See fuzz.h to search for new failures."""
     program = CppTests(compiler_or_skip()).build(name, "fuzz_main")
     check_program([program, "--runs", "3000"], "seeds and 3000 changes of them")
 
@@ -302,7 +302,7 @@ def test_bytes_of_other_processes_are_survived(name: str) -> None:
     ids=["address", "thread"],
 )
 def test_channels_between_gpus(flags: tuple[str, ...], folder: str) -> None:
-    """Checks channels with a simulated CUDA driver; the tests in tests/gpu use the real driver."""
+    """Checks channels with a simulated CUDA driver. The tests in tests/gpu use the real driver."""
     programs = CppTests(compiler_or_skip(), flags=flags, folder=ROOT / "build" / folder)
     library = str(programs.library("standin_cuda"))
     check_program([programs.build("cuda_ipc_test")], "0 failed\n", STANDIN_CUDA_LIBRARY=library)

@@ -1,4 +1,4 @@
-"""Tests the GPU check and its time limits; ``test_gpu_rehearsal.py`` runs all parts."""
+"""Tests the GPU check and its time limits. ``test_gpu_rehearsal.py`` runs all of its parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpu_check.machine import card_and_driver, default_output
 from gpu_check.parts import Part, chosen_parts, parts, set_up_part
 from harness.report import ROOT
 
-# The script starts a process that outlives its parent and leaves its session.
+# This script starts a process that outlives its parent and starts a new session.
 HANGS = """
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)", *sys.argv[1:]]
@@ -54,9 +54,10 @@ sys.exit(check.run(None, some_parts(sys.argv[1])))
 
 
 def some_parts(folder: str) -> list[Part]:
-    """Returns parts with all kinds of outcomes.
+    """Returns parts with all possible outcomes.
 
-    The argument ``folder`` is part of a command line, so that the test finds its process.
+    The command line of the part that hangs contains ``folder``, so that the test can find the
+    process.
     """
     return [
         part("device", WRITES, "{json}", "0.5"),
@@ -70,7 +71,7 @@ def some_parts(folder: str) -> list[Part]:
 
 
 def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> None:
-    # Run the check in a separate process, because it kills all its descendants.
+    # Run the check in a separate process, because it kills all of its descendants.
     command = [sys.executable, "-c", RUN, str(tmp_path), "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
@@ -150,7 +151,7 @@ def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run()
         ]
         assert sum(part.planned_s for part in on_one_gpu) <= 560
     assert on_one_gpu[0].planned_s == 30
-    # The most valuable parts come first, and parts that may break the GPU come last.
+    # The most valuable parts must come first, and parts that may break the GPU must come last.
     assert [part.name for part in listed] == (
         "device ipc equivalence pp1 pp2 memory resume v transports training others nccl te oom"
     ).split()
@@ -175,8 +176,8 @@ def test_every_test_of_a_gpu_is_in_one_part() -> None:
     ]
     files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert set(named) == files
-    # The last part is the test in test_memory.py that uses all memory. The other part with this
-    # file deselects that test.
+    # The last part is the test in test_memory.py that uses up all memory. The other part with this
+    # file excludes that test.
     assert sorted(named) == sorted([*files, "tests/gpu/test_memory.py"])
 
 

@@ -1,4 +1,4 @@
-"""Tests the pack, a folder for running the GPU check on a machine without a network."""
+"""Tests the pack, a folder with which the GPU check runs on a machine without a network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """Returns a folder with wheels that replaces the package index."""
+    """Returns a folder of wheels that is used in place of the package index."""
     folder = tmp_path / "index"
     folder.mkdir()
     write_wheel(

@@ -1,4 +1,4 @@
-"""Tests that a rehearsal of the GPU check runs on a machine without a GPU."""
+"""Tests that the GPU check can be rehearsed on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     states = {part["name"]: part["state"] for part in content["parts"]}
     parts = "set-up device ipc equivalence pp1 pp2 memory resume v transports training others"
     assert set(states) == {*parts.split(), "nccl", "te", "oom"}
-    # The other parts need a GPU, or the memory limit of a GPU.
+    # These parts need a GPU, or a memory limit that only a GPU has.
     assert {name for name, state in states.items() if state == "left out"} == {
         *("transports", "oom", "nccl", "te")
     }

@@ -1,4 +1,4 @@
-"""Tests those parts of the GPU check that need torch, but no GPU."""
+"""Tests those parts of the GPU check that need torch but no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMARK = (
 
 
 def test_a_remark_about_the_debug_mode_is_no_synchronization() -> None:
-    """Checks that torch's note about the debug mode is not counted as a synchronization."""
+    """Checks that torch's note about its debug mode does not count as a synchronization."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.warn(REMARK, stacklevel=1)

@@ -35,7 +35,7 @@ WATCHDOG_S = 20.0
 
 
 class Door:
-    """Runs a gate, and records the connections that it accepts and the messages that it logs."""
+    """Runs a gate that listens for connections. Records accepted connections and log messages."""
 
     def __init__(self, secret: str = SECRET) -> None:
         self.came: queue.Queue[SealedSocket] = queue.Queue()
@@ -82,7 +82,10 @@ def door() -> Iterator[Door]:
 
 
 def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> list[Handshake]:
-    """Runs a handshake with the secrets ``first`` and ``second``, and returns both sides."""
+    """Returns both sides of a handshake between a visitor with the secret ``first`` and a listener.
+
+    The listener has the secret ``second``, and expects the purpose ``test``.
+    """
     visitor = Handshake(first, purpose, visiting=True)
     listener = Handshake(second, "test", visiting=False)
     listener.advance(visitor.advance(listener.advance(visitor.first)))
@@ -157,7 +160,7 @@ def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
     assert door.refuses(hello, bytes(32))
     recorded = Recorder(door)
     assert door.came.get(timeout=WATCHDOG_S)
-    # These are the same bytes again, a replay of the recorded handshake.
+    # Send the recorded bytes again, as in a replay attack.
     assert door.refuses(*recorded.sent)
     assert door.refuses(b"".join(recorded.sent))
     recorded.socket.close()
@@ -264,7 +267,8 @@ def test_a_secret_comes_from_a_variable_or_a_file(
     monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET", SECRET)
     assert job_secret() == SECRET
     monkeypatch.delenv("MEGATRON_ADAPTIVE_SECRET_FILE")
-    assert job_secret() is None  # Later processes do not inherit the secret.
+    # The secret is removed from the environment, so that later processes do not inherit it.
+    assert job_secret() is None
 
 
 def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
@@ -278,7 +282,7 @@ def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
         is_held.set()
         go.wait(WATCHDOG_S)
 
-    # While the loop is blocked, a client connects and the gate is closed, so the loop later
+    # While the event loop is blocked, a client connects and the gate is closed. So the loop later
     # processes both events at once.
     door.gate._loop.call_soon_threadsafe(hold)
     assert is_held.wait(WATCHDOG_S)

@@ -1,4 +1,4 @@
-"""Tests imports without optional packages, and that ``megatron`` is a namespace package."""
+"""Tests imports without optional packages, and tests that ``megatron`` is a namespace package."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WITHOUT_TORCH = [
     "megatron.adaptive.trace",
 ]
 
-# Each folder of a checkout is listed with the folders from which its files must not import. Only
-# the tests of benchmarks may import benchmarks.
+# Files in the folder on the left must not import from the folders on the right. Only the tests of
+# benchmarks may import benchmarks.
 FORBIDDEN = {
     "megatron": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
     "harness": ("benchmarks", "gpu_check", "studies", "tests"),
@@ -37,9 +37,9 @@ FORBIDDEN = {
     "examples": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
 }
 
-# This script imports a module, and every module in it if it is a package, while torch and
-# megatron-core are unavailable. For ``schedule``, numba is also unavailable, because importing it
-# is slow and only compiled simulation needs it.
+# This script imports a module while torch and megatron-core are unavailable. If the module is a
+# package, the script also imports all modules in it. For ``schedule``, numba is also unavailable:
+# numba takes long to import, and only compiled simulation needs it.
 BLOCKED_IMPORT = """
 import importlib, pkgutil, sys
 
@@ -102,7 +102,7 @@ assert importlib.util.find_spec("megatron.core") is not None
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
-    """Checks that a wheel can be built, and runs outside of the checkout when it is installed."""
+    """Checks that a wheel can be built, and that its installation runs outside of the checkout."""
     environment = {**os.environ, "PYTHON": sys.executable}
     build = ["bash", str(ROOT / "scripts" / "build_wheel.sh"), str(tmp_path / "dist")]
     done = subprocess.run(
@@ -146,7 +146,7 @@ print(extension.require("the test").__file__, environment.WORK_FOLDER)
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_folders_do_not_import_what_stands_beside_them(folder: str) -> None:
-    """Checks that benchmarks do not need tests, and that no other folder needs benchmarks."""
+    """Checks that benchmarks do not import tests, and that no other folder imports benchmarks."""
     wrong = [
         f"{path.relative_to(ROOT)}: imports {name}"
         for path in (ROOT / folder).rglob("*.py")
@@ -158,7 +158,7 @@ def test_folders_do_not_import_what_stands_beside_them(folder: str) -> None:
 
 
 def imported_names(path: Path) -> list[str]:
-    """Returns the modules that the file ``path`` imports, at the top level or within functions."""
+    """Returns the names of the modules that the file ``path`` imports, also within functions."""
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

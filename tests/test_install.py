@@ -1,8 +1,8 @@
-"""Tests that pip adds this package to an environment without changing other packages.
+"""Tests that pip installs this package into an environment without changing other packages.
 
-The tests create the wheels of other packages, and the real pip resolves their names, versions and
-requirements. To run this package, an environment refers to the modules of the Python that runs the
-tests.
+The tests create wheels of the other packages. The real pip resolves names, versions and
+requirements. To run this package, an environment refers to the installed modules of the Python that
+runs the tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .support.core_trees import UNPACKED
 pytestmark = pytest.mark.slow
 
 NVIDIA = "2.9.0a0+nv25.09"
-"""Version of torch in an NVIDIA container: a pre-release with a local label."""
+"""Version of torch in an NVIDIA container. It is a pre-release with a local label."""
 CONTAINER = {
     "torch": NVIDIA,
     "megatron-core": "0.19.2",
@@ -46,12 +46,12 @@ CONTAINER = {
     "pyyaml": "6.0.2",
     "tomli": "2.2.1",
 }
-"""Packages that a typical training container in 2026 contains, with their versions."""
+"""Packages in a typical training container in 2026, with their versions."""
 ABSENT = {"openpyxl": "3.1.5", "plotly": "6.3.0", "xxhash": "3.5.0"}
-"""Packages that the container does not contain."""
+"""Packages that the container lacks, with their versions."""
 NEEDS = {"megatron-core": ["torch>=2.6.0", "numpy"], "numba": ["numpy>=1.24"]}
 INDEX = {"torch": ["2.6.0", "2.13.0"], "megatron-core": ["0.16.1", "0.18.2", "0.19.2", "0.20.0"]}
-"""Additional versions of packages from which pip can choose."""
+"""Additional versions of packages that pip can choose."""
 
 
 def write_wheel(
@@ -79,14 +79,14 @@ def write_wheel(
 
 
 class Environment:
-    """Manages a virtual environment; the pip of the tests' Python installs packages offline."""
+    """Manages a virtual environment. The tests' own pip installs packages without a network."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
         self.python = folder / "bin" / "python"
 
     def pip(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Runs pip without the settings of this machine, and without the checkout in its path.
+        """Runs pip without the pip settings of this machine, and without the checkout on its path.
 
         A built checkout contains ``megatron_adaptive.egg-info``, which pip would mistake for an
         installed package.
@@ -107,7 +107,7 @@ class Environment:
         )
 
     def try_install(self, *arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Installs packages from ``folder``, the only index, and returns the finished process."""
+        """Installs packages from ``folder`` without an index, and returns the finished process."""
         return self.pip("install", "--no-index", "--find-links", folder, *arguments)
 
     def install(self, *arguments: str | Path, folder: Path) -> None:
@@ -145,7 +145,7 @@ def empty(tmp_path: Path) -> Environment:
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copies the files from which the package is built, without existing builds, to ``folder``."""
+    """Copies the files that the package is built from to ``folder``, without existing builds."""
     for name in ("megatron", "csrc", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -157,7 +157,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Builds a wheel in ``folder`` from a copy of the sources, as pip does without a network."""
+    """Builds a wheel from a copy of the sources in ``folder``, as pip does without a network."""
     sources = copy_sources(folder / "sources")
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-index", "--no-deps"]
     return subprocess.run(
@@ -172,7 +172,7 @@ def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a wheel of this package without the extension, which does not affect requirements."""
+    """Returns a wheel without the extension, on which the package's requirements do not depend."""
     folder = tmp_path_factory.mktemp("wheel")
     done = build_wheel(folder, MEGATRON_ADAPTIVE_EXTENSION="0")
     assert done.returncode == 0, done.stderr
@@ -182,7 +182,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """Returns a folder of wheels: the container's packages, missing packages, newer versions."""
+    """Returns a folder of wheels for pip.
+
+    The wheels contain the packages of the container, packages that the container lacks, and newer
+    versions.
+    """
     folder = tmp_path_factory.mktemp("index")
     for name, version in {**CONTAINER, **ABSENT}.items():
         for other in {version, *INDEX.get(name, ())}:
@@ -300,7 +304,7 @@ TRAINING = """
 def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
     empty: Environment, wheel: Path, tmp_path: Path
 ) -> None:
-    """Checks that pip installs a pre-release if there is no other version, and that it trains."""
+    """Checks that pip installs a pre-release if it must, and that this version can train."""
     core = UNPACKED / "megatron-core==0.19.2"
     triton = next(UNPACKED.glob("triton==*"), None)
     if not core.exists() or triton is None:
@@ -324,7 +328,7 @@ def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
 
 
 def run_with(path: Sequence[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs this package's program with ``path`` at the start of Python's import path."""
+    """Runs this package's command line. ``path`` is at the start of Python's import path."""
     return subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", *arguments],
         env={**os.environ, "PYTHONPATH": ":".join(map(str, [*path, ROOT]))},
@@ -336,7 +340,7 @@ def run_with(path: Sequence[Path], *arguments: str) -> subprocess.CompletedProce
 
 
 def write_core(folder: Path, minor: int) -> Path:
-    """Writes those files of megatron-core that define its version, which is 0.``minor``.7rc1."""
+    """Writes the files that define the version of megatron-core, which is 0.``minor``.7rc1."""
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text(

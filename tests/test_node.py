@@ -49,7 +49,7 @@ def alone(native: ModuleType) -> Iterator[Any]:
 
 
 def open_pair(native: ModuleType, **options: Any) -> tuple[Any, Any]:
-    """Returns two nodes in this process that share a channel through shared memory."""
+    """Returns two nodes in this process. ``options`` are those of the channel between them."""
     low, high = make_node(native, 0), make_node(native, 1)
     address = high.listen("unix")
     with ThreadPoolExecutor(1) as pool:
@@ -128,7 +128,7 @@ class TestMessages:
     def test_arrivals_of_a_class_of_the_caller(
         self, native: ModuleType, pair: tuple[Any, Any]
     ) -> None:
-        """Checks what take() returns, and that an arrival frees the data attached to it."""
+        """Checks the result of take(), and that an arrival frees the data attached to it."""
 
         class Mine(native.Arrival):  # type: ignore[misc, name-defined]
             __slots__ = ()
@@ -149,7 +149,7 @@ class TestMessages:
         first._label, third._settled = kept, kept
         assert (first._label is kept, second._label, first._settled) == (True, None, None)
         assert third.take() is kept
-        # All three slots are in use, so the payload is copied, and its slot becomes free.
+        # All three slots are in use. So the payload is copied, which frees its slot.
         assert second.take().tolist() == [1.0] * 4
         assert wait(high, 0.0) is None
         assert first.free_slots == 1

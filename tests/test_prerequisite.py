@@ -1,7 +1,7 @@
 """Tests the errors and the progress of ``prerequisite.sh --python VERSION`` without a network.
 
-The script runs in a copy of the files that it reads, with separate interpreters and a separate
-cache folder.
+The tests copy the files that the script reads. They use separate interpreters and a separate cache
+folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILES = ("prerequisite.sh", "pyproject.toml", "setup.py", *ROOT.glob("requiremen
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Returns a folder that contains the files which the script reads."""
+    """Returns a folder with copies of the files that the script reads."""
     folder = tmp_path / "checkout"
     shutil.copytree(ROOT / "scripts", folder / "scripts")
     for name in FILES:
@@ -33,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 def run(
     checkout: Path, arguments: str, *, script: str = "prerequisite.sh", **variables: str
 ) -> tuple[int, str, str]:
-    """Runs ``script`` in ``checkout``, and returns its status, standard output and errors."""
+    """Runs ``script`` in ``checkout`` with ``arguments``. Returns its status, stdout and stderr."""
     done = subprocess.run(
         ["bash", str(checkout / script), *arguments.split()],
         capture_output=True,
@@ -84,7 +84,7 @@ def test_a_python_that_cannot_be_set_up_is_refused_in_one_line(
     checkout: Path, arguments: str, line: str
 ) -> None:
     assert run(checkout, arguments) == (2, "", f"error: {line}\n")
-    # scripts/test.sh reports the same error, and does not run tests.
+    # scripts/test.sh must report the same error, and must not run tests.
     if arguments.startswith("--python 3.9"):
         status, printed, errors = run(checkout, arguments, script="scripts/test.sh")
         assert (status != 0, printed, errors) == (True, "", f"error: {line}\n")
@@ -98,7 +98,7 @@ def test_the_environment_to_be_used_is_named_without_making_it(checkout: Path) -
 
 
 def test_a_python_of_pyenv_is_used_where_its_command_fails(checkout: Path) -> None:
-    """Checks that the environment is created, and that a second call retries the missing torch."""
+    """Checks that the environment is created, and that a second call retries to install torch."""
     commands, versions = checkout.parent / "bin", checkout.parent / "pyenv/versions"
     commands.mkdir()
     shim = commands / f"python{VERSION}"

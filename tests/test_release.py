@@ -1,4 +1,4 @@
-"""Tests that files which contain the package's version or its commands match the package."""
+"""Tests that files with the package's version or its commands agree with the package."""
 
 from __future__ import annotations
 

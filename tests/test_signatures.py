@@ -1,7 +1,7 @@
 """Tests that public functions declare their parameters explicitly.
 
-An entry point such as ``Pipeline`` lists its parameters, and passes them to a dataclass of settings
-or to another function. Defaults and descriptions exist in both, and must be equal.
+An entry point such as ``Pipeline`` lists its parameters explicitly, and passes them to a dataclass
+of settings or to another function. Defaults and descriptions exist twice and must be equal.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ ANY_NAMES = {
     "trace/read.py RankTrace.of_tables": "fields of TraceHeader, from files of other programs",
     "trace/views/page.py encode": "values of a block of the page",
 }
-"""Public functions that accept any keyword arguments, with the meaning of the keywords."""
+"""Public functions that accept any keyword arguments, with the meaning of these arguments."""
 
 
 def _public_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yields the names and nodes of the public functions and methods in the file ``path``."""
+    """Yields (name, AST node) of each public function and method in the file ``path``."""
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Any]]:
         for node in body:
@@ -109,7 +109,7 @@ def test_an_ignored_type_error_has_a_code_and_a_reason() -> None:
 
 
 def _glosses(subject: Any, section: str) -> dict[str, str]:
-    """Returns the entries below ``Args:`` or ``Attributes:`` in a docstring, by name."""
+    """Returns the entries below ``section`` in the docstring of ``subject``, by their names."""
     text = inspect.getdoc(subject) or ""
     begin = re.search(rf"^{section}:\n", text, re.MULTILINE)
     if begin is None:
@@ -120,7 +120,7 @@ def _glosses(subject: Any, section: str) -> dict[str, str]:
 
 
 def _class_glosses(kind: type) -> dict[str, str]:
-    """Returns the descriptions of all attributes of the dataclass ``kind``, even inherited ones."""
+    """Returns the descriptions of the attributes of ``kind``, including inherited attributes."""
     merged: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base is not object:
@@ -173,7 +173,7 @@ def test_options_that_are_passed_on_are_those_of_the_entry_point() -> None:
         for parameter in signature.parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "initialize"
     }
-    # The annotations of this module are strings.
+    # The annotations of this module are strings, so compare the text of the annotations.
     listed = PipelineOptions.__annotations__
     assert {name: kind.__forward_arg__ for name, kind in listed.items()} == named
 

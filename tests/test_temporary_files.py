@@ -1,4 +1,4 @@
-"""Tests that test runs remove their temporary files, and that tests do not share folders."""
+"""Tests that test runs remove their temporary files, and that tests never share folders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_that_fails(tmp_path):
 
 
 def test_files_are_removed_if_tests_pass_and_names_used_once(tmp_path: Path) -> None:
-    """Checks that a test run leaves no files behind, except those of a failed test."""
+    """Checks that a test run leaves only the files of a failed test."""
     (tmp_path / "test_folders.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "test_folders.py"]
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
@@ -49,7 +49,8 @@ def test_files_are_removed_if_tests_pass_and_names_used_once(tmp_path: Path) -> 
         timeout=200,
     )
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
-    # If multiprocessing's folder were removed too early, a traceback would follow the last line.
+    # If the folder of multiprocessing were removed too early, a traceback would follow the last
+    # line.
     assert "Traceback" not in done.stderr
     assert list(tmp_path.glob("tests-*")) == []
     folders = [Path(line) for line in (tmp_path / "names.txt").read_text().splitlines()]

@@ -1,7 +1,7 @@
-"""Tests each substitution for CUDA with a canary, and that other code is not affected.
+"""Tests the substitutes for CUDA functions, and tests that other code is not affected.
 
-A canary is a function that runs the part of megatron-core that needs a substitution. It must work
-with all substitutions, and fail if only this substitution is missing. Therefore, a canary detects
+Each substitute has a canary: a function that runs the part of megatron-core that needs it. A canary
+must work with all substitutes, and must fail if only its substitute is missing. So canaries detect
 changes in new releases of torch or megatron-core.
 """
 
@@ -24,8 +24,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no substitute")
 
 # This script runs experiments in separate processes, which are forked from a process that has
-# imported only torch. An experiment must import megatron-core before or after the substitutions,
-# and importing it takes seconds.
+# imported only torch. An experiment must import megatron-core either before or after the
+# substitutes are installed, and the import takes seconds.
 EXPERIMENTS = """
 import datetime, faulthandler, importlib, json, os, sys, tempfile, traceback, warnings
 warnings.simplefilter("ignore")
@@ -292,14 +292,14 @@ sys.exit(failed)
 """
 LIMIT_S = 200
 """Timeout of an experiment in seconds, after which it prints its stacks and exits."""
-# A torch that was built for CUDA and a torch without CUDA raise different errors.
+# A torch that was built with CUDA and a torch without CUDA raise different errors.
 NO_CUDA = (
     "Found no NVIDIA driver"
     if torch.backends.cuda.is_built()
     else "Torch not compiled with CUDA enabled"
 )
-# The values are the expected answer of a canary, and a part of the error that it raises without its
-# substitution.
+# Each value is the expected answer of a canary, and a part of the error that the canary raises
+# without its substitute.
 CANARIES: dict[str, tuple[Any, str]] = {
     "current_device": ("cpu", NO_CUDA),
     "synchronize": (True, NO_CUDA),
@@ -317,14 +317,14 @@ CANARIES: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    """Returns the answers; each canary has ``{"value": ...}`` or ``{"error": text}``."""
+    """Returns the results of all experiments: ``{"value": ...}`` or ``{"error": text}``."""
     done = experiments(LIMIT_S)
     assert done.returncode == 0, failure_of(done)
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
 def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs the experiments; they print their stacks and exit after ``limit_s``."""
+    """Runs the experiments. Each prints its stacks and exits after ``limit_s`` seconds."""
     return subprocess.run(
         [sys.executable, "-c", f"LIMIT_S = {limit_s}\n{EXPERIMENTS}"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -336,13 +336,13 @@ def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
 
 
 def failure_of(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns a description of the failed run ``done``: its status, last answer and errors."""
+    """Returns a text about the failed process ``done``: its status, last answer and errors."""
     answer = (done.stdout.splitlines() or ["none"])[-1][:500]
     return f"status {done.returncode}; last answer: {answer}; errors:\n{done.stderr}"
 
 
 def test_experiments_that_fail_say_why() -> None:
-    """Checks that a failure has a reason, and that a killed experiment has a nonzero status."""
+    """Checks that a failure is explained, and that a killed experiment has a nonzero status."""
     text = failure_of(experiments(0.2))
     assert "status 1" in text
     assert "Timeout (0:00:00.200000)!" in text
@@ -373,7 +373,7 @@ def test_install_after_megatron_core_is_refused(answers: dict[str, Any]) -> None
 def test_substitutions_are_made_once(answers: dict[str, Any]) -> None:
     assert answers["names"] == sorted(f"_substitute_{name}" for name in CANARIES)
     assert answers["twice"] == [True, True]
-    assert answers["compiler"] == [False, False]  # megatron-core must not load the compiler.
+    assert answers["compiler"] == [False, False]  # megatron-core must not load the CUDA compiler.
 
 
 @without_gpu
@@ -388,7 +388,7 @@ def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str,
 
 @without_gpu
 def test_torch_stays_what_it_is(answers: dict[str, Any]) -> None:
-    # These two methods inspect their caller.
+    # Only these two methods are replaced, and their substitutes inspect the caller.
     assert answers["changed"] == ["Module.cuda", "Tensor.cuda"]
     assert answers["added modules"] == []
     assert answers["environment"]
@@ -396,7 +396,7 @@ def test_torch_stays_what_it_is(answers: dict[str, Any]) -> None:
 
 @without_gpu
 def test_no_substitute_is_an_object_that_torch_has_already(answers: dict[str, Any]) -> None:
-    """Checks that each substitute is a new object.
+    """Checks that each substitute is a new object, not an object that torch already has.
 
     The compiler of torch 2.11 identifies functions by identity, and rejects a known object as a
     substitute ("Duplicate torch object").
@@ -411,8 +411,8 @@ def test_with_cuda_nothing_is_substituted() -> None:
     assert torch.zeros(1, device="cuda").is_cuda
 
 
-# TRAINER contains only the code with which Megatron-LM starts. Up to version 0.16, this code runs
-# the CUDA compiler.
+# TRAINER contains only the code that Megatron-LM runs at its start. Up to version 0.16, this code
+# runs the CUDA compiler.
 TRAINER = {
     "core/__init__.py": "",
     "training/__init__.py": "",
@@ -467,6 +467,6 @@ def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
         check=False,
         timeout=120,
     )
-    # Megatron-LM sees one device, and other code sees no device. Programs may pass allow_no_cuda by
-    # position.
+    # Megatron-LM sees one device, and other code sees no device. Programs may pass allow_no_cuda as
+    # a positional argument.
     assert done.stdout == "1 1 1 initialize_megatron 0\n", done.stderr

@@ -1,7 +1,7 @@
-"""Calls entry points with arguments of wrong types, which mypy must report.
+"""Calls entry points with arguments of wrong types. mypy must report each of these calls.
 
-This file is never executed; ``scripts/check.sh`` only checks it with mypy. If an error that is
-ignored here does not occur, a parameter has lost its type, and mypy fails.
+This file is never executed. ``scripts/check.sh`` only checks it with mypy. If mypy does not find an
+error that is ignored here, a parameter has lost its type, and mypy fails.
 """
 
 from __future__ import annotations

@@ -16,14 +16,14 @@ FLAGS = ("-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread")
 
 
 class NoCompilerError(Exception):
-    """Raised if no C compiler is installed, or if the compiler failed."""
+    """Raised if there is no C compiler, or if the compiler has failed."""
 
 
 def build(folder: Path) -> Path:
     """Compiles ``copies.c`` in ``folder``, and returns the path of the library.
 
     Raises:
-        NoCompilerError: There is no compiler, or it failed.
+        NoCompilerError: There is no compiler, or the compiler failed.
     """
     names = os.environ.get("CC", "").split()[:1] or COMPILERS
     compiler = next((path for name in names if (path := shutil.which(name))), None)
@@ -48,11 +48,11 @@ class Copies:
     """Calls the functions of the compiled library.
 
     Args:
-        library: Path returned by :func:`build`.
+        library: Path of the library that :func:`build` compiled.
 
     Attributes:
-        plain: Function that copies a number of bytes from one address to another with memcpy.
-        streaming: Function that copies a number of bytes with stores that bypass the caches.
+        plain: Function that copies bytes from one address to another with memcpy.
+        streaming: Function that copies bytes with store instructions that bypass the caches.
     """
 
     def __init__(self, library: Path | str) -> None:
@@ -67,7 +67,7 @@ class Copies:
         self._round_trip_ns.restype = ctypes.c_double
 
     def cache_line_s(self, first: int, second: int) -> float:
-        """Returns the seconds to transfer a cache line from CPU ``first`` to CPU ``second``.
+        """Returns the seconds that a cache line takes from CPU ``first`` to CPU ``second``.
 
         The result is the minimum of many attempts, because other programs can only increase the
         time.
@@ -75,12 +75,12 @@ class Copies:
         return float(min(self._round_trip_ns(first, second, 2000, 0) for _ in range(40))) / 2e9
 
     def wake_s(self, first: int, second: int) -> float:
-        """Returns the seconds for a thread on CPU ``first`` to wake a thread on CPU ``second``."""
+        """Returns the seconds that a thread on CPU ``first`` needs to wake one on ``second``."""
         samples = [self._round_trip_ns(first, second, 200, 1) for _ in range(15)]
         return float(statistics.median(samples)) / 2e9
 
     def copy_s(self, nbytes: int) -> float:
-        """Returns the duration in seconds of a plain copy of ``nbytes`` outside of all caches."""
+        """Returns the seconds that a plain copy of ``nbytes`` takes outside of all caches."""
         count = max(8, (128 << 20) // nbytes)
         buffers = [ctypes.create_string_buffer(b"1" * nbytes, nbytes) for _ in range(2 * count)]
         start_s = time.perf_counter()

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 WINDOW = 4
-"""Number of messages in flight with gloo or MPI. Neither was faster with larger numbers."""
+"""Number of messages in flight with gloo or MPI. Larger numbers were not faster."""
 
 
 class Posted:
-    """A link that receives into buffers whose receives are posted in advance, with gloo or MPI.
+    """A link over gloo or MPI, which posts its receives before messages arrive.
 
     Args:
-        make_buffer: Function that allocates a payload of a number of bytes.
+        make_buffer: Function that allocates a payload with the given number of bytes.
         start_send: Function that starts sending a payload, and returns a request.
         start_receive: Function that starts receiving into a buffer, and returns a request.
         wait: Function that waits for a request.
@@ -37,35 +37,36 @@ class Posted:
         self._nbytes = self._left = self._next = 0
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Posts buffers for the first of ``count`` messages; see ``Link``."""
+        """Posts the receives of the first of ``count`` messages (see ``Link``)."""
         assert not self._receives
         if nbytes not in self._buffers:
-            # Allocate one buffer more than are posted, because the caller holds one.
+            # Allocate one more buffer than there are posted receives, because the caller holds a
+            # buffer.
             self._buffers = {nbytes: [self._make_buffer(nbytes) for _ in range(WINDOW + 1)]}
         self._nbytes, self._left, self._next = nbytes, count, 0
         for _ in range(WINDOW):
             self._post()
 
     def send(self, payload: Any) -> None:
-        """Starts to send ``payload``; see ``Link``."""
+        """Starts to send ``payload`` (see ``Link``)."""
         while len(self._sends) >= WINDOW:
             self._wait(self._sends.popleft())
         self._sends.append(self._start_send(payload))
 
     def settle(self) -> None:
-        """Waits for all sends; see ``Link``."""
+        """Waits until all payloads have been sent (see ``Link``)."""
         while self._sends:
             self._wait(self._sends.popleft())
 
     def receive(self) -> Any:
-        """Waits for the next message; see ``Link``."""
+        """Waits for the next message, and returns it (see ``Link``)."""
         request, buffer = self._receives.popleft()
         self._wait(request)
         self._post()
         return buffer
 
     def close(self) -> None:
-        """Does nothing, because the process group or MPI ends together with the process."""
+        """Does nothing, because the process group or MPI ends when the process exits."""
 
     def _post(self) -> None:
         if self._left:
@@ -77,7 +78,7 @@ class Posted:
 
 
 def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens a link to ``peer`` with the MPI library that ``mpiexec`` selected."""
+    """Opens a link to ``peer`` with the MPI library that ``mpiexec`` uses."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -90,7 +91,7 @@ def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
 
 
 def open_gloo(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens a link to ``peer`` over gloo. Both processes must call this function."""
+    """Opens a link to ``peer`` over gloo. Both processes must make this call."""
     import torch.distributed as dist
 
     group = dist.new_group([0, 1], backend="gloo")

@@ -22,7 +22,7 @@ from .copies import Copies
 from .links import open_gloo, open_mpi
 
 POOL_BYTES = 128 << 20
-"""Total memory of the payloads of one size, which is larger than the caches."""
+"""Total size of the payloads of one size in bytes, which exceeds the size of the caches."""
 PING_BYTES = 1 << 10
 ROUNDS, WARMUPS = 2000, 20
 _TOKEN_BYTES = 8
@@ -36,8 +36,8 @@ class Process:
     """One of the two processes, which measures the links.
 
     Args:
-        rank: Index of the process. The first process sends.
-        make_buffer: Function that allocates a payload of a number of bytes.
+        rank: Index of the process. Process 0 sends.
+        make_buffer: Function that allocates a payload with the given number of bytes.
         address: Function that returns the address of a payload.
         plan: Sizes, repetitions, CPUs, and the path of the compiled copy functions.
     """
@@ -58,10 +58,11 @@ class Process:
         self.samples: dict[str, list[float]] = defaultdict(list)
 
     def measure(self, open_links: Callable[[int], dict[str, Link]]) -> dict[str, list[float]]:
-        """Measures all sizes; returns seconds per message by name, size and repetition.
+        """Measures all sizes. Returns the seconds per message of each repetition, by name and size.
 
         Args:
-            open_links: Function that opens the links for messages of a given size.
+            open_links: Function that takes the size of messages, and returns the opened links by
+                name.
         """
         sends = not self._rank
         for nbytes in self._plan["sizes"]:
@@ -91,7 +92,7 @@ class Process:
         return self.samples
 
     def _keep(self, name: str, repetition: int, seconds: float | None) -> None:
-        # The first repetition is a warm-up, which touches memory and opens connections.
+        # The first repetition is a warm-up that touches memory and opens connections.
         if repetition >= 0 and seconds is not None:
             self.samples[name].append(seconds)
 
@@ -101,7 +102,7 @@ class Process:
             link.close()
 
     def _copy(self, kind: str, targets: Sequence[Any], sources: Sequence[Any]) -> float:
-        """Returns the mean duration in seconds of a copy of uncached memory within this process."""
+        """Returns the mean time of a copy of uncached memory within this process, in seconds."""
         function, nbytes = getattr(self._copies, kind), sources[0].nbytes
         addresses = [
             (self._address(target), self._address(source))
@@ -114,7 +115,7 @@ class Process:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Runs process ``rank`` with torch, and returns its samples in seconds."""
+    """Runs process ``rank`` with torch, and returns the measured seconds by name."""
     import torch
 
     from harness.transport_link import TransportLink
@@ -125,7 +126,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
         return torch.ones(nbytes, dtype=torch.uint8)
 
     def open_links(nbytes: int) -> dict[str, Link]:
-        # Each slot has room for a whole message.
+        # Each slot can hold a whole message.
         slots = max(2, min(8, _CHANNEL_BYTES // nbytes))
         links: dict[str, Link] = {
             name: TransportLink(name, rank, slot_bytes=max(4096, nbytes), slots=slots)
@@ -138,7 +139,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Runs a process of an MPI library. The first process writes the samples to a file."""
+    """Runs one process of an MPI library. Process 0 writes the samples to a file."""
     import numpy
     from mpi4py import MPI
 

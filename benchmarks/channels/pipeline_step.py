@@ -36,11 +36,11 @@ _MATRIX = 256
 
 
 class WorkingStages(IdleStages):
-    """Simulates a chunk that multiplies matrices.
+    """A chunk that multiplies matrices to simulate computation.
 
     Args:
         rank: Rank of this process, which is 0 for the first stage and 1 for the last stage.
-        nbytes: Size of activation and gradient, in bytes.
+        nbytes: Size of the activation and of the gradient, in bytes.
         products: Number of matrix multiplications in each forward and each backward pass.
     """
 
@@ -53,13 +53,13 @@ class WorkingStages(IdleStages):
         self._first = torch.rand(nbytes // 4)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Computes, reads the activation in ``received``, and returns a new activation."""
+        """Multiplies matrices, reads the activation ``received``, and returns a new activation."""
         return self._work(received)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Computes, reads ``gradient``, and returns a new gradient."""
+        """Multiplies matrices, reads ``gradient``, and returns a new gradient."""
         result = self._work(gradient)
         return result if self._rank else None
 
@@ -70,7 +70,7 @@ class WorkingStages(IdleStages):
 
 
 class InstantTransport:
-    """Simulates a transport in one process, in which every input arrives before it is needed.
+    """Simulates a transport within one process. Every input arrives before it is needed.
 
     Args:
         rank: Rank of this process, 0 or 1.
@@ -82,12 +82,12 @@ class InstantTransport:
     def __init__(self, rank: int, nbytes: int) -> None:
         self.completions = CompletionQueue()
         self._rank = rank
-        # There are four buffers, so that an activation has left the cache when its backward pass
+        # Use four buffers, so that an activation is no longer in the cache when its backward pass
         # begins.
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:
-        """Delivers all activations of ``step`` to the last stage."""
+        """Delivers all activations of the step ``step`` if this is the last stage."""
         for microbatch in range(microbatches if self._rank else 0):
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 
@@ -102,7 +102,7 @@ class InstantTransport:
 
 
 class Pipeline:
-    """Contains the executors of one rank, one executor per transport.
+    """Executors of one rank, with one executor for each transport.
 
     Args:
         rank: Rank of this process, 0 or 1.
@@ -121,7 +121,7 @@ class Pipeline:
 
         Args:
             name: Name of the transport.
-            transport: Transport to use, or ``None`` for the *alone* step.
+            transport: Transport of the step, or ``None`` for the *alone* step.
             microbatches: Number of microbatches.
         """
         transport = transport or self._alone
@@ -148,12 +148,12 @@ class Pipeline:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Runs one rank; returns the duration of each step on the slower rank, by transport.
+    """Runs one rank. Returns the duration of each step on the slower rank, by transport.
 
     Args:
         rank: Rank of this process.
-        plan: Settings of the run: ``nbytes`` of a message, ``microbatches``, ``repetitions``, and
-            the CPUs of the ranks (``cpus``).
+        plan: Settings of the run: size of a message (``nbytes``), ``microbatches``,
+            ``repetitions``, and the CPUs of the ranks (``cpus``).
     """
     os.sched_setaffinity(0, {plan["cpus"][rank]})
     torch.set_num_threads(1)

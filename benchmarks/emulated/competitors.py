@@ -15,21 +15,21 @@ Engine = Literal["megatron", "torch", "ours", "plug-in"]
 
 @dataclass(frozen=True, kw_only=True)
 class Competitor:
-    """A competitor, which has one row in the table.
+    """A competitor, which has a row in the table.
 
     Attributes:
         name: Title of the row.
-        engine: Runtime: ``megatron`` for megatron-core, ``torch`` for
-            ``torch.distributed.pipelining``, ``ours`` for the executor of this project, ``plug-in``
-            for a Megatron-LM step that the plug-in runs.
-        schedule: Name of the schedule in this runtime.
+        engine: Runtime of the competitor: ``megatron`` for megatron-core, ``torch`` for
+            ``torch.distributed.pipelining``, ``ours`` for the executor of this project, or
+            ``plug-in`` for a Megatron-LM step that the plug-in runs.
+        schedule: Name of the schedule in the runtime.
         num_chunks: Number of chunks per rank, 1 or 2.
         kind: Placement of the stages.
-        weight_pieces: Number of W actions into which a weight gradient is split, or 0 for backward
-            passes that are not split into B and W.
-        cap: Memory limit of a rank, which is a number of activations in microbatches of a whole
-            rank, divided by the number of pipeline ranks. ``None`` for the schedule's default. Only
-            run-time rules of this project have a limit.
+        weight_pieces: Number of W actions into which each weight gradient is split. If it is 0,
+            backward passes are not split into B and W.
+        cap: Memory limit of a rank, as a number of activations divided by the number of pipeline
+            ranks. Activations are counted in microbatches of a whole rank. ``None`` stands for the
+            schedule's default. Only run-time rules of this project have a limit.
         is_policy: Whether the order is chosen at run time.
     """
 
@@ -55,7 +55,7 @@ class Competitor:
         return self.cap * num_ranks
 
     def policies(self, num_ranks: int, num_microbatches: int) -> tuple[Policy, ...]:
-        """Returns the policies for this project's executor and simulator, one policy per rank."""
+        """Returns a policy for each rank, for the executor and the simulator of this project."""
         return make_policies(
             self.schedule,
             self.placement(num_ranks),
@@ -72,16 +72,17 @@ def _ours(name: str, schedule: str, **options: Any) -> Competitor:
 _LOOP: dict[str, Any] = {"num_chunks": 2}
 _V: dict[str, Any] = {"num_chunks": 2, "kind": "v", "weight_pieces": 1}
 _RULE: dict[str, Any] = {"is_policy": True}
-# A rule may split weight gradients. Each split costs an emulated rank one more sleep.
+# A rule may split weight gradients into pieces. An emulated rank sleeps once more for each
+# additional piece.
 _V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
 
 BASELINE = "megatron 1f1b"
 """Competitor with which the speed of all other competitors is compared."""
 INTERLEAVED = "megatron interleaved"
 ADAPTIVE = "adaptive, V"
-"""Rule to which the speed goals apply."""
+"""Rule that must reach the speed goals."""
 TIGHT = "hinted, V, memory p"
-"""Rule that uses the same amount of memory as 1F1B."""
+"""Rule whose memory limit is the memory that 1F1B needs."""
 PLUG_IN = "plug-in: adaptive, V"
 
 COMPETITORS: dict[str, Competitor] = {
@@ -119,6 +120,6 @@ COMPETITORS: dict[str, Competitor] = {
     )
 }
 QUICK = (BASELINE, INTERLEAVED, "torch zb-v", "zb-v", ADAPTIVE, TIGHT, PLUG_IN)
-"""Competitors of a run with ``--quick``."""
+"""Names of the competitors that run with ``--quick``."""
 USUAL = (*QUICK, "1f1b", "interleaved", "adaptive, loop", "adaptive, V, memory p")
-"""Competitors of a full run."""
+"""Names of the competitors that run without ``--quick``."""

@@ -35,8 +35,8 @@ class EmulatedChunk(torch.nn.Module):
 
     Attributes:
         work: Work of this rank in the next step.
-        weight: Parameter whose gradient counts microbatches. After a step, every element equals the
-            number of microbatches.
+        weight: Parameter whose gradient counts microbatches. After a step, each element of the
+            gradient equals the number of microbatches.
     """
 
     def __init__(self, stage: int, num_stages: int) -> None:
@@ -54,12 +54,12 @@ class EmulatedChunk(torch.nn.Module):
             received: Output of the previous stage, or ``RankWork.fresh`` on the first stage.
         """
         if not received.requires_grad:
-            # Real first stages also compute gradients of inner layers, but not of their input.
+            # A real first stage computes gradients of its inner layers, but not of its input.
             received = received.detach().requires_grad_()
         microbatch = number_of(received)
         output = _apply(_Input, received, self, microbatch)
-        # Autograd runs the most recently created node first. This node must not depend on the
-        # input, because W would otherwise be needed for the input's gradient.
+        # Autograd first runs the node that was created last. This node must not depend on the
+        # input. Otherwise, the gradient of the input would require W.
         side = _apply(_Weight, self.weight, received.shape, self, microbatch)
         return _apply(_Join, output, side, self, microbatch)
 
@@ -69,15 +69,15 @@ class EmulatedChunk(torch.nn.Module):
         self.weight.grad = None
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that all ``num_microbatches`` contributed to the gradient of the weight.
+        """Checks that all ``num_microbatches`` have contributed to the gradient of the weight.
 
         Raises:
-            WorkError: The gradient has an incorrect sum.
+            WorkError: The gradient has a wrong sum.
         """
         self.check_sum(self.weight.grad, num_microbatches)
 
     def check_sum(self, gradient: torch.Tensor | None, num_microbatches: int) -> None:
-        """Checks ``gradient``, the gradient of one weight (see :meth:`check_gradient`)."""
+        """Checks ``gradient``, the gradient of a weight (see :meth:`check_gradient`)."""
         if gradient is None or not bool((gradient == num_microbatches).all()):
             raise WorkError(
                 f"stage {self.stage}: the gradient is {gradient} after {num_microbatches} "
@@ -85,7 +85,7 @@ class EmulatedChunk(torch.nn.Module):
             )
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a scalar whose backward pass starts the backward pass of the last stage."""
+        """Returns a scalar from which the backward pass of the last stage starts."""
         return _apply(_Loss, output)
 
 
@@ -96,7 +96,8 @@ class PeerRunner:
         competitor: Competitor to run.
         rank: Pipeline rank of this process.
         num_ranks: Number of ranks in the pipeline.
-        make: Function that creates a stage from its index and the number of stages.
+        make: Function that takes the index of a stage and the number of stages, and returns a
+            stage.
     """
 
     delays_in_transport = False
@@ -117,18 +118,18 @@ class PeerRunner:
         ]
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step. The time for this is not measured."""
+        """Prepares a step for ``work`` and ``draws``. The time of this call is not measured."""
         self.num_microbatches = draws.num_microbatches
         for chunk in self.chunks:
             chunk.prepare(work)
 
     def inputs(self, shape: Sequence[int]) -> list[torch.Tensor]:
-        """Returns the inputs of the first stage in the step, each of ``shape``."""
+        """Returns the inputs of the first stage for all microbatches, each with shape ``shape``."""
         like = torch.empty(*shape, dtype=DTYPE)
         return [RankWork.fresh(number, like) for number in range(self.num_microbatches)]
 
     def finish(self) -> None:
-        """Checks the gradients of the weights. The time for this is not measured."""
+        """Checks the gradients of the weights. The time of this call is not measured."""
         for chunk in self.chunks:
             chunk.check_gradient(self.num_microbatches)
 
@@ -179,7 +180,8 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        # A split backward pass runs this twice, for B and for W; the second call has no effect.
+        # A split backward pass calls this method twice, for B and for W. The second call has no
+        # effect.
         chunk = ctx.chunk
         chunk.work.take_gradient(chunk.stage, ctx.microbatch, gradient)
         return gradient, gradient, None, None

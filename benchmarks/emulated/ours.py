@@ -12,11 +12,11 @@ from .scenarios import Draws
 
 
 class OurRunner:
-    """Runs a schedule or rule of this project.
+    """Runs a schedule or a rule of this project.
 
     Args:
         competitor: Competitor to run.
-        channels: Executor and transport of the competitor's placement.
+        channels: Executor and transport for the competitor's placement.
         rank: Pipeline rank of this process.
         num_ranks: Number of ranks in the pipeline.
     """
@@ -34,7 +34,7 @@ class OurRunner:
         self._step: tuple[EmulatedStages, Policy, RankState] | None = None
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step. The time for this is not measured."""
+        """Prepares a step for ``work`` and ``draws``. The time of this call is not measured."""
         competitor, count = self._competitor, draws.num_microbatches
         ranks = self.placement.num_ranks
         if count not in self._policies:
@@ -57,5 +57,5 @@ class OurRunner:
         self._channels.executor.run(*self._step)
 
     def finish(self) -> None:
-        """Ends the step. The time for this is not measured."""
+        """Ends the step. The time of this call is not measured."""
         self._channels.executor.finish_step()

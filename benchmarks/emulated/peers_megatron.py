@@ -31,7 +31,7 @@ from .scenarios import Draws
 
 
 class StepChunk(EmulatedChunk):
-    """An emulated stage with the members that megatron-core requires of a model chunk."""
+    """An emulated stage with the attributes that megatron-core requires of a model chunk."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -41,7 +41,7 @@ class StepChunk(EmulatedChunk):
         self.received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Sets the output of the previous stage as the input."""
+        """Sets the stage's input, which is the output of the previous stage."""
         self.received = tensors[0]
 
 
@@ -55,13 +55,13 @@ def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> Transforme
         pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=competitor.num_chunks if several else None,
         pipeline_dtype=DTYPE,
-        calculate_per_token_loss=True,  # This setting leaves the loss unchanged.
+        calculate_per_token_loss=True,  # This setting makes megatron-core leave the loss unchanged.
         **more,
     )
 
 
 class StepRunner(PeerRunner):
-    """Calls a step function with the arguments of megatron-core's step functions.
+    """Calls a step function with the arguments that megatron-core's step functions take.
 
     Attributes:
         call: Keyword arguments of the next step.
@@ -83,7 +83,7 @@ class StepRunner(PeerRunner):
 
 
 class MegatronRunner(StepRunner):
-    """Runs megatron-core's 1F1B or interleaved 1F1B; see ``PeerRunner``."""
+    """Runs 1F1B or interleaved 1F1B of megatron-core (see ``PeerRunner``)."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         several = competitor.num_chunks > 1
@@ -110,7 +110,7 @@ class MegatronRunner(StepRunner):
 
 
 def forward_step(iterator: Iterator[torch.Tensor], chunk: StepChunk) -> tuple[torch.Tensor, Any]:
-    """Runs a forward pass like a user's script; returns the output and the loss function."""
+    """Runs a forward pass as a user's script would. Returns the output and the loss function."""
     received = next(iterator) if chunk.is_first else chunk.received
     assert received is not None
 

@@ -29,7 +29,7 @@ HALVES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Mean duration in seconds of a half-stage's actions on a rank with normal speed."""
+    """Mean durations in seconds of the actions of a half-stage, on a rank with normal speed."""
 
     forward_s: float = 0.008
     backward_s: float = 0.008
@@ -38,15 +38,15 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A kind of variation in durations.
+    """Kind of variation in the durations of actions and messages.
 
     Attributes:
         name: Title of the scenario in the table.
-        jitter_sigma: Standard deviation of the logarithm of a random factor of each action, which
-            has mean 1.
-        length_sigma: Standard deviation of the logarithm of a random factor of each microbatch,
-            which all its actions share.
-        length_mix: Probabilities and lengths of microbatches, used instead of ``length_sigma``. The
+        jitter_sigma: Standard deviation of the logarithm of a random factor with mean 1, which
+            differs between actions.
+        length_sigma: Standard deviation of the logarithm of a random factor, which differs between
+            microbatches. All actions of a microbatch have the same factor.
+        length_mix: Probabilities and lengths of microbatches, which replace ``length_sigma``. The
             mean length is 1.
         rank_factor: Factor by which durations on the middle rank are multiplied.
         link_delay: Delay of messages on the middle link in both directions, as a multiple of the
@@ -69,7 +69,8 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="jitter 0.3", jitter_sigma=0.3),
         Scenario(name="jitter 0.5", jitter_sigma=0.5),
         Scenario(name="lengths", length_sigma=0.5),
-        # Packed conversations have such lengths: most are short, and a few fill the sequence.
+        # Packed conversations have such lengths: most are short, and a few are as long as the
+        # sequence.
         Scenario(name="long tail", length_mix=((0.75, 0.5), (0.15, 1.5), (0.1, 4.0))),
         Scenario(name="slow link", link_delay=1.0),
         Scenario(name="fast rank", rank_factor=1 / 1.43),
@@ -101,7 +102,7 @@ class Draws:
     def workload(self, placement: Placement) -> Workload:
         """Returns the durations for ``placement``, which has one or two chunks per rank.
 
-        ``B`` is the backward pass by inputs, without weight gradients.
+        ``B`` is the part of the backward pass that computes the gradients of the inputs.
         """
         scenario, times, middle = self.scenario, self.times, self.num_ranks // 2
         factors = [1.0] * self.num_ranks

@@ -19,27 +19,27 @@ LEAST_OF_BOUND = 0.9
 """Minimum simulated time of a step with only the drawn work, divided by the measured time.
 """
 LEAST_OF_GAIN = 0.97
-"""Minimum measured gain over another order, divided by the simulated gain."""
+"""Minimum ratio of the measured gain over another order to the simulated gain."""
 GAINS = (
     (ADAPTIVE, BASELINE, "jitter 0.3"),
     (ADAPTIVE, INTERLEAVED, "jitter 0.3"),
     (PLUG_IN, INTERLEAVED, "jitter 0.3"),
     (ADAPTIVE, BASELINE, "lengths"),
 )
-"""Rule, rival and scenario of each gain with a goal."""
+"""Rule, competing order and scenario of each gain that has a goal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The steps of one competitor in one scenario.
+    """Steps of one competitor in one scenario.
 
     Attributes:
         competitor: Competitor that ran the steps.
         scenario: Name of the scenario.
-        peak: Maximum number of activations that a rank held, in microbatches of a whole rank.
+        peak: Maximum number of activations that a rank stored, in microbatches of a whole rank.
         measured_s: Duration of each step in seconds, by repetition.
-        simulated_s: Simulated duration of the same steps with only the drawn work in seconds, by
-            repetition.
+        simulated_s: Simulated duration in seconds of each step, by repetition. Only the drawn work
+            takes time.
     """
 
     competitor: Competitor
@@ -50,14 +50,14 @@ class Steps:
 
     @property
     def of_bound(self) -> float:
-        """Returns the median ratio of simulated time to measured time."""
+        """Returns the median ratio of the simulated time to the measured time."""
         return statistics.median(
             self.simulated_s[number] / seconds for number, seconds in self.measured_s.items()
         )
 
 
 Table = Mapping[tuple[str, str], Steps]
-"""Steps by competitor and scenario."""
+"""Steps of each pair of competitor and scenario, by their names."""
 
 
 def simulated_s(competitor: Competitor, draws: Draws) -> float:
@@ -78,14 +78,14 @@ def simulated_s(competitor: Competitor, draws: Draws) -> float:
 def make_table(
     records: Sequence[Record], *, ranks: int, microbatches: int, times: Times, seed: int
 ) -> dict[tuple[str, str], Steps]:
-    """Returns the steps of a run by competitor and scenario.
+    """Returns the steps of a run, by the names of competitor and scenario.
 
     Args:
-        records: Records of ``worker.Rank``.
+        records: Records that ``worker.Rank`` returned.
         ranks: Number of ranks in the pipeline.
         microbatches: Number of microbatches per step.
         times: Mean durations of the run.
-        seed: Seed of the random draws in the run.
+        seed: Seed of all random draws in the run.
     """
     table = {}
     for name, scenario in dict.fromkeys((r["competitor"], r["scenario"]) for r in records):
@@ -117,12 +117,12 @@ def make_table(
 
 
 def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
-    """Returns the median over repetitions of ``slower`` divided by ``faster``."""
+    """Returns the median over all repetitions of ``slower`` divided by ``faster``."""
     return statistics.median(slower[number] / seconds for number, seconds in faster.items())
 
 
 def speedup(table: Table, name: str, scenario: str) -> float | None:
-    """Returns the median speed-up over the baseline, or ``None`` if either has no steps."""
+    """Returns the median speed-up over the baseline, or ``None`` if steps are missing."""
     steps, base = table.get((name, scenario)), table.get((BASELINE, scenario))
     if steps is None or base is None:
         return None
@@ -130,7 +130,7 @@ def speedup(table: Table, name: str, scenario: str) -> float | None:
 
 
 def markdown(table: Table) -> str:
-    """Returns the speed-ups as a Markdown table, with a row per competitor."""
+    """Returns the speed-ups as a Markdown table with a row for each competitor."""
     scenarios = list(dict.fromkeys(scenario for _, scenario in table))
     lines = [
         f"| | memory | {' | '.join(scenarios)} | simulated / measured |",
@@ -174,7 +174,7 @@ def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
 
 
 def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
-    """Returns a row with the ratio of a measured gain to the simulated gain."""
+    """Returns a row with the measured gain of ``policy`` divided by its simulated gain."""
     fast, slow = table[policy, scenario], table[rival, scenario]
     measured = ratio(slow.measured_s, fast.measured_s)
     simulated = ratio(slow.simulated_s, fast.simulated_s)
@@ -198,7 +198,7 @@ def _least(title: str, value: float, goal: float, note: str) -> Row:
 
 
 def chart(table: Table, title: str, path: Path) -> None:
-    """Draws the speed-ups as bars grouped by scenario. Bars of rules have an outline."""
+    """Draws the speed-ups as bars, grouped by scenario. The bars of rules have an outline."""
     import matplotlib
 
     matplotlib.use("Agg")

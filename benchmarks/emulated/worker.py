@@ -32,7 +32,7 @@ from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 _LEAD_S = 0.006
 """Seconds from agreeing on a start time until that time, which is enough to inform all ranks."""
 Runner = MegatronRunner | EmulatedTorchRunner | PluggedRunner | OurRunner
-"""A competitor on one rank. ``run`` is timed, but ``prepare`` and ``finish`` are not."""
+"""A competitor on one rank. Only ``run`` is timed, not ``prepare`` and ``finish``."""
 
 
 class Rank:
@@ -40,10 +40,10 @@ class Rank:
 
     Args:
         rank: Rank of this process.
-        plan: Description of the run: ``num_ranks``; ``cases``, each with its scenario, number of
-            microbatches, and number of steps of each competitor; ``competitors``, which alternate;
-            ``times``, the mean durations; ``seed`` of all draws. Each step has new random
-            durations.
+        plan: Description of the run. ``cases`` are tuples of a scenario, a number of microbatches,
+            and a number of steps of each competitor. ``competitors`` alternate. ``times`` are mean
+            durations, ``seed`` is the seed of all draws, and ``num_ranks`` is the number of ranks.
+            Each step has new random durations.
     """
 
     def __init__(self, rank: int, plan: dict[str, Any]) -> None:
@@ -59,17 +59,18 @@ class Rank:
         }
 
     def measure(self) -> list[dict[str, Any]]:
-        """Runs all cases.
+        """Runs all cases, and returns a record of each step.
 
         Returns:
-            One record per step, the same on every rank: its competitor, scenario and repetition,
-            ``makespan_s``, and ``peak``, the maximum number of activations that a rank held, in
-            microbatches of a whole rank.
+            Records, which are the same on every rank. A record contains the competitor, scenario
+            and repetition of a step, ``makespan_s``, and ``peak``, the maximum number of
+            activations that a rank stored, in microbatches of a whole rank.
         """
         records: list[dict[str, Any]] = []
         warm: set[int] = set()
         for scenario, count, repetitions in self._plan["cases"]:
-            # Some runtimes open channels in their first step with a new number of microbatches.
+            # Some runtimes open channels in their first step with a new number of microbatches. So
+            # add a step that is not counted.
             first = 0 if count in warm else -1
             warm.add(count)
             for repetition in range(first, repetitions):
@@ -77,7 +78,7 @@ class Rank:
         return [record for record in records if record["repetition"] >= 0]
 
     def close(self) -> None:
-        """Closes the resources that the runners share. All ranks must call this method."""
+        """Closes the objects that the runners share. All ranks must call this method."""
         for channels in self._channels.values():
             channels.close()
         for runner in self._runners.values():
@@ -108,7 +109,7 @@ class Rank:
             repetition=repetition,
         )
         names = list(self._runners)
-        # Rotate the order, so that the same competitor does not follow a slow competitor in every
+        # Rotate the order, so that a competitor does not follow the same slow competitor in every
         # round.
         turn = repetition % len(names)
         return [
@@ -145,7 +146,7 @@ class Rank:
         return {"makespan_s": last_end - start, "peak": peak}
 
     def _latest(self, *values: float) -> list[float]:
-        """Returns the maximum of each value over all ranks. This is also a barrier."""
+        """Returns the maximum of each value over all ranks. This call is also a barrier."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         result: list[float] = tensor.tolist()

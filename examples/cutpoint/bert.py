@@ -20,7 +20,7 @@ MASK = 1
 
 
 def build(**changes: Any) -> BertForMaskedLM:
-    """Returns the model, which has the same weights on every process."""
+    """Returns the model. Its weights are the same on every process."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 128, "max_position_embeddings": 32, "hidden_size": 64}
     depth = {"num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 128}
@@ -31,7 +31,7 @@ def build(**changes: Any) -> BertForMaskedLM:
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns ``samples`` random sentences, in which the model predicts every fifth token."""
+    """Returns ``samples`` random sentences. The model predicts every fifth token."""
     generator = torch.Generator().manual_seed(2)
     position = torch.arange(24)
     tokens = (torch.randint(4, 124, (samples, 1), generator=generator) + 3 * position) % 124 + 4

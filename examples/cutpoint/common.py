@@ -17,7 +17,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def parse(description: str) -> argparse.Namespace:
-    """Returns the options of an example from its command line."""
+    """Parses the command line of an example, and returns the options."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=10, help="training steps")
     parser.add_argument(
@@ -61,12 +61,12 @@ def train(
     make_batch: Callable[[int], Batch],
     **more: Any,
 ) -> list[float]:
-    """Trains a model with cut points and returns the losses, or exits after an error.
+    """Trains a model with cut points, and returns the loss of each step. Exits after an error.
 
     Args:
         options: Options of the command line, from :func:`parse`.
-        model: Model with the same weights on all processes.
-        make_batch: Function that returns a batch of a given number of samples.
+        model: Model whose weights are the same on all processes.
+        make_batch: Function that returns a batch with the given number of samples.
         more: Additional arguments of ``Pipeline``.
     """
     try:
@@ -105,8 +105,8 @@ def _train(
             elif options.write_profile:
                 print("no profile is written, because no layout was chosen by measurements")
             print(f"segments per stage: {'-'.join(map(str, pipeline.partition))}", flush=True)
-        # Train on the same batch in each step, so that the loss falls. Each replica takes its own
-        # samples of the batch.
+        # Train on the same batch in each step, so that the loss decreases. Each replica takes its
+        # part of the batch.
         batch = pipeline.share(make_batch(options.batch_size))
         losses = []
         for _ in range(options.steps):

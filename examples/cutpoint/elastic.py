@@ -19,7 +19,7 @@ WIDTH, LAYERS, CLASSES = 64, 8, 10
 
 
 class Net(torch.nn.Module):
-    """Has residual layers with dropout, and a cut point after each layer."""
+    """Residual layers with dropout, and a cut point after each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,21 +33,21 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of ``x [n, WIDTH]`` with classes ``label [n]``."""
+        """Returns the loss of the inputs ``x [n, WIDTH]`` with the classes ``label [n]``."""
         for layer, cut in zip(self.layers, self.cuts, strict=True):
             x = cut(x + layer(x))
         return torch.nn.functional.cross_entropy(self.head(x), label)
 
 
 def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
-    """Returns the batch of ``step`` over all replicas, which is the same at each call."""
+    """Returns the batch of ``step`` over all replicas. Each call returns the same batch."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(samples, WIDTH, generator=generator)
     return {"x": x, "label": x[:, :CLASSES].argmax(dim=1)}
 
 
 def main() -> None:
-    """Trains the model up to the last step, and prints an evaluation."""
+    """Trains the model until the last step, and prints an evaluation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="total number of training steps")
     parser.add_argument(
@@ -86,7 +86,8 @@ def main() -> None:
             if first and (step + 1) % options.log_interval == 0:
                 shape = f"PP {pipeline.pipeline_size} x DP {pipeline.replicas}"
                 print(f"step {step + 1}: loss {loss:.4f}, {shape}", flush=True)
-        # A request to stop ends the program within the loop, so this runs only after the last step.
+        # A request to stop ends the program within the loop. So this line runs only after the last
+        # step.
         evaluated = pipeline.eval(pipeline.share(batch_of(options.steps, options.batch_size)))
         if first:
             print(f"evaluation: loss {evaluated:.4f}", flush=True)

@@ -20,7 +20,7 @@ ARGUMENTS = {"use_cache": False}
 
 
 def build(**changes: Any) -> GPT2LMHeadModel:
-    """Returns the model, which has the same weights on every process."""
+    """Returns the model. Its weights are the same on every process."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 128, "n_positions": 32, "n_embd": 64, "n_layer": 6, "n_head": 4}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
@@ -31,7 +31,7 @@ def build(**changes: Any) -> GPT2LMHeadModel:
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns synthetic text in which each token is a function of the previous token."""
+    """Returns ``samples`` synthetic texts, in which each token determines the next token."""
     generator = torch.Generator().manual_seed(2)
     start = torch.randint(0, 128, (samples, 1), generator=generator)
     ids = (start + 7 * torch.arange(32)) % 128

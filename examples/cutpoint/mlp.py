@@ -12,7 +12,7 @@ from megatron.adaptive import CutPoint
 
 
 class Mlp(torch.nn.Module):
-    """Implements a perceptron with a cut point after each hidden layer."""
+    """A perceptron with a cut point after each hidden layer."""
 
     def __init__(self, width: int = 64, layers: int = 8, classes: int = 10) -> None:
         super().__init__()
@@ -23,20 +23,20 @@ class Mlp(torch.nn.Module):
         self.head = torch.nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of ``x [n, width]`` with classes ``label [n]``."""
+        """Returns the loss of the inputs ``x [n, width]`` with the classes ``label [n]``."""
         for layer in self.layers:
             x = layer(x)
         return torch.nn.functional.cross_entropy(self.head(x), label)
 
 
 def build() -> Mlp:
-    """Returns the model, which has the same weights on every process."""
+    """Returns the model. Its weights are the same on every process."""
     torch.manual_seed(1)
     return Mlp()
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns a batch of ``samples`` random samples."""
+    """Returns a random batch of ``samples`` samples."""
     generator = torch.Generator().manual_seed(2)
     return {
         "x": torch.randn(samples, 64, generator=generator),

@@ -17,7 +17,7 @@ from megatron.adaptive import CutPoint
 
 
 class Block(nn.Module):
-    """Implements a transformer block with dropout."""
+    """A transformer block with dropout."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the output ``[n, patches, width]`` for an input of the same shape."""
+        """Returns the output ``[n, patches, width]`` for an input ``x`` of the same shape."""
         n, patches, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(n, patches, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Vit(nn.Module):
-    """Classifies images of 16 x 16 pixels with 3 colors."""
+    """A vision transformer that classifies images of 16 x 16 pixels with 3 colors."""
 
     def __init__(
         self, width: int = 32, depth: int = 8, classes: int = 10, dropout: float = 0.1
@@ -63,12 +63,12 @@ class Vit(nn.Module):
 
 
 def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Returns the loss of the microbatch ``batch`` for its ``logits``."""
+    """Returns the loss of the microbatch ``batch``. ``logits`` are the outputs of the model."""
     return F.cross_entropy(logits, batch["label"])
 
 
 def build(dropout: float = 0.1) -> nn.Module:
-    """Returns the model, which has the same weights on every process."""
+    """Returns the model. Its weights are the same on every process."""
     torch.manual_seed(1)
     return Vit(dropout=dropout)
 

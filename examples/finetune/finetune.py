@@ -25,7 +25,7 @@ from megatron.adaptive.modules.samples import SampleReader, load_processor, num_
 
 
 def main(argv: Sequence[str]) -> None:
-    """Fine-tunes the model and saves it as a folder that transformers and vLLM can read."""
+    """Fine-tunes the model, and saves it to a folder that transformers and vLLM can read."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of the model")
     parser.add_argument(
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
 
     processor = load_processor(options.model)
-    # Lengths are padded to multiples of 32, because the pipeline records the model once per length.
+    # Pad lengths to multiples of 32, because the pipeline records the model once for each length.
     samples = SampleReader(processor=processor, length_multiple=32).read(options.data)
     order = list(range(len(samples)))
     random.Random(1).shuffle(order)
@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> None:
 
     with Pipeline.from_pretrained(
         options.model,
-        samples.kinds,  # Pass a sample of each kind, such as with and without images.
+        # Pass a sample of each kind. For example, samples with and without images are different
+        # kinds.
+        samples.kinds,
         adapter=adapter,
         decisive_entries=samples.decisive_entries,
     ) as pipeline:
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
             random.Random(epoch).shuffle(order)
             for start in range(0, len(order), options.batch_size):
                 batch = [samples[index] for index in order[start : start + options.batch_size]]
-                # The loss is a mean over all learned tokens of the batch. Each process passes the
+                # The loss is the mean over all learned tokens of the batch. Each process passes the
                 # whole batch of its replica.
                 batch = pipeline.share(batch)
                 loss, _ = pipeline.step(batch, num_items=num_learned(batch))

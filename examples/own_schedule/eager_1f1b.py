@@ -18,7 +18,7 @@ from megatron.adaptive.schedule import Action, ActionKind, Placement, fixed_orde
 
 @fixed_order(chunks="one")
 def eager_1f1b(placement: Placement, num_microbatches: int) -> list[list[Action]]:
-    """Returns the list of actions of each rank, in the order in which the rank runs them."""
+    """Returns a list of actions for each rank, in the order in which the rank runs them."""
     forwards = [Action(ActionKind.F, 0, number) for number in range(num_microbatches)]
     backwards = [Action(ActionKind.B, 0, number) for number in range(num_microbatches)]
     orders = []

@@ -12,9 +12,9 @@ from megatron.adaptive.schedule import Action, ActionKind, RankState, run_time_r
 
 @run_time_rule()
 def oldest_first(state: RankState) -> Action | None:
-    """Returns the action to start now, or ``None`` to wait for the next message."""
+    """Returns the action that the rank starts now, or ``None`` to wait for the next message."""
     ready = [action for action in state.ready() if state.fits(action)]
-    # Weight gradients do not delay other ranks, so they run when no other action is ready.
+    # Other ranks do not wait for weight gradients. So run these if no other action is ready.
     urgent = [action for action in ready if action.kind is not ActionKind.W]
     return min(
         urgent or ready,

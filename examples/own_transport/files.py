@@ -33,7 +33,7 @@ POLL_S = 0.001
 
 
 class Files(TransportKind):
-    """Declares the transport, which connects ranks of one machine that see the same folder."""
+    """Describes the transport. It connects ranks on one machine that see the same folder."""
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
         if first.machine != second.machine:
@@ -46,7 +46,7 @@ class Files(TransportKind):
 
 
 class FileTransport:
-    """Sends and receives messages; it has all members of ``transport.interface.Transport``."""
+    """Sends and receives messages. It has all members of ``transport.interface.Transport``."""
 
     name = "files"
 
@@ -68,7 +68,7 @@ class FileTransport:
         self._sent[peer] += 1
         path = self._folder / f"{self._rank}-{peer}-{number}"
         torch.save({"header": header, "payload": payload}, f"{path}.part")
-        # Rename the file, so that it is visible only when it is complete.
+        # Rename the file, so that the receiver sees it only when it is complete.
         os.replace(f"{path}.part", path)
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -83,7 +83,8 @@ class FileTransport:
     def close(self) -> None:
         self._is_closed.set()
         self._thread.join()
-        with contextlib.suppress(OSError):  # Only the last rank finds the folder empty.
+        # The folder is empty only for the last rank that closes its transport.
+        with contextlib.suppress(OSError):
             self._folder.rmdir()
 
     def _receive(self) -> None:
@@ -102,7 +103,8 @@ class FileTransport:
         message = torch.load(path, weights_only=True)
         path.unlink()
         label = Header.decode(message["header"], peer=peer).label
-        assert label is not None  # Only a transport that announces its end sends no label.
+        # Only a transport that announces its end sends a message without a label.
+        assert label is not None
         payload = message["payload"].to(self._device)
         now_ns = time.monotonic_ns()
         self.completions.put(HeldArrival(label, peer, payload.nbytes, lambda: payload, now_ns))

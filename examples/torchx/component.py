@@ -9,7 +9,7 @@ that wait for the master.
 
 import torchx.specs as specs
 
-# $$ starts a shell variable. TorchX replaces variables that start with a single $ by its values.
+# $$ starts a variable of the shell. TorchX itself replaces variables that start with a single $.
 START = """
 if ((%replica% == 0)); then exec bash run_master.sh "$$CONF" --nnodes "$$NNODES"; fi
 exec bash run_worker.sh --master-addr "$${%host%:=localhost}" \\

@@ -30,11 +30,11 @@ _SPACE = SearchOptions(
     all_nodes=True,
     schedules=("1f1b", "interleaved"),
 )
-"""Options that FASOP's search also has, and the interleaved schedule."""
+"""Options that FASOP's search has too, and the interleaved schedule."""
 
 
 def neutral_s(run: FasopRun, plan: Plan) -> float:
-    """Returns the simulated step time of ``plan`` in seconds under this project's schedules."""
+    """Returns the step time of ``plan`` in seconds, simulated under this project's schedules."""
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     begin, forward, backward = 0, [], []
     held = [0.0] * plan.pp
@@ -70,7 +70,7 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
 
 
 def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
-    """Returns a link for each pair of adjacent ranks. The last and first rank are adjacent."""
+    """Returns a link for each pair of adjacent ranks. The last rank is adjacent to the first."""
     size = run.model.layer(1).output_elements * run.model.precision.element_bytes
     links = {}
     for one in range(plan.pp):
@@ -83,10 +83,10 @@ def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
 
 
 def rows(folder: Path) -> list[Row]:
-    """Returns the rows of the two comparisons with FASOP.
+    """Returns the rows of both comparisons with FASOP.
 
     Args:
-        folder: Folder of FASOP's data set.
+        folder: Folder of the data set of FASOP.
     """
     data = Fasop(folder)
     return [*neutral_rows(data), *_front(data, folder)]
@@ -97,8 +97,7 @@ def neutral_rows(data: Fasop) -> list[Row]:
     found, gains, slowest = [], [], 0.0
     for name in data.runs:
         run = data.run(name)
-        # The first search loads compiled code. The measured time excludes this, as it excludes
-        # imports.
+        # The first search loads compiled code. The measured time includes neither this nor imports.
         run.searcher(_SPACE).search()
         began = time.process_time()
         ours = run.searcher(_SPACE).search().plans[0].plan

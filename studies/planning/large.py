@@ -18,7 +18,10 @@ _CLUSTER = Path(__file__).with_name("large.yaml")
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """Returns CPU seconds and gap of the search. ``quick`` uses only a quarter of the nodes."""
+    """Returns rows with the CPU time and the gap of the search.
+
+    With ``quick``, the cluster has a quarter of the nodes.
+    """
     cluster = read_cluster(_CLUSTER)
     if quick:
         groups = tuple(replace(group, count=group.count // 4) for group in cluster.groups)

@@ -37,8 +37,7 @@ def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
         folder: Folder of a data set, or folder whose subfolders are data sets.
 
     Raises:
-        ConfigError: The folder does not exist or contains no data set, or a file of a data set is
-            invalid.
+        ConfigError: The folder does not exist or contains no data set, or a file in it is invalid.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist; pass the folder of the data set")
@@ -68,7 +67,7 @@ def _read(file: Path, name: str) -> list[MeasuredRun]:
 
 
 def rows(data: Path) -> list[Row]:
-    """Returns the table rows of all data sets in ``data``.
+    """Returns the table rows for all data sets in ``data``.
 
     Args:
         data: Folder of the published data sets. Missing data sets have no rows.
@@ -77,7 +76,7 @@ def rows(data: Path) -> list[Row]:
 
 
 def errors_of(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], list[float]]:
-    """Returns the result of ``accuracy`` for predicted times, and the signed memory errors."""
+    """Returns ``accuracy`` of the predicted times, and the signed relative errors of memory."""
     pairs = [(run.predicted(), run) for run in runs]
     timed = [(seen.seconds, run.seconds) for seen, run in pairs if run.seconds is not None]
     if not timed:
@@ -128,7 +127,7 @@ def literature_rows() -> list[Row]:
 def literature_run(
     cluster: Mapping[str, Any], run: Mapping[str, Any], recompute: str
 ) -> tuple[PlanInputs, Prediction]:
-    """Predicts a run with layers divided evenly over stages and with sequence parallelism."""
+    """Predicts a run whose layers are divided evenly, with sequence parallelism."""
     tp, dp, pp, chunks = run["tp"], run["dp"], run["pp"], run["chunks"]
     count = tp * dp * pp // 8
     node = {"gpu": cluster["gpu"], "count": count, "gpus_per_node": 8, "link": cluster["link"]}
@@ -138,7 +137,8 @@ def literature_run(
     words = run["model"].split()
     attention = "fused" if "--use-flash-attn" in words else "unfused"
     model = arguments_model(words, run["name"], run["precision"], attention=attention)
-    # The first and last stages have the fewest layers, because they also have embedding and head.
+    # The first and last stages have fewer layers, because they also have the embedding and the
+    # head.
     each, more = divmod(model.num_counted, pp * chunks)
     full = range((pp * chunks - more) // 2, (pp * chunks - more) // 2 + more)
     layers = [each + (stage in full) for stage in range(pp * chunks)]

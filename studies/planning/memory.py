@@ -34,7 +34,7 @@ _RECOMPUTE = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRun(Shape):
-    """A trainer run of two steps."""
+    """Run of the trainer with two steps."""
 
     sequence: int = 1024
 
@@ -61,10 +61,10 @@ class MemoryRun(Shape):
         return [*self.model_flags(), *words, *self.parallel_flags()]
 
     def planned(self, context_bytes: float = 0.0) -> tuple[Plan, PlanInputs]:
-        """Returns the plan of this run, and the planner's inputs."""
+        """Returns the plan of this run, and the inputs of the planner."""
         model = arguments_model(self.model_flags(), "small gpt", attention="unfused")
         plan, cluster = self.plan(model, BATCH * self.dp)
-        # Only memory is compared, so the durations are arbitrary.
+        # Only memory is compared, so the durations do not matter.
         one = LayerTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
         profile = Profile(
             layers={(kind, "cpu", self.tp, 1): one for kind in model.kinds},
@@ -75,10 +75,10 @@ class MemoryRun(Shape):
 
 
 class PeakWatch(Watch):
-    """Records the peak memory of each rank process, as the kernel reports it.
+    """Records the maximum memory of each rank process, as the kernel reports it.
 
     Attributes:
-        peaks: Peak memory in bytes by rank.
+        peaks: Maximum memory of each rank in bytes, by rank.
     """
 
     every_s = 0.1
@@ -99,11 +99,11 @@ class PeakWatch(Watch):
                         peak = int(line.split()[1]) * 1024
                         self.peaks[rank] = max(self.peaks.get(rank, 0), peak)
             except (psutil.Error, OSError, ValueError):
-                continue  # Skip processes that have exited.
+                continue  # Skip this process, because it has exited.
 
 
 def measured_bytes(run: MemoryRun) -> int:
-    """Returns the largest peak memory of all ranks of ``run``, in bytes."""
+    """Returns the maximum memory in bytes of the rank of ``run`` that needs the most."""
     with tempfile.TemporaryDirectory() as traces:
         return max(train(run, ["--trace-dir", traces], PeakWatch()).peaks.values())
 
@@ -120,7 +120,7 @@ _SPREADS: tuple[tuple[dict[str, Any], ...], ...] = (
 
 
 def runs() -> list[MemoryRun]:
-    """Returns the 24 runs of the study."""
+    """Returns all 24 runs of the study."""
     return [
         MemoryRun(recompute=recompute, sequence=sequence, layers=_even(spread), **spread)
         for sequence, spreads in zip((2048, 1024), _SPREADS, strict=True)
@@ -130,13 +130,13 @@ def runs() -> list[MemoryRun]:
 
 
 def _even(spread: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the number of layers of each stage if layers are divided evenly."""
+    """Returns the number of layers of each stage if the layers are divided evenly."""
     stages = spread.get("pp", 1) * spread.get("chunks", 1)
     return (LAYERS // stages,) * stages
 
 
 def measure(quick: bool) -> Result:
-    """Compares planned and measured peaks of all runs, or of every fifth run if ``quick``."""
+    """Compares planned and measured memory of all runs, or of every fifth run if ``quick``."""
     tiny = MemoryRun(sequence=64, layers=(1,))
     context = measured_bytes(tiny) - predict(*tiny.planned()).peak_bytes
     ratios, facts = [], []

@@ -60,7 +60,7 @@ QUIET = 0.06
 ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 400.0
 KEPT = "kept.json"
 NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpeed(bytes_per_s=2e9))
-"""Node type of this machine. Plans use at most two of its GPUs."""
+"""Node type that describes this machine. Plans use at most two of its GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +91,11 @@ class Shape:
         )
 
     def flags(self) -> list[str]:
-        """Flags of the trainer, including the model's flags."""
+        """Flags of the trainer, including those that describe the model."""
         return [*(EXPERT_FLAGS if self.expert_ranks else MODEL_FLAGS), *self.parallel_flags()]
 
     def parallel_flags(self) -> list[str]:
-        """Flags of the trainer that do not describe the model."""
+        """Flags of the trainer except those that describe the model."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--micro-batch-size", str(self.micro_batch), "--pipeline-schedule", self.schedule]
@@ -108,7 +108,7 @@ class Shape:
         return flags
 
     def plan(self, model: Model, batch: int = BATCH) -> tuple[Plan, Cluster]:
-        """Returns the plan of this configuration for this machine, and the machine as a cluster."""
+        """Returns the plan of this configuration, and this machine as a cluster."""
         cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
         sizes = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "micro_batch": self.micro_batch}
         plan = Plan(
@@ -155,7 +155,7 @@ EXPERT_PLANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A traced run and its undisturbed iterations."""
+    """A traced run, and those of its iterations that other programs did not disturb."""
 
     trace: RunTrace
     iterations: tuple[int, ...]
@@ -164,17 +164,17 @@ class Outcome:
 
 
 class BusyError(RuntimeError):
-    """Error for runs that other programs disturbed too much."""
+    """Raised if other programs have disturbed the runs too much."""
 
 
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
     """Trains until enough iterations are undisturbed, at most ``ROUNDS`` times.
 
-    The results are stored in ``folder``, from which :func:`reload` reads them.
+    The results are stored in ``folder``. :func:`reload` can read them.
 
     Raises:
-        BusyError: Other programs used too much of the machine in all rounds.
-        RuntimeError: The trainer failed.
+        BusyError: Other programs used too much processor time in all rounds.
+        RuntimeError: The trainer has failed.
     """
     seen = []
     for number in range(ROUNDS):
@@ -205,10 +205,10 @@ def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
 
 
 def reload(shape: Shape, folder: Path) -> Outcome:
-    """Returns the run that :func:`run` stored in ``folder``.
+    """Returns the run that :func:`run` has stored in ``folder``.
 
     Raises:
-        RuntimeError: The run had a different configuration.
+        RuntimeError: The stored run has a different configuration.
     """
     kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
     if kept["shape"] != str(shape):
@@ -224,10 +224,10 @@ def reload(shape: Shape, folder: Path) -> Outcome:
 
 
 def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
-    """Runs the trainer while ``watch`` takes samples, and returns the watch.
+    """Runs the trainer while ``watch`` takes samples, and returns ``watch``.
 
     Raises:
-        RuntimeError: The trainer failed.
+        RuntimeError: The trainer has failed.
     """
     command = ["-m", "megatron.adaptive", "job", "launch", "--standalone"]
     command += ["--nproc-per-node", str(shape.processes), str(ROOT / "pretrain_gpt.py")]
@@ -235,13 +235,13 @@ def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
 
 
 def profiled(folder: Path) -> Profile:
-    """Returns the profile that two processes measure for the model with experts.
+    """Returns the profile of the model with experts, which two processes measure.
 
-    The profile is stored in ``folder``.
+    The profile is stored in ``folder``. If it is there already, nothing is measured.
 
     Raises:
-        BusyError: Other programs used too much of the machine in all rounds.
-        RuntimeError: The command failed.
+        BusyError: Other programs used too much processor time in all rounds.
+        RuntimeError: The command has failed.
     """
     path = folder / "profile.json"
     for _ in range(0 if path.is_file() else ROUNDS):
@@ -252,7 +252,7 @@ def profiled(folder: Path) -> Profile:
         command += ["--output", str(trial), *"--tp 1 --micro-batch-sizes 1".split()]
         command += ["--node-type", NODE.name]
         watch = _watched(command, "profile", Watch(os.getpid()))
-        # Ignore later samples, because the CPU time of an exited process is attributed to other
+        # Ignore later samples. After a process has exited, its CPU time counts as that of other
         # programs.
         end = max(watch.samples, key=lambda sample: sample[-1])
         if watch.others(watch.samples[0][0], end[0]) < QUIET:
@@ -265,7 +265,7 @@ def profiled(folder: Path) -> Profile:
 
 
 def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
-    """Runs Python with the arguments ``command`` under a watch, and returns the watch."""
+    """Runs Python with the arguments ``command`` while ``watch`` samples. Returns ``watch``."""
     child = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -294,9 +294,9 @@ def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
 
 
 class Watch:
-    """Samples the CPU use of the machine, and the part that a process and its descendants use.
+    """Samples the CPU use of this machine, and of a process with its descendants.
 
-    Samples are taken every 250 ms within the ``with`` block, and at its start and end.
+    Samples are taken at the start and at the end of the ``with`` block, and every 250 ms within it.
     """
 
     every_s = 0.25
@@ -321,7 +321,7 @@ class Watch:
             self._sample()
 
     def _sample(self) -> None:
-        """Records the CPU seconds of all programs, and of the process and its descendants."""
+        """Records the CPU seconds of all programs, and of the process with its descendants."""
         whole, family = psutil.cpu_times(), 0.0
         busy = whole.user + whole.nice + whole.system + whole.irq + whole.softirq + whole.steal
         for one in (self._first, *self._first.children(recursive=True)):
@@ -331,7 +331,7 @@ class Watch:
         self.samples.append((time.monotonic_ns(), busy, family))
 
     def others(self, start_ns: int, end_ns: int) -> float:
-        """Returns the fraction of the machine that other programs used in this interval."""
+        """Returns the fraction of the machine that other programs used between the two times."""
         at = np.array([sample[0] for sample in self.samples])
         low = max(int(np.searchsorted(at, start_ns)) - 1, 0)
         high = min(int(np.searchsorted(at, end_ns)), len(at) - 1)
@@ -352,9 +352,10 @@ def measure(
     """Runs all configurations. Returns the results with their goals, and a record for each plan.
 
     Args:
-        folder: Folder in which the runs are stored. They require approximately 6 MB.
+        folder: Folder in which the runs are stored. They take about 6 MB.
         quick: Whether to run one round of every third plan.
-        again: Whether to run plans that are not stored. If not, all runs are read from the folder.
+        again: Whether to run plans that are not stored. Otherwise, all runs are read from the
+            folder.
         experts: Whether to run the plans of the model with experts.
     """
     plans = EXPERT_PLANS if experts else PLANS
@@ -408,7 +409,7 @@ def measure(
 
 
 def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
-    """Returns the profile that is fitted to the traced runs of ``TEACHERS``."""
+    """Returns a profile that is fitted to the traces of the runs of ``TEACHERS``."""
     runs = [
         TracedRun(
             trace=outcome.trace,
@@ -419,7 +420,7 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
         for shape, outcome in done.items()
     ]
     profile = profile_file.make_profile(calibrate(model, runs))
-    # Processes on one host copy messages through the same memory, so links share bandwidth.
+    # Processes on one host copy messages through the same memory, so links share its bandwidth.
     shared = {
         name: {key: replace(link, shared=True) for key, link in getattr(profile, name).items()}
         for name in ("intra_links", "all_reduce")
@@ -428,7 +429,7 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
 
 
 def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
-    """Interleaves teachers with plans, because the machine's speed varies over minutes."""
+    """Returns teachers and plans in turn, because the speed of the machine varies over minutes."""
     order: list[Shape] = []
     for i, teacher in enumerate(teachers):
         begin, end = (len(plans) * k // len(teachers) for k in (i, i + 1))
@@ -437,7 +438,7 @@ def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
 
 
 def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Returns medians over rounds. Errors are computed per round, because the speed varies."""
+    """Returns medians over rounds. Errors are computed in each round, because the speed varies."""
     return {
         "plan": str(shape),
         "measured_s": statistics.median(measured for measured, _ in pairs),
@@ -447,7 +448,7 @@ def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any
 
 
 def summary(records: Sequence[dict[str, Any]], name: str, goal: float) -> list[Row]:
-    """Returns the results of the runs with their goals. ``goal`` is for the median error."""
+    """Returns the results of the runs with their goals. ``goal`` applies to the median error."""
     measured = [record["measured_s"] for record in records]
     predicted = [record["predicted_s"] for record in records]
     found = accuracy(predicted, measured)

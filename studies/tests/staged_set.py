@@ -1,4 +1,4 @@
-"""Writes a small data set of staged runs in the documented format."""
+"""Writes a small data set of staged runs in the format that the documentation describes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ LAYERS = ("embedding", "transformer", "transformer", "head")
 
 
 def write_staged_set(folder: Path, plans: Sequence[dict[str, Any]]) -> None:
-    """Writes a cluster of two nodes with one GPU each, a model of four layers, and its runs."""
+    """Writes files that describe a cluster, a model and its runs.
+
+    The cluster has two nodes with one GPU each, and the model has four layers. ``plans`` are the
+    runs.
+    """
     types = [{"gpu": "V100", "nodes": 2, "gpus_per_node": 1, "memory_bytes_per_gpu": 16e9}]
     links = [
         {
@@ -69,7 +73,7 @@ def write_staged_set(folder: Path, plans: Sequence[dict[str, Any]]) -> None:
 
 
 def staged_plan(measured_s: float, **more: Any) -> dict[str, Any]:
-    """Returns a run with two stages whose measured step time is ``measured_s`` seconds."""
+    """Returns a run with two stages, whose measured step time is ``measured_s`` seconds."""
     return {
         "model": "small",
         "tp": 1,

@@ -1,4 +1,4 @@
-"""Tests for the comparison with FASOP on its published inputs and plans."""
+"""Tests the comparison with FASOP on the inputs and plans that FASOP's authors published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for predictions of published runs, and for errors about folders that are not data sets."""
+"""Tests predictions of published runs, and the errors about folders without a data set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_errors_are_one_line(tmp_path: Path, folder: str, text: str) -> None:
 
 
 def write_rows_set(folder: Path, *, names: Sequence[str], swapped: bool) -> None:
-    """Writes a data set of rows on two types of nodes. ``swapped`` puts the slow node first."""
+    """Writes a data set with one run per row. ``swapped`` lists the slow node first."""
     run, model, fast, slow = names
     folder.mkdir()
     nodes = [
@@ -81,11 +81,12 @@ def test_names_and_the_order_of_mixed_nodes_come_from_the_data(tmp_path: Path) -
     sets = read_sets(tmp_path)
     assert list(sets) == ["a one", "b odd-name"]
     first, second = ([run.predicted() for run in runs] for runs in sets.values())
-    # The fast node has the first stage in the first data set and the second stage in the second.
+    # The fast node has the first stage in the first data set, and the second stage in the second
+    # data set.
     quick, slow = (stage.forward_s for stage in first[0].stages)
     assert quick < slow
     assert second[0].stages[0].forward_s > second[0].stages[1].forward_s
-    # All replicas wait for the slow node, which has equal times in both data sets.
+    # All replicas wait for the slow node, whose times are equal in both data sets.
     assert first[1].stages[0].forward_s == second[1].stages[0].forward_s
 
 

@@ -1,4 +1,4 @@
-"""Checks that all configurations with different numbers of images have the same work."""
+"""Tests that all configurations have the same work, for different numbers of images."""
 
 from __future__ import annotations
 

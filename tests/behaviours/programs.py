@@ -1,14 +1,14 @@
 """Runs small random programs that use torch, transformers, peft and accelerate.
 
 Usage: ``programs.py PREPARATION RESULTS SEED...``. Runs one program per seed, and writes a JSON
-list with its observations (values, devices, dtypes and errors) to ``RESULTS``. If ``PREPARATION``
-is ``early`` or ``late``, ``megatron.adaptive`` is imported and installed before or after the other
-libraries. If it is ``plain``, the package is not imported. The observations of a seed must not
-depend on the preparation.
+list of its observations (values, devices, dtypes and errors) to ``RESULTS``. If ``PREPARATION`` is
+``early`` or ``late``, ``megatron.adaptive`` is imported and installed before or after the other
+libraries. If it is ``plain``, the package is not imported. The preparation must not change the
+observations of a seed.
 
-A program consists of up to five statements. A statement is a function that takes a
-:class:`random.Random` and yields observations. The smallest seeds run one statement each, in order;
-larger seeds select random statements.
+A program consists of at most five statements. A statement is a function that takes a
+:class:`random.Random` and yields observations. Each of the smallest seeds runs a single statement.
+Larger seeds select random statements.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def seen(value: Any) -> Any:
 
 
 def tried(call: Callable[[], Any]) -> Any:
-    """Returns what ``call`` returns, or the name and text of the exception that it raises."""
+    """Returns the result of ``call()``, or name and text of the exception that it raises."""
     try:
         return seen(call())
     except Exception as error:
@@ -129,7 +129,7 @@ def shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def make(rng: random.Random, **fixed: Any) -> Any:
-    """Returns a tensor from a random factory of torch; uninitialized memory is set to zero."""
+    """Returns a tensor from a random factory of torch. Sets uninitialized memory to zero."""
     options = {**fixed}
     if "device" not in fixed and rng.random() < 0.4:
         options["device"] = rng.choice(DEVICES)
@@ -360,7 +360,7 @@ def transforms(rng: random.Random) -> Iterator[Any]:
 
 
 class Names(TorchFunctionMode):
-    """Records the names of the called functions."""
+    """Records the names of all functions that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ class Names(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Records the names of the dispatched operations."""
+    """Records the names of all operations that are dispatched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ def identities(rng: random.Random) -> Iterator[Any]:
 
 
 def process(rng: random.Random) -> Iterator[Any]:
-    """Yields the state of the whole process, such as its environment and signal handlers."""
+    """Yields state that belongs to the process, such as its environment and signal handlers."""
     yield dict(os.environ)
     for name in ("", "torch", "transformers", "accelerate", "peft", "torch.distributed"):
         logger = logging.getLogger(name)
@@ -511,7 +511,7 @@ def process(rng: random.Random) -> Iterator[Any]:
 
 
 def complaints(rng: random.Random) -> Iterator[Any]:
-    """Yields the warnings that users see under the active filters."""
+    """Yields the warnings that users would see with the current filters."""
     shown: list[str] = []
     former = warnings.showwarning
     warnings.showwarning = lambda message, kind, *rest: shown.append(f"{kind.__name__}: {message}")
@@ -527,7 +527,7 @@ def complaints(rng: random.Random) -> Iterator[Any]:
 
 
 def availability(rng: random.Random) -> Iterator[Any]:
-    """Yields which packages are installed according to transformers, accelerate and peft."""
+    """Yields which packages are installed, according to transformers, accelerate and peft."""
     for library in (
         "transformers.utils.import_utils",
         "accelerate.utils.imports",
@@ -539,7 +539,7 @@ def availability(rng: random.Random) -> Iterator[Any]:
 
 
 def configuration(rng: random.Random) -> Any:
-    """Returns the configuration of a tiny model; ``rng`` selects its family."""
+    """Returns the configuration of a tiny model, whose family is drawn from ``rng``."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"intermediate_size": 24, "max_position_embeddings": 32}
     families: tuple[Callable[[], Any], ...] = (
@@ -587,7 +587,8 @@ def loaded(rng: random.Random) -> Iterator[Any]:
     model = model_of(rng)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        # Fill freed memory with nonzero values, so that uninitialized tensors are detected.
+        # Fill freed memory with nonzero values, so that reading an uninitialized tensor is
+        # detected.
         rubbish = [torch.full((n,), 7.0) for n in range(1, 64)]
         del rubbish
         for options in (
@@ -718,7 +719,7 @@ def trained_by_transformers(rng: random.Random) -> Iterator[Any]:
     yield seen(model)
 
 
-# Rare statements are slow, so they are selected less often.
+# The rare statements are slow, so programs contain them less often.
 COMMON: tuple[Statement, ...] = (
     *(factories, device_contexts, default_device, default_dtype, seeds, seeds_of_cuda),
     *(answers_of_cuda, moves, types, transforms, modes, training, storing, collectives),
@@ -735,7 +736,7 @@ STATEMENTS = COMMON + RARE
 
 
 def program(seed: int) -> list[Statement]:
-    """Returns the statements of the program with the number ``seed``."""
+    """Returns the statements of the program that belongs to ``seed``."""
     if seed < len(STATEMENTS):
         return [STATEMENTS[seed]]
     rng = random.Random(f"program {seed}")
@@ -744,7 +745,7 @@ def program(seed: int) -> list[Statement]:
 
 
 def observe(seed: int) -> list[Any]:
-    """Runs the program with the number ``seed``, and returns its observations."""
+    """Runs the program that belongs to ``seed``, and returns its observations."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from .programs import STATEMENTS
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs.py")
 PREPARATIONS = ("plain", "early", "late")
-# This is the number of seeds in the long test; use a few hundred before a release.
+# This is the number of seeds in the long test. Set it to a few hundred before a release.
 PROGRAMS_OF_A_RUN = int(os.environ.get("BEHAVIOURS", "30"))
 FIRST_SEED = int(os.environ.get("BEHAVIOURS_SEED", "1000"))
 
@@ -53,7 +53,7 @@ def observed(folder: Path, seeds: range, limit_s: float) -> dict[str, list[Any]]
 
 def check_equal(results: dict[str, list[Any]], seeds: range) -> None:
     plain = results.pop("plain")
-    # The first observation describes the process, not a program.
+    # Each list begins with an observation of the process, before the observations of the programs.
     assert len(plain) == len(seeds) + 1
     for name, others in results.items():
         unlike = [

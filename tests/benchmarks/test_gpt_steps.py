@@ -1,4 +1,4 @@
-"""Tests that the competitors of the GPT benchmark agree and are compared in pairs."""
+"""Tests that the competitors of the GPT benchmark agree, and that they are compared in pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.multiprocess.launch import forking
 
 
 def results(**changes: Any) -> dict[str, dict[str, Any]]:
-    """Returns results with three rounds of one second per step, except the times in ``changes``."""
+    """Returns results of three rounds. Steps take a second, except the times in ``changes``."""
     return {
         job: {
             "times": {

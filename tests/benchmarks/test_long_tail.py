@@ -1,4 +1,4 @@
-"""Tests that all compared runs of the long-tail benchmark train on the same documents."""
+"""Tests that all methods in the long-tail benchmark train on the same documents."""
 
 from __future__ import annotations
 

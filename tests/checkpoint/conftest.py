@@ -1,4 +1,4 @@
-"""Makes fixtures available to tests that build a trainer."""
+"""Makes the fixtures that build a trainer available to the tests in this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provides snapshot keepers for two nodes, and writes checkpoints from remaining snapshots."""
+"""Provides the snapshot keepers of two nodes, and writes checkpoints from their snapshots."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def keepers() -> Iterator[list[SnapshotKeeper]]:
 
 
 def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
-    """Returns the newest step that can be restored from the nodes with these keepers."""
+    """Returns the newest step that can be restored from the snapshots of ``keepers``."""
     kept = [(str(index), keeper.inventory(within_s)) for index, keeper in enumerate(keepers)]
     return newest(kept)
 
 
 def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:
-    """Writes the snapshot ``source`` to ``folder`` as a checkpoint, as the nodes of a job do."""
+    """Writes the snapshot ``source`` to ``folder`` as a checkpoint, like nodes of a real job."""
     common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
     common["lease"] = 0
     restore._folder(common).begin(source.step)

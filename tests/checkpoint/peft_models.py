@@ -1,7 +1,8 @@
 """Creates small models with adapters, and trains them with PEFT to get reference results.
 
-Usage: ``peft_models.py FOLDER NAME ...``. Each model is written to a folder with its name. Runs in
-a separate process, because the tests' GPU stand-in changes how transformers loads models.
+Usage: ``peft_models.py FOLDER NAME ...``. Each model is written to a folder that has its name. The
+program runs in a separate process, because the tests' simulated GPU changes how transformers loads
+models.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 
 RANK, ALPHA, MICROBATCHES, STEPS = 3, 7, 8, 3
-# Name of each model in the tests, with its family and PEFT's target modules.
-# This model has a multi-token prediction layer, which transformers omits.
+# Each entry is the name of a model in the tests, with its family and PEFT's target modules. The
+# model "predicting" has a multi-token prediction layer, which transformers omits.
 PREDICTING = "predicting"
 MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", "all-linear"),
@@ -39,7 +40,7 @@ MODELS: dict[str, tuple[str, Any]] = {
 
 
 def make(folder: Path, family: str, targets: Any) -> None:
-    """Writes a model, its adapters, and the results of training them to ``folder``."""
+    """Writes a model, its adapters, and the results of training these to ``folder``."""
     further = {"num_nextn_predict_layers": 1} if folder.name == PREDICTING else {}
     tiny_models.make(folder, family, **further)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Tests that all ranks of a save or load fail with the same error, also if a rank is killed."""
+"""Tests that all ranks of a save or load raise the same error, even if a rank was killed."""
 
 from __future__ import annotations
 

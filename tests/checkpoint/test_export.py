@@ -1,4 +1,4 @@
-"""Tests that adapters train as in PEFT and are read and written in PEFT's format."""
+"""Tests that adapters train like those of PEFT, and are read and written in PEFT's format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS += ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "predicting")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with small models, their adapters and the results of training them."""
+    """Returns a folder with small models, their adapters, and results of training adapters."""
     folder = tmp_path_factory.mktemp("models")
     script = Path(__file__).with_name("peft_models.py")
     subprocess.run([sys.executable, str(script), str(folder), *MODELS], check=True)
@@ -42,7 +42,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None:
-    """Checks that adapters trained with different parallel sizes match the results of PEFT."""
+    """Checks that adapters give PEFT's results on ``world_size`` ranks.
+
+    ``cases`` are pairs of a model in ``folder`` and flags with parallel sizes.
+    """
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags.split()} for name, flags in cases])
     )
@@ -61,7 +64,7 @@ def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None
 
 @pytest.mark.multiprocess
 def test_one_rank_trains_as_peft_does(models: Path) -> None:
-    # PEFT trains without the loss of multi-token prediction.
+    # PEFT trains without the loss of the multi-token prediction layer, so its scaling factor is 0.
     cases = [(name, "--mtp-loss-scaling-factor 0" * (name == "predicting")) for name in MODELS]
     compare(models, [*cases, ("llama", "--recompute-activations")], 1)
 
@@ -105,7 +108,7 @@ def test_four_ranks_train_as_peft_does(models: Path) -> None:
 
 
 def _train(folder: Path, flags: str, world_size: int = 2) -> list[str]:
-    """Trains a model with ``flags``, and returns the loss of each iteration as printed."""
+    """Trains a model with ``flags``, and returns the printed loss of each iteration."""
     log = folder / "train.log"
     command = ["-m", "megatron.adaptive", "train", "rank", *shlex.split(flags)]
     assert run_ranks(command, world_size=world_size, log=log, limit_s=120.0) == 0, tail(log)
@@ -131,7 +134,8 @@ def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Pa
     adapters = _adapters(saved, tmp_path / "out")
     for file in (ADAPTERS, ADAPTER_CONFIG):
         assert (tmp_path / "out" / file).read_bytes() == (source / file).read_bytes()
-    # Only the adapters are saved, because the model can still be loaded from its folder.
+    # Only the adapters are saved, because the model's weights can be loaded from the model's
+    # folder.
     path, manifest = CheckpointFolder(saved).open(2)
     with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         weights = [name for name in reader.tensors if not name.startswith("optimizer.")]
@@ -158,7 +162,8 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     _train(tmp_path, f"{start} {_SHAPE} --train-iters 2 --save {twice}")
     again = f"{start} {_SHAPE} --train-iters 4 --load {twice} --save {twice}"
     assert _train(tmp_path, again) == whole[2:]
-    # Other parallel sizes continue from the same checkpoint; only the order of summation differs.
+    # A run with other parallel sizes continues from the same checkpoint. Only the order of its
+    # summations differs.
     other = f"{start} {_TENSOR} --sequence-parallel --lora-dropout 0 --train-iters 3"
     _train(tmp_path, f"{other} --load {twice} --ckpt-step 2")
     first, second = (
@@ -168,7 +173,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weight, second[key]) for key, weight in first.items())
     assert any(weight.count_nonzero() for key, weight in first.items() if "lora_B" in key)
     assert not any("k_proj" in key for key in first)
-    # PEFT loads the result, although PEFT has not written its adapter configuration.
+    # PEFT must load the result, although this project wrote the adapter configuration.
     check = "import peft, sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained"
     check += "(sys.argv[1]); peft.PeftModel.from_pretrained(m, sys.argv[2])"
     arguments = [str(models / "llama"), str(tmp_path / "once-out")]
@@ -178,7 +183,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
-    """Checks that model and adapters are saved together, and merged for export."""
+    """Checks that model and adapters are saved together, and are merged when they are exported."""
     import_hf([str(models / "llama"), "--output", str(tmp_path / "imported")])
     flags = (tmp_path / "imported" / "model_flags.txt").read_text()
     start = f"{flags} {_RUN} --lora-rank 2 --lr 1e-2"
@@ -285,7 +290,7 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
 def test_a_pattern_is_resolved_as_peft_does(
     family: str, pattern: str, models: Path, tmp_path: Path
 ) -> None:
-    """Checks that a pattern selects the same linear layers as PEFT selects."""
+    """Checks that a pattern selects the linear layers that PEFT selects."""
     import peft
     import transformers
 

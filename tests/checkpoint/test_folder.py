@@ -44,7 +44,7 @@ def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = 
 
 
 def reseal(manifest: Path, **values: object) -> None:
-    """Changes entries of the file ``manifest`` and updates its checksum."""
+    """Sets entries of the file ``manifest`` to ``values``, and updates its checksum."""
     body = json.loads(manifest.read_text()) | values
     del body["checksum"]
     manifest.write_text(
@@ -77,12 +77,16 @@ def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointF
     write_checkpoint(folder, 10)
     write_checkpoint(folder, 9)
     (folder.path / TRACKER).unlink()
-    (folder.path / "iter_0000020").mkdir()  # This checkpoint has no manifest.
+    # This checkpoint is incomplete, because it has no manifest.
+    (folder.path / "iter_0000020").mkdir()
     assert folder.latest() == 10
 
 
 def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool:
-    """Writes a checkpoint in a process that is killed at file operation number ``moment``."""
+    """Writes a checkpoint in a child process, which is killed at file operation number ``moment``.
+
+    Returns whether the child was killed before it had finished.
+    """
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     left = moment
@@ -105,7 +109,7 @@ def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool
 def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
     folder: CheckpointFolder, iteration: int
 ) -> None:
-    """Checks that a complete checkpoint is left if the writer is killed at any file operation."""
+    """Checks that a killed writer always leaves a complete checkpoint, at any file operation."""
     write_checkpoint(folder, 10, b"old")
     seen = set()
     for moment in range(1, 80):
@@ -120,7 +124,7 @@ def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
             assert content == b"new"
             break
         seen.add(content)
-        # The next run removes the files that this run has left behind.
+        # The next run must remove the files that the killed writer has left behind.
         write_checkpoint(folder, 10, b"old")
         for other in folder.path.glob("iter_0000020"):
             shutil.rmtree(other)
@@ -220,7 +224,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
     folder: CheckpointFolder, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that two runs that use the same folder do not mix parts of their checkpoints."""
+    """Checks that two runs that save to the same folder do not mix parts of their checkpoints."""
     folder.lease = Lease(folder.path)
     folder.lease.claim()
     write_checkpoint(folder, 10)
@@ -293,7 +297,7 @@ def test_the_newest_of_a_pipeline_is_found_without_a_tracker(tmp_path: Path) -> 
 
 def test_the_former_of_a_pipeline_comes_back_where_its_successor_died(tmp_path: Path) -> None:
     folder = PipelineFolder(tmp_path)
-    # A commit leaves the folder in this state between its two renames.
+    # A killed commit leaves the folder in this state if it was between its two renames.
     write_pipeline(folder, 1, "old").rename(tmp_path / ".step_00000001.replaced")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         folder.open(None)
@@ -388,7 +392,7 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
         folder.open(10)
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert folder.open(10, trust=True)[1]["blocks"] == {}
-    # A new checkpoint is not mistaken for a checkpoint of an earlier version.
+    # A new checkpoint must not be mistaken for a checkpoint of an earlier version.
     path = write_checkpoint(folder, 20)
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
@@ -410,7 +414,7 @@ def test_a_whole_checkpoint_that_the_tracker_does_not_name_yet_counts(
 
 
 def test_a_run_that_went_back_goes_on_from_its_own_checkpoints(folder: CheckpointFolder) -> None:
-    # The last of these checkpoints was saved after --ckpt-step 10.
+    # The last of these checkpoints was saved by a run that started with --ckpt-step 10.
     for iteration in (10, 20, 30, 15):
         write_checkpoint(folder, iteration)
     assert folder.latest() == 15

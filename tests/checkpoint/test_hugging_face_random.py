@@ -1,8 +1,9 @@
 """Tests that random small models of every Hugging Face family match transformers.
 
 One process creates a model with ``transformers``, and computes its logits and gradients. Ranks of
-this project load the model with random parallel sizes, and report their errors. ``HF_EXAMPLES=50``
-tests 50 models of each family. By default, a few models are tested, the same in every run.
+this project load the model with random parallel sizes, and report their errors. By default, a few
+models are tested, which are the same in every run. ``HF_EXAMPLES=50`` tests 50 models of each
+family.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LIMIT_S = 60.0
 
 
 class Answering:
-    """Runs ranks that load several models one after another."""
+    """Starts ranks that load several models one after another."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self._folder, self.world_size = folder, world_size
@@ -93,7 +94,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
 
 
 def shapes(name: str, ranks: int) -> list[list[str]]:
-    """Returns the flags of all parallel sizes (TP x PP x chunks x EP) for ``ranks`` ranks."""
+    """Returns flags for each combination of parallel sizes that family ``name`` supports."""
     listed = []
     for pipeline, tensor in itertools.product((4, 2, 1), (2, 1)):
         if tensor * pipeline > ranks or (ranks == 8 and pipeline < 4):
@@ -113,7 +114,7 @@ def shapes(name: str, ranks: int) -> list[list[str]]:
 
 
 def drawn(name: str, ranks: int, draw: random.Random) -> tuple[int, list[str]]:
-    """Draws a number of layers and parallel sizes. Returns the number and the flags."""
+    """Draws a number of layers and parallel sizes, and returns the number and the flags."""
     every = shapes(name, ranks)
     first = [*tiny_models.FAMILIES].index(name)
     flags = draw.choice(every) if EXAMPLES else every[first % len(every)]

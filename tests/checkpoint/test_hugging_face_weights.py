@@ -1,4 +1,4 @@
-"""Tests that Hugging Face models are imported and exported correctly, and that errors are named."""
+"""Tests the import and the export of Hugging Face models, and the errors about invalid models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ LOGITS, GRADIENTS = 1e-5, 1e-4
 
 
 def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
-    """Checks that models give the expected results with different parallel sizes."""
+    """Checks that models give the expected results on ``world_size`` ranks.
+
+    ``cases`` are pairs of a model in ``folder`` and flags with parallel sizes.
+    """
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags} for name, flags in cases])
     )
@@ -52,7 +55,7 @@ def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a small model of each family and the outputs of these models."""
+    """Returns a folder with a small model of each family, and with the expected outputs."""
     folder = tmp_path_factory.mktemp("models")
     for name in tiny_models.FAMILIES:
         tiny_models.make(folder / name, name)
@@ -80,7 +83,7 @@ def test_shapes_of_two_ranks_compute_the_same(models: Path, tmp_path: Path) -> N
     cases = [
         ("llama", [*load("llama"), *chunks, "--pipeline-placement", "v"]),
         ("llama", [*flags, *from_checkpoint, *tensor]),
-        # Ranks exchange messages over gloo, so that this also works without the extension.
+        # Use gloo between ranks, so that this also works without the extension.
         ("llama", [*flags, *from_checkpoint, *chunks, "--transport", "gloo"]),
         ("gpt2", [*load("gpt2"), *pipeline, "--partition", "3-1"]),
     ]
@@ -123,7 +126,8 @@ def test_layers_that_predict_are_read_and_written(models: Path, tmp_path: Path) 
         AdaptiveError, match=f"{copied} with different values than model.embed_tokens"
     ):
         import_hf([str(tmp_path / "other"), "--output", str(tmp_path / "refused")])
-    # A folder without these layers, as written by transformers, is loaded as a model without them.
+    # transformers writes folders without these layers. They are loaded as models without these
+    # layers.
     assert "mtp_num_layers" not in load_config(models / "deepseek_v3").settings
 
 
@@ -136,7 +140,7 @@ def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -
 
 
 def test_every_family_has_a_small_model() -> None:
-    """Checks that all families are tested; Kimi-K2, which equals DeepSeek-V3, is tested below."""
+    """Checks that all families are tested. Kimi-K2, which equals DeepSeek-V3, is tested below."""
     assert {*tiny_models.FAMILIES, "kimi_k2"} == {*supported_types()}
 
 
@@ -181,7 +185,7 @@ def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -
     import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
     shutil.rmtree(tmp_path / "model")
     flags = (tmp_path / "imported" / "model_flags.txt").read_text().split()
-    # The vocabulary size does not count the ID of the end-of-document token.
+    # The vocabulary size of the flags does not include the end-of-document token.
     flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)
     more = f"--load {tmp_path}/imported --finetune --save {tmp_path}/own --mock-data "
     more += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0"
@@ -202,7 +206,7 @@ def test_shards_and_index_are_those_of_transformers(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(models / "qwen2")
-    # A configuration that was loaded from a file is written in alphabetical order.
+    # transformers writes a configuration that was loaded from a file in alphabetical order.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
@@ -221,7 +225,7 @@ def test_shards_and_index_are_those_of_transformers(
         assert torch.equal(parameter, other)
 
 
-# Keys of the published configuration files, without keys that have no effect.
+# These keys are from published configuration files. Keys that have no effect are omitted.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
@@ -478,7 +482,8 @@ def test_what_the_layers_lack_is_refused_by_its_key(
     assert "\n" not in str(info.value)
 
 
-# These tests use a recipe whose model comes from a folder, and flags that contradict the folder.
+# The following tests use a recipe that gets its model from a folder, and flags that contradict the
+# folder.
 
 
 RECIPE = {
@@ -515,7 +520,7 @@ def test_a_recipe_takes_its_model_from_the_folder(models: Path) -> None:
     for group in ("model", "core"):
         values, references = (vars(getattr(settings, group)) for settings in (config, expected))
         changed = {key: value for key, value in values.items() if value != references[key]}
-        # The recipe's training settings are kept.
+        # The training settings of the recipe must be kept.
         assert changed in ({}, {"attention_dropout": 0.25})
     assert config.model.num_layers == 4
     with pytest.raises(ConfigError, match=r"--num-layers 5 contradicts the value 4 .*--load-hf"):

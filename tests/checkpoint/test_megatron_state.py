@@ -1,4 +1,4 @@
-"""Tests schedules and random states that megatron-core itself would load incorrectly."""
+"""Tests the loading of schedules and random states that megatron-core would load incorrectly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Groups:
-    """Replaces an optimizer that has a usual group and a group with a different learning rate."""
+    """Replaces an optimizer. One of its two groups has a different learning rate."""
 
     def __init__(self) -> None:
         self.param_groups = [
@@ -61,7 +61,7 @@ def test_the_length_of_a_constant_weight_decay_does_not_matter() -> None:
 def test_the_winner_sets_the_usual_groups_and_leaves_those_with_a_rate_of_their_own(
     winner: str,
 ) -> None:
-    """Checks that the groups have the right learning rates and limits after loading."""
+    """Checks that both groups have the right learning rates and limits after loading."""
     before, _ = schedule(40, wd_incr_style="linear", start_wd=0.0)
     after, new = schedule(
         max_lr=4e-2,
@@ -85,7 +85,8 @@ def test_random_states_of_another_kind_of_device_are_left_out_with_a_line(
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "device": torch.zeros(16, dtype=torch.uint8),  # The state of a GPU generator has this size.
+        # The state of a GPU generator is a tensor of this size.
+        "device": torch.zeros(16, dtype=torch.uint8),
         "tracker": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
     }
     load_rng(state)
@@ -97,7 +98,7 @@ def test_random_states_of_another_kind_of_device_are_left_out_with_a_line(
 def test_memory_for_copies_is_locked_as_large_as_it_is_and_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks that pinned memory is not larger than requested and is freed."""
+    """Checks that pinned memory is exactly as large as requested, and is freed."""
     locked: dict[int, int] = {}
 
     def lock(address: int, size_bytes: int, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Tests that only complete snapshots of this job are accepted from other nodes."""
+"""Tests that a keeper accepts only complete snapshots of its own job from other nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keeper() -> Iterator[SnapshotKeeper]:
 
 
 class Sender:
-    """Sends copies as another node's keeper would, optionally with errors."""
+    """Sends copies as the keeper of another node would, optionally with errors."""
 
     def __init__(self, keeper: SnapshotKeeper, secret: str = SECRET, run: str = "run") -> None:
         head = json.dumps(HEAD).encode()
@@ -41,7 +41,7 @@ class Sender:
     def send(
         self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
     ) -> bool:
-        """Sends the step ``step``. Returns whether the keeper confirms that it stored the step."""
+        """Sends the step ``step``. Returns whether the keeper confirms that it was stored."""
         body = b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
         try:
             self.sealed.send(struct.pack("<QQQ", step, slot, extra))
@@ -52,7 +52,7 @@ class Sender:
             if not whole:
                 self.sealed.socket.shutdown(socket.SHUT_WR)
             return self.sealed.receive() == struct.pack("<Q", step)
-        except ConnectionError:  # The keeper may close the connection at any point.
+        except ConnectionError:  # The keeper may close the connection at any time.
             return False
 
 
@@ -86,15 +86,15 @@ def test_strangers_and_others_runs_are_refused(
         stranger.sendall(b"GET / HTTP/1.1\n" * 9)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    # The sender belongs to another job, or to another start of the manager.
+    # This sender belongs to another job, or to an earlier start of the manager.
     with pytest.raises(ConnectionError):
         Sender(keeper, run="other").sealed.receive()
     assert steps_of(keeper) == []
-    keeper.prepare("", "", None)  # This is the state before a job begins.
+    keeper.prepare("", "", None)  # This call restores the state before a job begins.
     for secret in ("", SECRET):
         with pytest.raises(StrangerError):
             Sender(keeper, secret, run="")
     keeper.prepare("run", SECRET, None)
     assert Sender(keeper).send(1, 0)
-    keeper.prepare("the next run", SECRET, None)  # This call drops the previous job's copies.
+    keeper.prepare("the next run", SECRET, None)  # This call drops the copies of the previous job.
     assert keeper.inventory(0.0) == []

@@ -1,4 +1,4 @@
-"""Tests which ranks copy which parts of the state, and how snapshots become a checkpoint."""
+"""Tests which rank copies which parts of the state, and how snapshots become a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from .keepers import left_with, write_out
 Make = Callable[..., Any]
 
 
-# Copies do not contain random states, because the trainer draws dropout from seed and step.
+# Copies do not contain random states, because the trainer derives dropout from the seed and the
+# step. So turn off dropout in these tests.
 STILL = {"hidden_dropout": "0", "attention_dropout": "0"}
 
 
 class Log:
-    """Collects the lines for the user and the reported lines."""
+    """Collects the lines that are shown to the user, and the last reported line."""
 
     def __init__(self) -> None:
         self.said = self.reported = ""
@@ -48,7 +49,7 @@ class Log:
 
 
 class Copying:
-    """Takes snapshots of a training run on node ``a``."""
+    """Takes snapshots of a training run, as a rank on node ``a``."""
 
     def __init__(self, training: Any, keeper: SnapshotKeeper, log: Log, **changes: Any) -> None:
         settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
@@ -96,13 +97,13 @@ def test_training_goes_on_bit_for_bit_from_copies(
     copies.now.close()
     assert "every step 0." in log.said
     assert left_with(*keepers).step == 3
-    keepers[0].close()  # The node is lost with all its copies.
+    keepers[0].close()  # The node is lost with all of its copies.
     source = left_with(keepers[1])
     assert (source.step, source.seen, source.why) == (3, 3, "")
     write_out(source, tmp_path)
     resumed = make(load=tmp_path, **flags, **STILL)
     assert resumed.checkpoints.load() == worker.progress(3)
-    # GPU kernels do not sum in a fixed order, so allow small differences.
+    # GPU kernels sum in a varying order, so allow small differences.
     rel = 1e-4 if training.job.accelerator.is_cuda else 0.0
     assert resumed.learn(3, 8) == pytest.approx(expected, rel=rel, abs=0.0)
     assert list(tmp_path.glob(".*")) == []
@@ -111,7 +112,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
 def test_a_step_that_is_not_whole_does_not_count(
     make: Make, worker: Any, keepers: list[SnapshotKeeper]
 ) -> None:
-    """Checks that the previous step stays intact if a rank is killed while it copies."""
+    """Checks that the previous step stays intact if a rank is killed while it copies a step."""
     training, log = make(**STILL), Log()
     copies = Copying(training, keepers[0], log)
     for step in (1, 2):
@@ -122,7 +123,7 @@ def test_a_step_that_is_not_whole_does_not_count(
     assert copies.now._file is not None
     copies.now._file.begin(0, 3)
     assert left_with(keepers[0], within_s=0.0).step == 2
-    # Both local copies are lost now, but the copy on the other node is left.
+    # Both local copies are now lost, but the copy on the other node is left.
     copies.now._file.begin(1, 4)
     assert left_with(keepers[0], within_s=0.0).step == 0
     assert left_with(*keepers, within_s=0.0).step == 2
@@ -166,7 +167,7 @@ WEIGHT, OTHER = ("weight", (0, 0)), ("other", (0,))
 
 
 def rank(node: str, *parts: str, **changes: object) -> RankParts:
-    """Returns the state of a rank on ``node``, whose buddy is the node ``z``."""
+    """Returns what a rank on ``node`` stores of the state. Its buddy is the node ``z``."""
     parts_of_rank = RankParts(
         node=node,
         domain=node,
@@ -218,7 +219,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     ranks = [rank("a", "x"), rank("z", "y", buddy="a")]
     plan = make_plan(ranks)
     assert why_not(plan, ranks, None) is None
-    # The node stores two slots for its own state, and two for the other node's state.
+    # The node needs two slots for its own state, and two slots for the state of the other node.
     assert why_not(plan, ranks, 4 * MIB + 4 * 4096) is None
     why = why_not(plan, ranks, 4 * MIB)
     assert why is not None
@@ -227,7 +228,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     why = why_not(plan, short, None)
     assert why is not None
     assert "on the machine of node z, but of its 0.00488 GiB of available memory" in why
-    # The memory is enough for one node, but not for two nodes on the same machine.
+    # The memory is large enough for one node, but not for two nodes on the same machine.
     both = [dataclasses.replace(rank, machine="m", available_bytes=8 * MIB) for rank in ranks]
     assert why_not(plan, both, None) is not None
 
@@ -235,7 +236,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
 def test_the_thread_that_copies_makes_the_processs_gpu_current(
     make: Any, worker: Any, keepers: list[SnapshotKeeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the copying thread selects the process's GPU, so that it does not use GPU 0."""
+    """Checks that the copying thread selects the GPU of its process, so that GPU 0 is unused."""
     threads: list[str] = []
     monkeypatch.setattr(
         Accelerator, "make_current", lambda self: threads.append(threading.current_thread().name)

@@ -1,4 +1,4 @@
-"""Tests that later checkpoints are written without planning again, and have the same content."""
+"""Tests that later checkpoints are written without a new plan, and have the same content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS: list[dict[str, str | None]] = [
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list that gets an entry for each checkpoint for which ranks assign parts again."""
+    """Returns a list that gets an entry whenever ranks assign the parts of a checkpoint again."""
     planned: list[str] = []
     share_out = ShardWriter._share_out
 
@@ -42,7 +42,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _random_states() -> Iterator[None]:
-    """Restores the states of the random number generators after each test."""
+    """Restores the states of the random generators after each test."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(states[0])
@@ -51,13 +51,13 @@ def _random_states() -> Iterator[None]:
 
 
 def contents(folder: Path, iteration: int) -> dict[str, bytes]:
-    """Returns the content of each file of the checkpoint of ``iteration``, by name."""
+    """Returns the content of each file of the checkpoint of ``iteration``, by file name."""
     path = CheckpointFolder(folder).complete_path(iteration)
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def test_a_full_disk_leaves_no_view_of_a_buffer_behind() -> None:
-    """Checks that the error does not refer to buffers, because Python 3.12.1 would crash."""
+    """Checks that the error does not refer to buffers, because Python 3.12.1 would then crash."""
     with pytest.raises(OSError, match="No space left on device") as failure:
         write_file(Path("/dev/full"), [torch.ones(1000)], {})
     cause = failure.value.__context__
@@ -71,7 +71,7 @@ def test_a_full_disk_leaves_no_view_of_a_buffer_behind() -> None:
     assert held
     for buffer in held:
         buffer.seek(0, io.SEEK_END)
-        buffer.write(bytes(1 << 20))  # Writing fails while there is a view of the buffer.
+        buffer.write(bytes(1 << 20))  # This write fails if a view of the buffer still exists.
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
@@ -91,7 +91,7 @@ def test_a_later_checkpoint_is_that_of_a_run_which_saves_for_the_first_time(
     once.checkpoints.save(worker.progress(3))
     often, expected = (contents(tmp_path / name, 3) for name in ("often", "once"))
     assert often.keys() == expected.keys()
-    # The other files contain the path of --save.
+    # The other files contain the path of --save, which differs.
     for name in expected.keys() - {"manifest.json", "common.pt"}:
         assert often[name] == expected[name], name
     if "no_save_optim" not in flags:
@@ -105,7 +105,8 @@ def test_random_states_of_another_length_are_found(
 ) -> None:
     run = make(save=tmp_path)
     run.checkpoints.save(worker.progress(1))
-    random.gauss(0, 1)  # This call keeps a second random value for the next call.
+    # This call keeps a second random value for the next call, which is part of the state.
+    random.gauss(0, 1)
     expected = random.getstate(), torch.get_rng_state()
     run.checkpoints.save(worker.progress(2))
     assert plans == ["planned"]
@@ -119,7 +120,7 @@ def test_random_states_of_another_length_are_found(
 def test_state_that_came_to_lie_elsewhere_is_found(
     make: Make, worker: Any, tmp_path: Path, plans: list[str]
 ) -> None:
-    """Checks that tensors that have moved in memory, as after loading, are saved correctly."""
+    """Checks that tensors that moved in memory, as they do after loading, are saved correctly."""
     run = make(save=tmp_path)
     run.step(2)
     run.checkpoints.save(worker.progress(1))

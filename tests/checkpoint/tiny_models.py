@@ -9,7 +9,7 @@ from typing import Any
 VOCABULARY = 96
 LAYERS = 4
 SHARE_OF_FURTHER = 0.1
-"""Weight of the multi-token prediction loss, which is megatron-core's default."""
+"""Factor of the multi-token prediction loss, which is the default of megatron-core."""
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -53,7 +53,7 @@ YARN = {
     "beta_fast": 32.0,
 }
 MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-# Configuration class of each family, and differences from the sizes above.
+# Each entry is the configuration class of a family, and its differences from the sizes above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA_3}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -123,7 +123,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
-    """Writes a model with random weights, its logits and its gradients to ``folder``."""
+    """Writes a random model of family ``name``, its logits and its gradients to ``folder``."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -167,10 +167,10 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
 
 
 def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, Any], Any]:
-    """Adds a multi-token prediction layer to ``model``, because transformers omits it.
+    """Adds a multi-token prediction layer to ``model``, because transformers omits this layer.
 
     Returns:
-        Parameters of the layer by name, and the layer's logits.
+        Parameters of the layer by name, and the logits of the layer.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -218,7 +218,7 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, An
 
 
 def random_sizes(name: str, draw: random.Random, layers: int) -> dict[str, Any]:
-    """Draws the sizes of a configuration that two ranks can share, by name."""
+    """Draws random model sizes that two ranks can share, and returns them by name."""
     heads = draw.choice((2, 4, 6))
     width = draw.choice((4, 8, 10, 16))
     sizes: dict[str, Any] = {
@@ -301,7 +301,7 @@ def _random_experts(name: str, draw: random.Random, layers: int) -> dict[str, An
     kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
     sizes[kind.get(name, "n_routed_experts")] = experts
     if name == "mixtral":
-        # The experts have the width of the feed-forward layers of other families.
+        # The experts have the width that feed-forward layers have in other families.
         del sizes["moe_intermediate_size"]
     if name == "qwen3_moe":
         sizes["norm_topk_prob"] = draw.random() < 0.5

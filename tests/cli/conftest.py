@@ -1,4 +1,4 @@
-"""Makes fixtures available to tests that read data."""
+"""Makes the fixtures for data sets available to the tests in this folder."""
 
 from __future__ import annotations
 

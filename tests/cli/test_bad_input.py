@@ -1,4 +1,4 @@
-"""Tests that wrong input is answered with one helpful line, status 2, and no files left behind.
+"""Tests that invalid input causes one helpful error line and status 2, and leaves no files.
 
 Tests that need no separate process call the program's parser. The other tests start real jobs.
 """
@@ -43,7 +43,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the only line that the program ``done`` printed on stderr to reject its input."""
+    """Checks that ``done`` rejected its input, and returns the only line that it printed."""
     lines = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1, done.stderr
@@ -120,7 +120,7 @@ def test_unreadable_tokens_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     from megatron.adaptive.data import indexed
 
-    # root can read every file, so simulate a missing permission.
+    # The tests may run as root, which can read every file. So simulate a missing permission.
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -174,7 +174,7 @@ sys.exit(pretrain_gpt.run())
 
 @pytest.mark.multiprocess
 def test_a_rank_that_connects_slowly_does_not_report_a_lost_peer(tmp_path: Path) -> None:
-    """Checks that a rank is silent if another rank reported an error and exited before."""
+    """Checks that a rank prints nothing if another rank has reported an error and exited."""
     (tmp_path / "slow.py").write_text(SLOW_RANK)
     flags = SMALL.replace("--mock-data --vocab-size 100", f"--data-path {tmp_path}/corpus")
     vocabulary = f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"

@@ -1,4 +1,4 @@
-"""Tests that perplexity and sample of ``evaluate`` equal those of ``transformers``."""
+"""Tests that ``evaluate`` computes the same perplexity and sample as ``transformers``."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def expected(folder: Path) -> tuple[float, str]:
 
 
 def run_warm(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a program whose processes are forked from a process that has imported transformers."""
+    """Runs ``command`` in ``folder``. Its processes are forked with transformers imported."""
     return run_forked(
         command, folder=folder, limit_s=200.0, variables=forking(TRANSFORMERS), modules=TRANSFORMERS
     )

@@ -1,4 +1,4 @@
-"""Tests that losses of ``train finetune`` equal transformers', and that a run can be resumed."""
+"""Tests that ``train finetune`` computes the losses of transformers, and that it can be resumed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tuned(folder: Path, options: str) -> str:
 
 @pytest.mark.multiprocess
 def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
-    """Checks that two processes train and save a model whose loss transformers confirms."""
+    """Checks that two processes train and save a model, whose loss transformers reproduces."""
     write_image_model(tmp_path / "model")
     data = write_image_data(tmp_path / "data")
     options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
@@ -84,7 +84,7 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
 
 @pytest.mark.multiprocess
 def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path) -> None:
-    """Checks that the samples for evaluation do not depend on the number of replicas."""
+    """Checks that the number of replicas does not change which samples are used for evaluation."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -101,7 +101,7 @@ def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path
 def test_an_interrupted_run_continues_with_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that losses equal those of an uninterrupted run, and that changed data is an error."""
+    """Checks that a resumed run has an uninterrupted run's losses, and rejects changed data."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -221,7 +221,7 @@ def test_a_restart_accepts_only_the_model_that_the_same_job_has_saved(
 def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that a later process reports an error that the first process may not have."""
+    """Checks that a later process reports an error that may not occur in the first process."""
     (tmp_path / "tuned").write_text("")
     monkeypatch.setattr("megatron.adaptive.cli.finetune._REPORT_S", 0.01)
     for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
@@ -232,7 +232,7 @@ def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
 
 
 def losses_of(output: str) -> dict[str, float]:
-    """Returns the loss of each step and of each evaluation, by the text before the loss."""
+    """Returns the losses of all steps and evaluations in a dict. Keys are texts before losses."""
     return {
         name: float(loss)
         for name, loss in re.findall(r"^(.*): (?:evaluation )?loss ([\d.]+)", output, re.M)
@@ -241,7 +241,7 @@ def losses_of(output: str) -> dict[str, float]:
 
 @pytest.mark.multiprocess
 def test_an_elastic_job_continues_with_another_number_of_replicas(tmp_path: Path) -> None:
-    """Checks that an elastic job has the same samples and losses as a run in one process."""
+    """Checks that a job whose number of replicas changes has the losses of a run in one process."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")

@@ -1,4 +1,4 @@
-"""Tests that malicious files and command lines give one line, status 2, no control characters."""
+"""Tests that malicious input causes one error line and status 2, without control characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.adaptive.cluster.job_state_file import read_state, render_state
 from tests.soak.commands import CASES, HOSTILE, complaint, write_files
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
-# This option is read after the ranks have connected, which a process can do only once.
+# The program reads this option after the ranks have connected. A process can connect only once.
 LATE = "--replay-schedule"
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 SAMPLE = {"unix_s": 1.0, "processes": [], "gpus": []}
@@ -24,7 +24,7 @@ WRONG = [[], {}, "x", None, -1, 1e300, True, [[1]], {"a": HOSTILE}, HOSTILE, 2**
 def run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> int:
-    """Runs a subcommand in this process. ``capsys`` captures its output."""
+    """Runs a subcommand with ``arguments`` in this process, and returns its exit status."""
     monkeypatch.setattr("sys.argv", ["megatron.adaptive", *arguments])
     try:
         return program.main()

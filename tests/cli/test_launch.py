@@ -1,4 +1,4 @@
-"""Tests that the launcher checks options before it starts ranks, and names the rank that failed."""
+"""Tests that the launcher checks options before it starts ranks, and reports which rank failed."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def signals_end_programs() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Launch]:
-    """Yields a function ``(script_text, ranks)`` that starts a launcher, which is finally killed.
+    """Yields a function that starts a launcher, and kills all launchers after the test.
 
-    With ``is_forked=True``, the launcher is forked from a process that has imported torch. This is
-    for tests that neither inspect the launcher's process nor send signals to it.
+    The function takes the text of a script and the number of ranks. With ``is_forked=True``, the
+    launcher is forked from a process that has imported torch. This is for tests that neither
+    inspect the launcher's process nor send signals to it.
     """
     processes: list[subprocess.Popen[str]] = []
 
@@ -159,7 +160,7 @@ def test_a_killed_rank_is_named(start: Launch) -> None:
 def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     collective: str, start: Launch
 ) -> None:
-    # Rank 0 kills itself before the ranks compare their settings, or exchange their hosts and PIDs.
+    # Rank 0 kills itself before the ranks compare their settings or exchange host names and PIDs.
     text = (
         "import os, signal, sys\n"
         "import torch.distributed as dist\n"
@@ -179,8 +180,8 @@ def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     assert any(
         re.match(r"error: rank 0 \(pid \d+\) was killed by signal 9", line) for line in lines
     )
-    # One line comes from the launcher. The other comes from rank 1, if it detects the lost
-    # connection first.
+    # The launcher prints one line. Rank 1 prints another line if it detects the lost connection
+    # first.
     assert len(lines) <= 2
 
 
@@ -270,7 +271,7 @@ def test_a_signal_that_comes_again_lets_ranks_save(
 
 
 def wait_for_ranks(process: subprocess.Popen[str], folder: Path, count: int) -> None:
-    """Waits until ``count`` ranks have started."""
+    """Waits until ``count`` ranks of ``process`` have created their files in ``folder``."""
     end = time.monotonic() + WATCHDOG_S
     while len(list(folder.glob("started.*"))) < count:
         assert time.monotonic() < end
@@ -380,7 +381,7 @@ def test_an_interrupt_of_the_first_imports_prints_no_traceback(tmp_path: Path) -
 
 
 def _handled(status: Path) -> int:
-    """Returns the mask of the signals that a process handles, or 0 before it handles SIGHUP."""
+    """Returns a bit mask of the signals that a process handles, or 0 until it handles SIGHUP."""
     line = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
     mask = int(line.split()[1], 16)
     # The handler for SIGHUP is installed last. Python handles Ctrl-C from the start.

@@ -1,4 +1,4 @@
-"""Tests that ``make_corpus`` creates a corpus from this Python's standard library."""
+"""Tests that ``make_corpus`` creates a corpus from the standard library of this Python version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the output, the files and the errors of ``plan``, and runs that use these files."""
+"""Tests the output, the files and the errors of ``plan``, and runs that use a plan."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_speed_of_a_gpu_and_neighbours_are_shown(
     said = capsys.readouterr().out
     seen = json.loads(plan.read_text())["prediction"]
     assert seen["tokens_per_s_per_gpu"] == pytest.approx(seen["tokens_per_s"] / 2)
-    # A parameter takes 6 operations per token; attention scores take more operations.
+    # A parameter takes 6 operations per token. Attention scores take additional operations.
     model = preset("gpt2-medium")
     least = 6 * model.parameters * seen["tokens_per_s"] / (2 * 312e12)
     assert least < seen["mfu"] < 1.3 * least
@@ -389,7 +389,8 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
 
     assert schedules("--attention unfused") == {"zb-v"}
     assert schedules("--attention fused") <= {"1f1b", "interleaved"}
-    # The trainer's own layers can split backward passes, also with kernels (the default on GPUs).
+    # The trainer's own layers can split backward passes. This also works with kernels, which are
+    # the default on GPUs.
     assert schedules("--attention kernel") == schedules("") <= {"zb-v", "zb-h1", "adaptive"}
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
         assert schedules(f"--schedules {name}") == {name}

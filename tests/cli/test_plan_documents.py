@@ -1,4 +1,4 @@
-"""Tests ``plan --slice-tokens``: lengths of documents, files, and a run that uses the plan."""
+"""Tests ``plan --slice-tokens``: how it reads document lengths, and a run that uses its plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan(cluster: Path, flags: str) -> int:
 
 
 def write_tokens(prefix: Path, lengths: list[int]) -> None:
-    """Writes a token file with a document of each length."""
+    """Writes a token file to ``prefix`` that contains one document of each of the ``lengths``."""
     count = len(lengths)
     starts = np.cumsum([0, *lengths])[:-1] * 2
     parts = (np.array(lengths, "<i4"), starts.astype("<i8"), np.arange(count + 1, dtype="<i8"))
@@ -63,7 +63,7 @@ def test_lengths_are_read_from_token_files_lists_and_distributions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tokens(tmp_path / "corpus", [5, 1, 300, 0, 2])
-    # A sample is one token shorter than its document, and is cut at the length of sequences.
+    # A sample is one token shorter than its document, and is truncated at the sequence length.
     lengths, longest = read_lengths(str(tmp_path / "corpus"), 256)
     assert (lengths.tolist(), longest) == ([4, 256, 1], 256)
     for text in ("7 8\n300\n", "[7, 8, 300]"):
@@ -74,12 +74,12 @@ def test_lengths_are_read_from_token_files_lists_and_distributions(
     lengths, longest = read_lengths("lognormal:20:1.5", 256)
     assert longest == max(lengths) == 256
     assert np.median(lengths) == pytest.approx(20, abs=1)
-    # The same draws in every process.
+    # Every process must draw the same lengths.
     assert np.array_equal(read_lengths("lognormal:20:1.5", 256)[0], lengths)
 
 
 def test_many_lengths_are_never_python_objects(tmp_path: Path) -> None:
-    """Checks the memory for a corpus: Python lists need at least 32 bytes for each document."""
+    """Checks that a corpus takes less memory than Python lists, which need 32 bytes or more."""
     count = 1_000_000
     write_tokens(tmp_path / "corpus", [2] * count)
     model = arguments_model(MODEL.split(), "m", "fp32", attention="kernel")

@@ -1,4 +1,4 @@
-"""Tests how ``plan --calibrate`` reads the traces of synthetic runs."""
+"""Tests how ``plan --calibrate`` reads traces. The traces are written by synthetic runs."""
 
 from __future__ import annotations
 

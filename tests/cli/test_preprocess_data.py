@@ -1,4 +1,4 @@
-"""Tests the flags, the output, the exit status and leftover files of ``preprocess_data``."""
+"""Tests the flags, the output, the exit status and the leftover files of ``preprocess_data``."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_stopped_run_leaves_no_output_and_no_workers(
     assert program.returncode == status
     _wait_for(lambda: not any(map(_is_alive, workers)), "end of the workers")
     if number == signal.SIGKILL:
-        # No process is left that could remove the hidden temporary file.
+        # After SIGKILL, no process is left that could remove the hidden temporary file.
         assert not list(tmp_path.glob("out*"))
     else:
         assert "Traceback" not in errors

@@ -1,4 +1,4 @@
-"""Tests the errors of the trainer's process, and that the trainer runs without a launcher."""
+"""Tests the errors that a trainer process reports, and runs the trainer without a launcher."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_process_alone_trains(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_a_second_job_on_a_folder_is_refused_by_name(tmp_path: Path) -> None:
-    """Checks that a second job is rejected, because the jobs would overwrite files."""
+    """Checks that a second job is rejected, because the jobs would overwrite each other's files."""
     first = Lease(tmp_path)
     first.claim(job="first", restarts=0)
     first.keep_up(print)

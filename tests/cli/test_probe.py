@@ -29,7 +29,7 @@ FAST = ("--seconds", "0.05")
 
 @contextmanager
 def often_stopped(process: psutil.Process) -> Iterator[None]:
-    """Stops ``process`` repeatedly, so that it runs for only a twentieth of the time."""
+    """Suspends ``process`` repeatedly, so that it runs for only a twentieth of the time."""
     ends = threading.Event()
 
     def run() -> None:
@@ -49,7 +49,7 @@ def often_stopped(process: psutil.Process) -> Iterator[None]:
 
 
 def probe(tmp_path: Path, *flags: str, slow_rank: int = -1, **variables: str) -> tuple[int, Any]:
-    """Probes with ``RANKS`` ranks. Returns their highest status and the report of rank 0."""
+    """Runs a probe with ``RANKS`` ranks. Returns their highest status and rank 0's report."""
     log = tmp_path / "log.txt"
     command = ["-m", "megatron.adaptive", "doctor", "--probe", "--json", *FAST, *flags]
     ranks = Ranks(command, world_size=RANKS, log=log, limit_s=LIMIT_S, variables=variables)

@@ -30,7 +30,7 @@ stage 1          2.00 (33%)  1.00 (17%)  2.00 (33%)  1.00 (17%)
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Creates a run of 2 ranks and 2 iterations, changes to its parent folder and returns it."""
+    """Writes a run of 2 ranks and 2 iterations to ``runs/one``. Enters and returns the parent."""
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "one"
     for rank in range(2):
@@ -61,7 +61,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def slices(path: Path) -> list[dict[str, object]]:
-    """Returns the slices in the event file ``path``, without the thread of the ideal step."""
+    """Returns the slices in the event file ``path``, except those of the ideal step."""
     events = json.loads(path.read_text())["traceEvents"]
     return [event for event in events if event["ph"] == "X" and event["cat"] != "ideal"]
 

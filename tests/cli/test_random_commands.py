@@ -1,4 +1,4 @@
-"""Tests that random wrong command lines cause one line and status 2, and ``--help`` status 0.
+"""Tests that wrong random command lines cause one error line and status 2, and ``--help`` status 0.
 
 The environment variable ``COMMANDS`` sets the number of command lines, and ``SEED`` the first seed.
 """
@@ -101,7 +101,7 @@ COMMANDS = (
 
 
 def trainer() -> Command:
-    """Returns the trainer's command, with all flags that take a number or one of several names."""
+    """Returns the trainer's command. Its flags take a number or one of several names."""
     specs = [spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag]
     single = [spec for spec in specs if not (spec.many or spec.reader or spec.is_switch)]
     numbers = [spec.name for spec in single if spec.base in (int, float)]
@@ -110,7 +110,7 @@ def trainer() -> Command:
 
 
 def draw_words(draw: random.Random) -> list[str]:
-    """Draws a random wrong command line and returns its words."""
+    """Draws a random command line that is wrong, and returns a list of its words."""
     command = trainer() if draw.random() < 0.4 else draw.choice(COMMANDS)
     arguments = command.base.split()
     ways = [(command.numbers, NO_NUMBERS), (command.choices, NO_CHOICES)]
@@ -129,7 +129,7 @@ def draw_words(draw: random.Random) -> list[str]:
 
 
 def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Runs a subcommand with ``arguments``, and returns its status and error output."""
+    """Runs a subcommand with ``arguments``, and returns its exit status and its error output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["megatron.adaptive", *arguments])
         try:
@@ -159,7 +159,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_wrong_command_lines_end_with_one_line(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The first call imports modules, which takes time.
+    # The first call is slow, because it imports modules. So do not measure it.
     run(["simulate", "--stages", "x", "--microbatches", "4"], capsys)
     wrong: list[str] = []
     slowest = 0.0

@@ -1,13 +1,16 @@
-"""Tests that random damage to any file that a run reads is detected or harmless, and never hangs.
+"""Tests that random damage to any file that a run reads is either detected or harmless.
 
-There are three kinds of files. Files that determine a run and are written by programs (trackers,
-manifests, leases, indices, vocabularies) must be rejected, or must be read as before the damage.
-Files that people write (``conf.sh``, plans, recipes, machines, clusters, schedules) may have a
-different meaning after the damage, but accepted values are within their ranges, and are printed
-before a run begins. Files that only describe a run (traces, states, records of a job) must not
-cause a traceback.
+No damage may make a program hang. There are three kinds of files:
 
-The environment variable ``DAMAGES`` sets the number of cases, and ``SEED`` the first seed.
+- Files that programs write and that determine a run: trackers, manifests, leases, indices and
+  vocabularies. A damaged file must be rejected, or must have the same content as before the damage.
+- Files that people write: ``conf.sh``, plans, recipes, machines, clusters and schedules. A damaged
+  file may have a different meaning. Accepted values must be within their ranges, and must be
+  printed before a run begins.
+- Files that only describe a run: traces, states and the records of a job. A damaged file must not
+  cause a traceback.
+
+The environment variable ``DAMAGES`` sets the number of cases, and ``SEED`` sets the first seed.
 """
 
 from __future__ import annotations
@@ -74,9 +77,10 @@ class Subject:
     Attributes:
         name: Name of the kind.
         file: Path of the file in the folder of inputs.
-        read: Function that reads the folder like a run, and returns the values that the run would
-            use.
-        decides: Whether damage must be either rejected or harmless.
+        read: Function that reads the file as a run would. It gets the folder of inputs, and returns
+            the values that the run would use.
+        decides: Whether the file determines a run, so that damage must be either rejected or
+            harmless.
     """
 
     name: str
@@ -112,7 +116,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def _lease(folder: Path) -> Any:
-    """Returns whether other jobs may take the lease because its owner has exited."""
+    """Returns whether another job may take the lease on ``folder`` because its owner has exited."""
     lease = folder_lease.Lease(folder / "claimed")
     lease.taken(1)
     return folder_lease._is_gone(lease._facts(1))
@@ -193,7 +197,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Any) -> Path:
     facts = {"seed": 5, "loss_scale": None, "extra": {}, "optimizer": "SGD", "save_id": "a"}
     pipelines.commit(3, {**facts, "options": {"w": {"lr": 0.1}}, "states": {}})
     folder_lease.Lease(folder / "claimed").claim(job="one", restarts=0)
-    # This process outlives the test. Claims of the test's own process count as abandoned.
+    # The lease must belong to a process that outlives the test. A lease of the test's process
+    # counts as abandoned.
     other = os.getppid()
     holder = {**folder_lease._here(), "pid": other, "ticks": folder_lease._state(other)[1]}
     holder |= {"job": "one", "restarts": 0, "since_unix_s": 1e9}
@@ -247,7 +252,7 @@ def _write_job(folder: Path) -> None:
 
 
 def damage(path: Path, draw: random.Random) -> str:
-    """Damages the file ``path`` in one random way, and returns the name of this way."""
+    """Damages the file ``path`` in a random way, and returns the name of the kind of damage."""
     content = bytearray(path.read_bytes())
     kind = draw.choice(list(_KINDS))
     made = _KINDS[kind](content, draw)
@@ -320,7 +325,7 @@ _KINDS: dict[str, Callable[[bytearray, random.Random], Any]] = {
 
 @contextlib.contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError if the block takes longer than ``seconds``."""
+    """Raises TimeoutError if the code in the ``with`` block takes longer than ``seconds``."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"no end within {seconds:g} s")
@@ -335,13 +340,17 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def fault(subject: Subject, folder: Path, before: Any) -> str:
-    """Returns what is wrong with how ``subject`` handles a damaged file, or an empty string."""
+    """Returns what is wrong with how ``subject`` handles a damaged file, or an empty string.
+
+    ``before`` is the value that ``subject`` read before the damage.
+    """
     try:
         with limit(LIMIT_S):
             answer = subject.read(folder)
     except AdaptiveError as error:
         text = shown(str(error))
-        # Characters that only join or shape other characters are allowed, as in file names.
+        # Error messages may contain characters that join or shape other characters, as file names
+        # may.
         is_line = len(text.splitlines()) == 1 and 0 < len(text) < LONGEST
         is_line &= not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
         return "" if is_line else f"no line: {text[:300]!r}"

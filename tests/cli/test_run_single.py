@@ -1,4 +1,4 @@
-"""Tests that one command trains a model from scratch, and writes traces and a chart."""
+"""Tests that a single command trains a model from scratch, and writes traces and a chart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ..multiprocess.launch import environment, forking_every, kill_tree, wait_un
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 150.0
 
-# This script replaces the example script, and records its options and environment variables.
+# This script is used in place of the example script. It records its options and environment
+# variables.
 SCRIPT = """
 { for name in PIPELINE_PARALLEL MODEL_CHUNKS TENSOR_PARALLEL DATA_PARALLEL SCHEDULE DATA_DIR RUN_DIR
   do printf '%s=%s\\n' "$name" "${!name}"; done
@@ -35,7 +36,7 @@ MOVES_LAYERS = ["--repartition", "auto", "--repartition-interval", "20"]
 
 
 class Started:
-    """Options and environment variables with which the example script was started."""
+    """Options and environment variables that the example script was started with."""
 
     def __init__(self, path: Path) -> None:
         lines = path.read_text().splitlines()
@@ -48,7 +49,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Returns a function that runs ``run_single`` with the script above and existing data."""
+    """Returns a function that runs ``run_single`` with ``SCRIPT`` and without a new corpus."""
     script = tmp_path / "script.sh"
     script.write_text(SCRIPT)
     monkeypatch.setattr(run_single, "_SCRIPT", script)
@@ -180,7 +181,7 @@ def test_status_is_that_of_the_training(
     assert ("--resume" in capsys.readouterr().out) == (status > 128)
 
 
-# This script replaces the example script, and runs until it is asked to stop.
+# This script is used in place of the example script. It runs until it receives SIGTERM.
 WAITING_SCRIPT = """
 trap 'touch "$RUN_DIR/asked_to_end"; exit 0' TERM
 touch "$RUN_DIR/started"
@@ -221,7 +222,7 @@ def test_a_folder_that_cannot_be_made(
     assert "--runs-dir" in stderr
 
 
-# This program runs ``train single`` with a third of the corpus.
+# This program runs ``train single`` with a third of the corpus, which takes less time.
 START = """
 import sys
 from megatron.adaptive.cli import common, run_single
@@ -278,7 +279,7 @@ def test_from_nothing_to_a_chart(tmp_path: Path) -> None:
     assert trace.complete_iterations() == (1, 2, 3, 4)
     assert "using world size: 2, data-parallel-size: 1" in text
     assert "lm loss" in text
-    # The output contains all folders and the next steps.
+    # The output must mention all folders and the commands for the next steps.
     for mentioned in (*run.resolve().iterdir(), *("process_trace.py", "visualize_trace.py")):
         assert str(mentioned) in text
     assert "bash run_single.sh --pipeline_parallel 2 --model_chunks 2 --resume" in text

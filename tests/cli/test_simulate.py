@@ -25,7 +25,8 @@ def test_the_table_shows_every_schedule_against_the_first(
     assert lines[0].startswith("1 draw each")
     rows = {line.split()[0]: line for line in lines[3:]}
     assert list(rows) == ["1f1b", "interleaved", "zb-v", "adaptive"]
-    # The step takes (8 + 3) * 3 = 33 with 1f1b, and 8 * 3 + 3 / 2 = 25.5 with zb-v.
+    # The step takes (microbatches + ranks - 1) x 3 = 33 s with 1f1b. It takes 8 * 3 + 3 / 2 = 25.5
+    # s with zb-v.
     assert "33" in rows["1f1b"]
     assert "1.000x" in rows["1f1b"]
     assert "25.5" in rows["zb-v"]
@@ -122,7 +123,8 @@ def test_slices_show_efficiency_and_memory(
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [row["sequence_slices"] for row in rows] == [4, 4]
     assert f"{rows[1]['efficiency']:.3f}" in lines[5]
-    # All slices take 3 s / 4 on all four ranks. Filling and draining take one slice per rank.
+    # Each of the four ranks computes slices for 8 * 3 s. Filling and draining the pipeline takes 3
+    # s / 4 for each of three other ranks.
     assert rows[0]["makespans_s"][0] == pytest.approx(8 * 3 + 3 * 3 / 4, rel=0.06)
     assert rows[1]["peak_microbatches"] <= 2.001
     assert "left out: zb-v: schedule zb-v does not support slices, got 4 slices" in lines[-1]
@@ -171,10 +173,10 @@ def test_numbers_of_slices_are_compared_with_what_each_slice_adds(
     )
     assert set(free) == {("zb-v", 1), *((n, k) for n in ("adaptive", "hinted") for k in (1, 2, 8))}
     assert free["adaptive", 1] > free["adaptive", 2] > free["adaptive", 8]
-    # Eight slices are too many in this case, and whole microbatches are unchanged.
+    # This overhead makes eight slices too many. The overhead does not change whole microbatches.
     assert dear["adaptive", 2] < dear["adaptive", 8]
     assert dear["adaptive", 1] == free["adaptive", 1]
-    # The order that "hinted" follows accounts for attention's longer backward passes.
+    # The order of the schedule "hinted" accounts for the longer backward passes of attention.
     assert free["hinted", 8] < 1.01 * free["adaptive", 8]
 
 

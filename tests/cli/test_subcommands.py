@@ -42,7 +42,7 @@ FORMER = {
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Runs the command line ``line`` in this process. Returns its status, output and errors."""
+    """Runs the command line ``line`` in this process, and returns its status, output and errors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["megatron.adaptive", *shlex.split(line)])
         try:
@@ -54,7 +54,7 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 
 
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Returns the one-line error of the rejected command line ``line``, without ``error: ``."""
+    """Returns the error line of the rejected command line ``line``, without ``error: ``."""
     status, output, errors = run(line, capsys)
     assert (status, output) == (2, "")
     assert errors.startswith("error: ")

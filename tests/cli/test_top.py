@@ -1,4 +1,4 @@
-"""Tests that ``job top`` prints a single frame, and that it refreshes the frame on a terminal."""
+"""Tests that ``job top`` prints a single frame, or refreshes the frame on a terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Writes a run with 2 stages and 2 replicas in iteration 6 of 20, in which rank 3 is slow."""
+    """Writes a run with 2 stages and 2 replicas in iteration 6 of 20. Rank 3 of the run is slow."""
     slow = Fault(kind="slow-rank", rank=3, factor=1.5)
     traces = tmp_path / "run" / "traces"
     write_synthetic(traces, SyntheticRun(num_ranks=2, replicas=2, iterations=5, faults=(slow,)))
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)) -> None:
-    """Writes the activity ``fields`` of each rank, in the format that ranks use."""
+    """Writes ``fields`` as the current activity of each of the ``ranks``, as a run does."""
     for rank in ranks:
         file = NowFile(traces, rank)
         file.write({"iteration": 6, "num_microbatches": 8, "held_bytes": 3 << 20, **fields})
@@ -148,14 +148,15 @@ def test_ctrl_c_ends_it_on_a_terminal(folder: Path) -> None:
         os.write(terminal, b"\x03")
         screen += read_until(terminal, lambda seen: b"\x1b[?1049l" in seen and b"held" in seen)
         assert process.wait(60) == 0
-    assert b"\x1b[?1049h" in screen  # The program enters the alternate screen and leaves it.
+    # The program enters the alternate screen, and leaves it before it exits.
+    assert b"\x1b[?1049h" in screen
     assert termios.tcgetattr(program_end)[3] == before[3]
     os.close(terminal)
     os.close(program_end)
 
 
 def read_until(terminal: int, is_enough: object) -> bytes:
-    """Returns the output of ``terminal`` as soon as ``is_enough`` accepts it."""
+    """Reads the output of ``terminal`` until ``is_enough(output)`` is true, and returns it."""
     assert callable(is_enough)
     seen, end_s = b"", time.monotonic() + 60
     while not is_enough(seen):

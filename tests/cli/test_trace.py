@@ -25,7 +25,7 @@ SMALL = SyntheticRun(num_ranks=2, replicas=2, num_microbatches=4, iterations=5, 
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes traces of two replicas with two ranks and 5 iterations, and enters their folder."""
+    """Writes traces of two replicas with two ranks and 5 iterations. Enters the parent folder."""
     monkeypatch.chdir(tmp_path)
     write_synthetic(tmp_path / "traces", SMALL)
     return tmp_path / "traces"
@@ -36,7 +36,7 @@ def refused(
     *arguments: str,
     program: Callable[[Sequence[str]], int] = main,
 ) -> str:
-    """Returns the line that a rejected call prints, and checks that it writes no file."""
+    """Returns the error line of a rejected ``program`` call, and checks that it writes no file."""
     before = sorted(Path().rglob("*"))
     assert run_cli(program, arguments) == 2
     output = capsys.readouterr()

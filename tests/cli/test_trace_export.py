@@ -1,4 +1,4 @@
-"""Tests ``trace export --otlp``, whose output is read with OpenTelemetry's own classes."""
+"""Tests ``trace export --otlp``. The tests read its output with the classes of OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parses a request as a collector does, with hexadecimal IDs."""
+    """Parses the request ``text`` as a collector does. Its IDs are hexadecimal."""
 
     def decode(value: dict[str, Any]) -> dict[str, Any]:
         ids = [name for name in ("traceId", "spanId", "parentSpanId") if name in value]
@@ -53,7 +53,10 @@ def spans_of(requests: list[Any]) -> list[Any]:
 
 @contextmanager
 def collector(answer: tuple[int, bytes]) -> Iterator[tuple[str, list[Any]]]:
-    """Runs a collector on loopback, and yields its URL and the list of received requests."""
+    """Runs a collector on loopback, and yields its URL and the list of requests that it receives.
+
+    The collector answers each request with the status and the body in ``answer``.
+    """
     requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -108,7 +111,7 @@ def test_a_file_has_all_spans(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "spans.jsonl"
     assert trace_export.main([str(folder), "--otlp", str(file)]) == 0
     check(folder, [parsed(line) for line in file.read_text().splitlines()])
-    # The importer recognizes the names, because they are the same as in Megatron-LM.
+    # The importer recognizes the names, because Megatron-LM uses the same names.
     again = tmp_path / "again"
     assert trace.import_run([str(file), "--output", str(again)]) == 0
     exported, reread = read_run(folder), read_run(again)

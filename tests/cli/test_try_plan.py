@@ -1,4 +1,4 @@
-"""Tests that ``plan --try``, which runs a single rank, agrees with the same rank of a real job."""
+"""Tests that ``plan --try``, which runs a single rank, agrees with that rank of a real job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..multiprocess.launch import ROOT, Ranks, forking_every, has_ended, tail, w
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 100"
-# This model has few operations for its memory, most of which is in the vocabulary matrices.
+# This model has few operations for its memory. Its vocabulary matrices take most of the memory.
 LARGE = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
 LARGE += "--max-position-embeddings 128 --vocab-size 32768"
 LIMIT_S = 240
@@ -46,7 +46,7 @@ def write_plan(folder: Path, **changes: Any) -> Path:
 
 
 def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
-    """Tries ``rank`` in a separate process, and returns the key ``tried`` of the plan file."""
+    """Tries ``rank`` in a separate process, and returns the value of ``tried`` in the plan file."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "megatron.adaptive", "plan", "--try", str(path)),
@@ -66,12 +66,12 @@ def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
 
 
 def peaks_of_job(path: Path, model: str) -> list[int]:
-    """Trains with a plan, and returns the peak resident memory of each rank in bytes.
+    """Trains with a plan, and returns the maximum resident memory of each rank in bytes.
 
-    The job's ranks and the tried ranks are forked from processes with the same imports, so that the
-    parent process's pages count equally in both.
+    The ranks of the job and the tried ranks are forked from processes with the same imports. So the
+    pages of the parent process count equally in both.
     """
-    # The second step is the first step with all of the optimizer's memory.
+    # The second step is the first step that needs all of the optimizer's memory.
     flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 3 --eval-iters 0 --lr 1e-4"
     command = [str(ROOT / "pretrain_gpt.py"), "--plan", str(path), *model.split(), *flags.split()]
     log = path.with_name("log.txt")
@@ -93,7 +93,8 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
 
 @pytest.mark.multiprocess
 def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) -> None:
-    # The first stage stores both of the two microbatches, which is its maximum.
+    # The first stage stores the activations of both microbatches, which is the maximum for this
+    # stage.
     path = write_plan(tmp_path, global_batch_size=4)
     peaks = peaks_of_job(path, LARGE)
     for rank in (0, 1):
@@ -231,5 +232,5 @@ def test_ranks_that_hang_while_links_are_measured_are_ended(
     )
     with contextlib.suppress(psutil.NoSuchProcess):
         rank = psutil.Process(int((tmp_path / "rank").read_text()))
-        # The kernel ends a killed process some time after the signal was sent.
+        # The kernel ends a killed process some time after the signal.
         wait_until(lambda: has_ended(rank), lambda: f"{rank} runs", 10)

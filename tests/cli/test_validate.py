@@ -1,4 +1,4 @@
-"""Tests that ``plan validate`` reads plans from the traces of runs, and reports errors."""
+"""Tests that ``plan validate`` reads plans from the traces of runs, and tests its errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _run(folder: Path, microbatches: int) -> None:
-    """Writes traces to the folder ``traces`` in ``folder``, with the trainer's layout."""
+    """Writes a run to the subfolder ``traces`` of ``folder``, where the trainer would write it."""
     traces = folder / "traces"
     traces.mkdir(parents=True)
     made_up = SyntheticRun(

@@ -1,4 +1,4 @@
-"""Tests that programs read the newest run, and print its path, if no folder is given."""
+"""Tests that programs without a folder argument read the newest run, and print its path."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LINES = (
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Runs the command line ``line`` in this process. Returns its status, output and errors."""
+    """Runs the command line ``line`` in this process, and returns its status, output and errors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["megatron.adaptive", *shlex.split(line)])
         status = program.main()
@@ -44,7 +44,10 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_run(folder: Path, changed_s: float) -> None:
-    """Writes a run with all files that the programs read, last changed at ``changed_s``."""
+    """Writes a run with all files that the programs read, and sets their time of change.
+
+    ``changed_s`` is the modification time in seconds since the epoch.
+    """
     write_synthetic(folder / "traces", SMALL)
     (folder / "node-1.out").touch()
     checkpoints = CheckpointFolder(folder / "checkpoints")

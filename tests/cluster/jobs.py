@@ -1,4 +1,4 @@
-"""Starts a tiny job with several nodes on this machine, and observes it from outside."""
+"""Starts a tiny job with several nodes on this machine, and reads its files and processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def command(
     script: Path = TRAINER,
     flags: Sequence[str] = FLAGS,
 ) -> list[str]:
-    """Returns the command line that starts a manager."""
+    """Returns the command line that starts a job's manager.
+
+    ``script`` is the script that the ranks run, with the arguments ``flags`` and ``extra``.
+    ``options`` are options of the manager.
+    """
     manager = [
         sys.executable,
         "-m",
@@ -52,7 +56,7 @@ def command(
 
 
 class JobFolder:
-    """Reads the files of a job that another process runs.
+    """Reads the files of a job that runs in other processes.
 
     Args:
         checkpoints: Checkpoint folder of the job.
@@ -67,7 +71,7 @@ class JobFolder:
         return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns the progress lines of all incarnations, in order."""
+        """Returns the progress lines of all incarnations, in the order of the incarnations."""
         files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
         lines = []
         for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
@@ -85,7 +89,7 @@ class JobFolder:
         ]
 
     def until(self, condition: Callable[[], object], goal: str, limit_s: float = 150.0) -> None:
-        """Waits until ``condition`` is true. Fails after ``limit_s`` seconds."""
+        """Waits until ``condition()`` is true. Fails after ``limit_s`` seconds without ``goal``."""
         end_s = time.monotonic() + limit_s
         while not condition():
             self.watch(goal)
@@ -93,15 +97,15 @@ class JobFolder:
             time.sleep(0.05)
 
     def watch(self, goal: str) -> None:
-        """Observes the job while a test waits. Does nothing by default."""
+        """Observes the job while a test waits for ``goal``. The default does nothing."""
 
     def said(self) -> str:
-        """Returns the text of all logs, which are next to the checkpoint folder."""
+        """Returns the text of all log files in the parent of the checkpoint folder."""
         return "\n".join(path.read_text() for path in self.checkpoints.parent.glob("*.txt"))
 
 
 class ElasticJob(JobFolder):
-    """Runs a manager with its agents.
+    """Runs an elastic job, which consists of a manager and an agent for each node.
 
     Args:
         folder: Folder for all files of the job.
@@ -132,7 +136,7 @@ class ElasticJob(JobFolder):
         self.log = folder / "log.txt"
         self.extra = extra
         self._write(names)
-        # The tests' server forks the fork servers of all nodes, which are the parents of the ranks.
+        # The test session's fork server forks a fork server for each node, which forks the ranks.
         self._parent, forked = forkserver().nodes()
         manager = command(
             self.machines, self.checkpoints, extra, *options, script=script, flags=flags
@@ -147,12 +151,12 @@ class ElasticJob(JobFolder):
         draft.replace(self.machines)
 
     def change(self, names: Sequence[str]) -> None:
-        """Replaces the nodes in the machines file by ``names``, and notifies the manager."""
+        """Writes the nodes ``names`` to the machines file, and makes the manager read the file."""
         self._write(names)
         self.manager.send_signal(signal.SIGHUP)
 
     def agent(self, name: str) -> int:
-        """Returns the PID of the agent of the node ``name``."""
+        """Returns the process ID of the agent on the node ``name``."""
         (entry,) = [node for node in self.state()["machines"] if node["name"] == name]
         return int(entry["pid"])
 
@@ -162,7 +166,7 @@ class ElasticJob(JobFolder):
         return rank
 
     def _ranks_of(self, agent: int) -> list[psutil.Process]:
-        """Returns the processes of a node whose agent has the PID ``agent``, except the agent."""
+        """Returns the processes of the node whose agent has the PID ``agent``, except the agent."""
         (asked,) = psutil.Process(agent).children()
         (forked,) = (
             child for child in self._parent.children() if child.name() == f"node-{asked.pid}"
@@ -181,7 +185,7 @@ class ElasticJob(JobFolder):
         return dict(self.state()["epochs"][number - 1])
 
     def lose(self, *names: str) -> None:
-        """Kills all processes of the nodes ``names`` at the same time, without notice."""
+        """Kills all processes on the nodes ``names`` at the same time, without notice."""
         family = []
         for name in names:
             agent = psutil.Process(self.agent(name))
@@ -198,7 +202,7 @@ class ElasticJob(JobFolder):
         assert self.left_behind() == []
 
     def undisturbed(self, folder: Path, first: int, last: int, *more: str) -> dict[int, float]:
-        """Returns the losses of a process that resumes alone from a checkpoint, by iteration.
+        """Resumes from a checkpoint in a single process, and returns a dict of losses by iteration.
 
         Args:
             folder: Folder for the progress file of this process.
@@ -217,14 +221,18 @@ class ElasticJob(JobFolder):
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def check_losses(self, folder: Path, first: int, *more: str) -> int:
-        """Checks the losses of all steps after ``first``, and returns the last step."""
+        """Checks the losses of all steps after the step ``first``, and returns the last step.
+
+        The losses must equal those of a single process that resumes from ``first``. ``folder`` is
+        for the files of this process.
+        """
         done = {line["iteration"] for line in self.lines() if "iteration" in line}
         expected = self.undisturbed(folder, first, max(done), *more)
         assert set(expected) == {step for step in done if step > first}
         for line in self.lines():
             if line.get("iteration", 0) > first:
-                # A loss is small after hundreds of steps, but its rounding error depends on its
-                # summands.
+                # After hundreds of steps, the loss is small, but its rounding error depends on the
+                # larger summands. So allow an absolute error.
                 loss = expected[line["iteration"]]
                 most = max(1e-5 * abs(loss), 1e-6)
                 assert abs(line["loss"] - loss) <= most, (loss, line, self.said())
@@ -244,7 +252,7 @@ class ElasticJob(JobFolder):
         return self.log.read_text()
 
     def left_behind(self) -> list[str]:
-        """Returns the processes of the job that still run after the job has exited."""
+        """Returns descriptions of the job's processes that still run after the job has exited."""
         psutil.wait_procs(list(self._family.values()), timeout=5)
         return [str(process) for process in self._family.values() if process.is_running()]
 
@@ -261,7 +269,7 @@ class ElasticJob(JobFolder):
     def _remember(self) -> None:
         for parent in (self._parent.pid, self.manager.pid):
             for pid in descendants_of(parent):
-                # PIDs are reused, so compare the processes.
+                # PIDs are reused, so check that the known process with this PID still runs.
                 if pid not in self._family or not self._family[pid].is_running():
                     with contextlib.suppress(psutil.NoSuchProcess):
                         self._family[pid] = psutil.Process(pid)

@@ -1,9 +1,10 @@
-"""Runs a user's script with a Pipeline. Each rank reports samples and loss of every step.
+"""Runs a user's script with a Pipeline. Each rank reports the samples and the loss of every step.
 
-The arguments are the number of steps, the samples per step, a folder for results, and a JSON object
-of options. The loop uses the options ``folder``, ``save_interval`` and ``async_save``. ``state``
-adds a learning rate scheduler, ``late`` slows down some pieces, and ``wrong`` does something that a
-job must reject. All other options are arguments of the Pipeline.
+The arguments are the number of steps, the number of samples per step, a folder for results, and a
+JSON object of options. The options ``folder``, ``save_interval`` and ``async_save`` configure the
+training loop. ``state`` adds a learning rate scheduler, ``late`` slows down some pieces, and
+``wrong`` does something that a job must reject. The remaining options are arguments of the
+Pipeline.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ WIDTH = 8
 
 
 class Late(torch.autograd.Function):
-    """Sleeps in each pass, and longer on node ``b`` as soon as a file named ``b`` exists."""
+    """Sleeps in each pass. On node ``b``, sleeps longer as soon as a file named ``b`` exists."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, folder: str) -> torch.Tensor:
         ctx.folder = folder
-        takes_s = 0.008  # Other programs cause shorter delays than this.
+        takes_s = 0.008  # This time is longer than the delays that other programs cause.
         if os.environ.get("MEGATRON_ADAPTIVE_NODE") == "b" and (Path(folder) / "b").exists():
             takes_s = 0.032
         time.sleep(takes_s)
@@ -43,7 +44,7 @@ class Late(torch.autograd.Function):
 class Net(torch.nn.Module):
     def __init__(self, late_folder: str) -> None:
         super().__init__()
-        # If this is not empty, a file in this folder can slow down the net.
+        # If this path is not empty, a file in the folder can slow down the model.
         self.late_folder = late_folder
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(5))
@@ -59,7 +60,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
-    """Returns the batch of ``step`` with ``size`` samples. Their first values identify them."""
+    """Returns the batch of ``step`` with ``size`` samples. The first value identifies a sample."""
     x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
     x[:, 0] = (step * size + torch.arange(size)) / 1e3
     return {"x": x}

@@ -1,4 +1,4 @@
-"""Writes files that describe a cluster with two node types, and layer times on these types."""
+"""Writes files that describe a cluster with two node types and the layer times of these types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FAST_S, SLOW_S = 0.004, 0.008
-"""Seconds of a layer's forward pass, and of its backward pass, on both node types."""
+"""Seconds of a layer's forward pass on each node type. The backward pass takes as long."""
 
 
 def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: Any) -> Path:
@@ -16,7 +16,8 @@ def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: 
 
     Args:
         folder: Folder to which the file is written.
-        hosts: Nodes of each type, with one letter per node; empty for a type without listed nodes.
+        hosts: Nodes of each type, as a string with one letter per node. The string is empty if the
+            nodes of a type are not listed.
         gpus: Number of GPUs on each node.
         more: Additional keys of each type.
     """
@@ -37,7 +38,7 @@ def profile_file(folder: Path, layer_s: Mapping[str, float]) -> Path:
 
     Args:
         folder: Folder to which the file is written.
-        layer_s: Seconds of a layer, by node type.
+        layer_s: Time that one layer takes in seconds, by node type.
     """
     rows = []
     for name, seconds in layer_s.items():

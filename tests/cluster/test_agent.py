@@ -1,4 +1,4 @@
-"""Tests that agents reject other versions, and that device checks may hang."""
+"""Tests that agents reject managers of other versions, and that device checks may hang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_agent(port: int, folder: Path, script: str = "") -> Agent:
 
 
 def order(key: str, *arguments: str) -> dict[str, Any]:
-    """Returns a request of the manager for one process."""
+    """Returns a manager's request to start a process with ``arguments``. ``key`` is its name."""
     return {"key": key, "variables": {"LOCAL_RANK": "0"}, "arguments": list(arguments)}
 
 
@@ -51,7 +51,7 @@ def test_a_node_of_an_older_version_is_refused() -> None:
 
 
 def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    """Checks that a node rejects an older manager, whose messages differ."""
+    """Checks that a node rejects a manager of an older version, whose messages differ."""
 
     async def join() -> None:
         async def welcome(link: Connection) -> None:
@@ -76,7 +76,7 @@ def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
 def test_ranks_start_without_checks_and_unknown_orders(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that hanging device checks do not disturb ranks, and that unknown orders fail."""
+    """Checks that hanging device checks do not block ranks, and that unknown requests fail."""
 
     async def run() -> list[int]:
         members = Membership(None, None, "127.0.0.1", SECRET)

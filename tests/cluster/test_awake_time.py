@@ -1,4 +1,4 @@
-"""Tests that time during which a process was stopped does not count towards timeouts."""
+"""Tests that timeouts do not count the time during which a process was suspended."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_process_that_was_stopped_does_not_lose_the_other_side() -> None:
         try:
             link = await asyncio.wait_for(joined.get(), 60)
             os.kill(child.pid, signal.SIGSTOP)
-            # Wait for twice the timeout, during which this process keeps sending heartbeats.
+            # Wait for twice the timeout. This process continues to send heartbeats in the meantime.
             end_s = time.monotonic() + 6.0
             while time.monotonic() < end_s:
                 await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Tests that ``conf.sh`` and plan files are read correctly, and that wrong values are named."""
+"""Tests that ``conf.sh`` and plan files are read correctly, and that errors show wrong values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Write = Callable[[str], Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Returns a function that writes a ``conf.sh`` to a folder with a space in its name."""
+    """Returns a function that writes a ``conf.sh`` to a folder whose name contains a space."""
 
     def make(text: str) -> Path:
         path = tmp_path / "my run" / "conf.sh"

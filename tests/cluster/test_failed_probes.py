@@ -21,8 +21,9 @@ from tests.multiprocess.launch import ROOT
 
 from .jobs import FLAGS, TRAINER, ElasticJob
 
-# This script runs the trainer with slow matrix multiplications in the first incarnation, slowest on
-# node c. The other nodes are slow too, so that node c passes later even on a busy machine.
+# This script runs the trainer with slow matrix multiplications in the first incarnation. Node c is
+# the slowest. Because the other nodes are slow too, node c passes the probe later even on a busy
+# machine.
 SCRIPT = f"""
 import os, runpy, time, torch
 
@@ -58,7 +59,7 @@ def test_a_node_that_fails_is_left_out_until_it_passes(job: ElasticJob) -> None:
     assert first["nodes"] == ["a", "b", "c"]
     assert "c" not in second["nodes"], job.said()
     assert second["lost_steps"] == 0
-    # The probe runs before the first step, so no step used the slow node.
+    # The probe runs before the first step, so the slow node has not taken part in any step.
     assert max(job.steps(1), default=0) <= 100
     (line,) = (
         line
@@ -84,7 +85,10 @@ TEXT = "rank 2 on node c: matrix product: 1 GFLOP/s, the others' median 9 GFLOP/
 
 
 def handle(policy: ProbePolicy, names: str, failed: str, *more: str) -> tuple[str, list[str]]:
-    """Returns the reason to change the layout after ``failed`` nodes, and the nodes used then."""
+    """Returns the reason to change the layout after failed probes, and the nodes used afterwards.
+
+    Each letter of ``names`` and of ``failed`` is a node.
+    """
 
     async def run() -> tuple[str, list[str]]:
         nodes = [Node(name=name, slots=1, status="present") for name in names]
@@ -98,7 +102,7 @@ def handle(policy: ProbePolicy, names: str, failed: str, *more: str) -> tuple[st
         running = RunningRanks(incarnation=incarnation, layout=layout, folder=Path(), where=where)
         entries = [FailedNode(node=name, text=TEXT, limits={}) for name in failed]
         reason = await probes.handle(entries, running, nodes)
-        # Each failure is handled only once.
+        # A failed probe must be handled only once.
         assert not await probes.handle(entries, running, nodes)
         await probes.close()
         return reason, [node.name for node in stragglers.included(nodes)]

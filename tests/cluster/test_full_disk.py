@@ -1,4 +1,4 @@
-"""Tests that a job survives a temporarily full disk, and ends if the disk stays full."""
+"""Tests that a job survives if the disk is full for a while, and ends if the disk stays full."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_full_disk_costs_steps_and_ends_the_job_only_if_it_stays_full(
 
         assert re.search(REASON, job.said()), job.said()
         failures = job.said().count(NOT_WRITTEN)
-        assert failures == len(others), job.said()  # Each failure prints one line.
+        assert failures == len(others), job.said()  # Each failure must print one line.
         fill(small_disk / "filler")
         assert job.end() == 2
     finally:

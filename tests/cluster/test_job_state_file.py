@@ -1,4 +1,4 @@
-"""Tests that a manager reads the progress reports of the ranks."""
+"""Tests that a manager reads the ranks' progress reports, and that its state file is correct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 
 def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
-    """Appends lines to the progress file as a rank does."""
+    """Appends ``lines`` to the progress file in ``folder``, as a rank does."""
     folder.mkdir(exist_ok=True)
     with (folder / PROGRESS_NAME).open("a") as file:
         file.write(
@@ -27,7 +27,7 @@ def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
 
 
 def steps(*durations_ms: float, first: int = 1) -> list[dict[str, Any]]:
-    """Returns the report lines of iterations with these durations."""
+    """Returns the report lines of iterations that took ``durations_ms``, starting at ``first``."""
     return [
         {"iteration": iteration, "step_ms": ms} for iteration, ms in enumerate(durations_ms, first)
     ]
@@ -50,7 +50,7 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
 
 
 def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) -> None:
-    """Checks that ranks may resume from a newer checkpoint, which they find on local disks."""
+    """Checks that ranks may find a newer checkpoint on local disks than the manager knows."""
     incarnation = Incarnation(
         number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
     )
@@ -63,7 +63,7 @@ def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) ->
         "checkpoint",
     )
     write(tmp_path / "other", {"total_iterations": 99, "start_iteration": 30})
-    for _ in range(2):  # The manager writes the state more than once.
+    for _ in range(2):  # The manager writes the state several times, so this call is repeated.
         incarnation.begun_at(ProgressReader().read(tmp_path / "other").start)
     assert (incarnation.resumed, incarnation.lost_steps) == (30, 3)
     assert incarnation.source == "checkpoint on the nodes' own disks"
@@ -71,7 +71,7 @@ def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) ->
 
 
 def test_steps_of_a_damaged_checkpoint_are_lost_too(tmp_path: Path) -> None:
-    """Checks that lost steps are counted if ranks resume from an older checkpoint."""
+    """Checks the number of lost steps if ranks resume from an older checkpoint than planned."""
     incarnation = Incarnation(
         number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
     )
@@ -84,7 +84,7 @@ def test_steps_of_a_damaged_checkpoint_are_lost_too(tmp_path: Path) -> None:
 
 
 def test_only_what_was_added_is_read(tmp_path: Path) -> None:
-    """Checks that a manager does not read the whole file each time."""
+    """Checks that the manager reads only the lines that were added since it last read the file."""
     reader, path = ProgressReader(), tmp_path / PROGRESS_NAME
     write(tmp_path, *steps(1.0, 2.0))
     now = reader.read(tmp_path)

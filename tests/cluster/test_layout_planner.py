@@ -41,7 +41,7 @@ def planning(tmp_path: Path) -> Planning:
 
 
 def layers_of(layout: ParallelLayout, name: str) -> int:
-    """Returns the number of layers on the node ``name``, which runs one process."""
+    """Returns the number of layers on the node ``name`` in ``layout``. It runs one process."""
     nodes_of_ranks = [node for node, _ in layout.places]
     pp_rank = nodes_of_ranks.index(name) // (layout.data * layout.tensor)
     config = parse([*MODEL, *layout.flags], world_size=layout.world_size, last_wins=True)
@@ -63,7 +63,7 @@ def test_nodes_get_layers_by_their_speed(planning: Planning) -> None:
     order = [node.name for node in assign(present, layout)]
     assert order == [name for name, _ in layout.places]
     assert len(assign(present[1:], layout)) == 3
-    # A step takes longer without one of the fast nodes, and also if one of these nodes is slow.
+    # A step takes longer if one of the fast nodes is missing or slow.
     fewer = planning.plan(nodes("acd"))
     assert set(dict(fewer.places)) <= set("acd")
     slowed = planning.plan(nodes("abcd", a=2.0))
@@ -83,8 +83,9 @@ def test_nodes_have_the_processes_that_they_report(tmp_path: Path) -> None:
 
 
 def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: Path) -> None:
-    # Four layers run on three nodes. With the split 1-2-1, the second stage is the bottleneck. With
-    # the split 3-1 on two nodes and one node, each node computes at most 1.5 layers per microbatch.
+    # Four layers run on three nodes. With the split 1-2-1, the second stage is the slowest. If two
+    # nodes share a stage of 3 layers and one node has 1 layer, each node computes at most 1.5
+    # layers per microbatch.
     model = (*DRY, "--num-layers", "4", "--global-batch-size", "16")
     files = [cluster_file(tmp_path, {"fast": ""}), profile_file(tmp_path, {"fast": 0.004})]
     equal = Planning(files, model).plan(nodes("abc"))
@@ -100,12 +101,13 @@ def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: 
     assert str(unequal).startswith(f"PP 2 x DP {unequal.widths[0]}-{unequal.widths[1]}, layers ")
     with contextlib.closing(PlannerChooser(files, model, 60.0, unequal=True)) as chooser:
         assert asyncio.run(chooser.choose(model, nodes("abc"))) == unequal
-    # Dropout requires an unchanged microbatch size, so microbatches are distributed over replicas.
+    # Dropout requires a fixed microbatch size, so microbatches are distributed over the replicas.
     dropping = (*MODEL, "--num-layers", "4", "--global-batch-size", "16")
     kept = Planning(files, dropping, unequal=True).plan(nodes("abc"))
     assert kept.micro_batch == 1
     assert sorted(kept.widths) == [1, 2]
-    # The trainer does not support unequal stages with this schedule, so another layout is chosen.
+    # The trainer does not support stages of unequal width with this schedule. So the planner
+    # chooses another layout.
     refusing = (*model, "--pipeline-schedule", "zb-h1")
     assert Planning(files, refusing, unequal=True).plan(nodes("abc")).widths == ()
 
@@ -178,7 +180,7 @@ def test_a_plan_that_takes_too_long_is_done_without(
         assert layout is not None
         assert layout.step_s is None
         assert "the planner did not answer within 0.001 s); the layout is chosen without" in said()
-        # The same process answers the next request after a timeout.
+        # After a timeout, the same planner process answers the next request.
         chooser._within_s = 100.0
         layout = chosen("ab")
         assert layout is not None

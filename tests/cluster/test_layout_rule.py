@@ -1,4 +1,4 @@
-"""Tests which layouts the simple rule chooses, and how slow nodes are handled."""
+"""Tests which layouts the simple rule chooses, and how it handles slow nodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_as_many_processes_as_batch_and_layers_allow_near_the_pipeline_asked_for
         4: (2, 2),
         5: (5, 1),
         6: (3, 2),
-        7: (3, 2),  # Seven stages would lack layers, and seven replicas would lack samples.
+        # The model has too few layers for seven stages, and the batch has too few samples for seven
+        # replicas.
+        7: (3, 2),
         8: (2, 4),
         9: (2, 4),
     }
@@ -97,7 +99,8 @@ def test_a_job_moves_where_that_is_worth_it() -> None:
     planned, quicker = replace(three, step_s=1.0), replace(four, step_s=0.98)
     assert not Chooser().is_better(quicker, planned)
     assert Chooser().is_better(replace(quicker, step_s=0.95), planned)
-    assert Chooser().is_better(planned, four)  # The planner had timed out before.
+    # The planner timed out for the current layout, so the step time of this layout is unknown.
+    assert Chooser().is_better(planned, four)
     assert not Chooser().is_better(planned, three)
 
 
@@ -162,11 +165,12 @@ def slow(rank: int, factor: float = 2.0, *, times: int = 2, ranks: int = 3) -> S
 def test_a_slow_node_gets_fewer_layers_once() -> None:
     job = Job("replan", "abc")
     assert job.choose().partition == (2, 3, 3)
-    assert job.handle(slow(1, times=1)) == ""  # The slowness may be temporary.
+    # The rank was slow only once, so the slowness may be temporary.
+    assert job.handle(slow(1, times=1)) == ""
     assert job.handle(slow(1, 1.05)) == ""
     assert job.handle(slow(1)) == "b is slow, rank 1 takes 2.00 times as long"
     assert job.choose().partition == (3, 2, 3)
-    assert job.handle(slow(1, 4.0)) == ""  # A node causes only one change of layout.
+    assert job.handle(slow(1, 4.0)) == ""  # A node may cause only one change of layout.
     assert job.stragglers.to_dict(job.nodes[1])["slowness"] == 2.0
     job.stragglers.joined("b")  # A node that joins again counts as fast.
     assert job.choose().partition == (2, 3, 3)
@@ -183,7 +187,7 @@ def test_a_slow_node_is_left_out_where_that_is_faster(capsys: pytest.CaptureFixt
     assert job.choose().world_size == 2
     assert job.stragglers.to_dict(job.nodes[2])["why"] == "left out: slow"
     assert [node.name for node in job.stragglers.included(job.nodes)] == ["a", "b"]
-    job.nodes = job.nodes[2:]  # No other node is left.
+    job.nodes = job.nodes[2:]  # Only the slow node is left.
     assert job.choose().world_size == 1
 
 
@@ -191,7 +195,8 @@ def test_nothing_is_done_where_nobody_wants_it_or_nothing_helps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert Job("ignore", "abc").handle(slow(0, 4.0)) == ""
-    job = Job("replan", "ab", ["--num-layers", "2"])  # One layer per stage is fastest.
+    # The fastest layout already has one layer per stage.
+    job = Job("replan", "ab", ["--num-layers", "2"])
     assert job.handle(slow(0, 1.5, ranks=2)) == ""
     assert "because no layout with fewer layers for it is faster" in capsys.readouterr().err
 

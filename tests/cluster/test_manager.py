@@ -1,4 +1,4 @@
-"""Tests how a manager reacts when ranks exit, and how nodes change managers."""
+"""Tests how a manager reacts when ranks exit, and how a node changes to another manager."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .jobs import FLAGS
 
 
 def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
-    """Returns a manager of a job. If ``worked``, the first incarnation has completed a step."""
+    """Returns a manager. If ``worked`` is true, its first incarnation has completed a step."""
     flags = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=flags, checkpoints=folder, **more)
     manager = Manager(spec, Chooser())
@@ -31,7 +31,7 @@ def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
 
 
 def ended(status: int) -> RunningRanks:
-    """Returns an incarnation whose only rank exited with ``status``."""
+    """Returns an incarnation whose only rank has exited with ``status``."""
     layout = ParallelLayout(tensor=1, pipeline=1, data=1, partition=(1,), micro_batch=1, flags=())
     incarnation = Incarnation(number=1, layout="one", processes=1, nodes=("a",), reason="start")
     fault = f"rank 0 on a exited with status {status}"
@@ -49,7 +49,7 @@ def ended(status: int) -> RunningRanks:
 def test_only_what_never_worked_ends_the_job_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that only a job that never completed a step ends at its first failure."""
+    """Checks that only a job that has not completed any step ends at its first failure."""
     manager = managed(tmp_path, worked=False, max_restarts=2)
     assert manager._judge(ended(2)) == (2, "")
     manager._failures = 0
@@ -79,7 +79,7 @@ def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> 
 def test_a_killed_rank_is_named_though_its_peer_is_seen_to_end_first(
     tmp_path: Path, order: tuple[str, str]
 ) -> None:
-    """Checks that the killed rank is named even if another rank's exit is noticed first."""
+    """Checks that the error names the killed rank, even if another rank's exit is seen first."""
     manager = managed(tmp_path)
     for name in "ab":
         manager._members.nodes[name] = Node(name=name, slots=1, status="present")
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_though_its_peer_is_seen_to_end_first(
 def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
     tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that a lost node causes a restart, even if ranks exit before it is noticed."""
+    """Checks that a lost node causes a restart, even if its loss is noticed after ranks exit."""
 
     async def cut() -> tuple[int | None, str]:
         manager = managed(tmp_path, max_restarts=0)
@@ -125,7 +125,7 @@ def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
 
 
 def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: Path) -> None:
-    """Checks that a node may be taken away before its ranks have saved."""
+    """Checks that the job continues if a node is removed before its ranks have saved."""
     manager = managed(tmp_path, max_restarts=0)
     reason = "notice SIGTERM on b"
     nodes = {"a": Node(name="a", status="present")}
@@ -138,11 +138,12 @@ def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: P
     assert manager._judge(running) == (None, reason)
     assert nodes["b"].status == "gone"
     alone = ended(2)
-    assert manager._judge(alone) == (2, "")  # The program itself failed in this case.
+    # No node was removed here, so the program itself has failed.
+    assert manager._judge(alone) == (2, "")
 
 
 def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Path) -> None:
-    """Checks that the manager does not wait for a node that has just joined."""
+    """Checks that a running job does not wait for a node that has just joined."""
     manager = managed(tmp_path)
 
     def chosen() -> list[str]:
@@ -154,7 +155,8 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)
         manager._members.nodes[name] = node
-    assert chosen() == ["a", "b", "c"]  # All nodes import their modules at the start.
+    # Before the first incarnation, the manager also uses nodes that still import their modules.
+    assert chosen() == ["a", "b", "c"]
     manager._incarnations.append(ended(0).incarnation)
     assert chosen() == ["b", "c"]
     for node in manager._members.nodes.values():
@@ -163,7 +165,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
 
 
 def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
-    """Checks that a node that is not used does not start to measure a change of layout."""
+    """Checks that an unused node does not start the measurement of a layout change."""
     manager = managed(tmp_path)
     node = Node(name="a", status="present", slots=1, is_ready=True)
     manager._members.nodes["a"] = node
@@ -198,11 +200,12 @@ def test_ranks_of_every_incarnation_may_save_no_more_before_the_next(tmp_path: P
 
 
 class Part:
-    """Replaces a manager or an agent, and handles signals for a while.
+    """Replaces a manager or an agent, and handles signals until it ends.
 
     Args:
-        handles: Whether the signal arrives while this object handles signals, or afterwards.
-        status: Exit status with which an agent is released.
+        handles: Whether the signal arrives while this object handles signals. Otherwise, it arrives
+            later.
+        status: Exit status of the agent if the manager releases it.
     """
 
     def __init__(self, handles: bool, status: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Tests how the machines file is read, and how nodes join a manager by themselves."""
+"""Tests how the machines file is read, and how nodes join a manager without being listed."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_another_machine_gets_its_environment_by_standard_input(shell: str, tmp_
 
 
 async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
-    """Makes ``members`` listen, connects as the node ``a``, and returns the connection."""
+    """Starts to listen with ``members``, connects as node ``a``, and returns the connection."""
     await members.start()
     link = await Connection.connect(address, members.port, 5.0, "secret", PURPOSE)
     link.send("join", protocol=PROTOCOL, name="a", host="h", pid=1, slots=1)
@@ -120,7 +120,7 @@ async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> None:
-    """Checks that IPv4 and IPv6 use one socket, because two sockets would have two ports."""
+    """Checks that IPv4 and IPv6 share a socket, because two sockets would have two ports."""
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
 
@@ -139,7 +139,7 @@ def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> 
 def test_a_manager_that_hands_over_ends_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks that a manager that hands over closes without a traceback despite open connections."""
+    """Checks that no traceback is printed if a manager hands over its job with open connections."""
     asyncio.run(joined(Membership(None, None, "127.0.0.1", "secret")))
     assert caplog.text == ""
 
@@ -159,7 +159,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)
         await link.close()
-        # The question that was pending fails, and so does a question after the loss.
+        # A question that is pending fails, and so does a question that is asked after the loss.
         for _ in range(2):
             with pytest.raises(ConnectionError, match="a was also lost"):
                 await asked
@@ -173,7 +173,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
 
 @pytest.mark.long
 def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    """Checks that the manager restarts its agent if the agent was killed or released."""
+    """Checks that the manager restarts its own agent if the agent was killed or released."""
 
     async def pids(members: Membership, count: int) -> list[int]:
         pids: list[int] = []

@@ -1,4 +1,4 @@
-"""Tests that a job whose nodes change has the same losses as an undisturbed job."""
+"""Tests that a job has the losses of an undisturbed job if nodes join, leave or fail."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
 
     job.change("abc")  # The job saves before it releases the removed node.
     job.trained(2)
-    job.rank_on("a").kill()  # A rank fails, but its node continues.
+    job.rank_on("a").kill()  # The rank fails, but its node continues.
     job.trained(3)
-    # This signal announces that the node will be taken away.
+    # This signal announces that the node will be removed.
     os.kill(job.agent("c"), signal.SIGTERM)
     job.trained(4)
-    job.change("abc")  # The node returns.
+    job.change("abc")  # The removed node returns.
     job.trained(5, 20)
     before = job.steps(5)
     os.kill(job.agent("b"), signal.SIGKILL)  # The node is lost without notice.
@@ -74,7 +74,8 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     reasons = [incarnation["reason"] for incarnation in state["epochs"]]
     assert reasons[2] == "rank 0 on a was killed by signal SIGKILL"
     assert reasons[3] == "notice SIGTERM on c"
-    # After a notice, no step is repeated. Otherwise, steps after the last complete checkpoint are.
+    # After a notice, no step is repeated. After a failure, the steps since the last complete
+    # checkpoint are repeated.
     lost = [incarnation["lost_steps"] for incarnation in state["epochs"]]
     assert [lost[index] for index in (0, 1, 3, 4)] == [0, 0, 0, 0]
     resumed = state["epochs"][5]["resumed_iteration"]
@@ -107,7 +108,7 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     job.trained(2, 8)
     second, saved_step = job.epoch(2), saved()
     job.until(lambda: saved() > saved_step, "another checkpoint")
-    job.change("a")  # After a notice, the whole state is written to shared storage.
+    job.change("a")  # After a notice, the ranks write their whole state to shared storage.
     (lost,) = disks.glob("*/b")
     job.trained(3, 1)
     shutil.rmtree(lost)
@@ -131,15 +132,16 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
 def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path: Path) -> None:
     job = start("abcd", 15, "--replicate-every", "1")
     first = job.trained(1, 18)
-    job.lose("d")  # The node's ranks have replicas on other nodes.
+    job.lose("d")  # Other nodes run replicas of this node's ranks.
     second = job.trained(2, 8)
-    job.lose("c")  # The buddy has a copy of the rank's stage.
+    job.lose("c")  # The buddy node has a copy of the state of this node's stage.
     job.trained(3, 3)
     job.change("abe")
     job.trained(4, 4)
     # Avoid the steps around a checkpoint, because the checkpoint may or may not be complete.
     job.until(lambda: 2 <= max(job.steps(4)) % 15 <= 8, "a step between two checkpoints")
-    job.lose("b", "e")  # These nodes are neighbors, so no copy of b's state is left.
+    # The neighbouring nodes b and e are both lost, so no copy of b's state is left.
+    job.lose("b", "e")
     job.trained(5, 3)
     job.epoch(5)
     job.close()
@@ -158,7 +160,7 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
     # This checkpoint was saved before the new node joined.
     assert incarnations[3]["source"] == "checkpoint"
     assert incarnations[3]["lost_steps"] == 0
-    # The copy of the neighbor's part may be from a different step than the remaining parts.
+    # The copy on the neighbour may be from another step than the rest of the state.
     nothing_left = r"checkpoint: no copy of the state of rank 1(, 2)? is left"
     assert re.fullmatch(nothing_left, incarnations[4]["source"]), job.said()
     assert (

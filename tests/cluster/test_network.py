@@ -20,7 +20,7 @@ def port(device: str, link: str = "Ethernet", gid: int | None = 3, up: bool = Tr
         ([port("mlx5_0", gid=None)], None, None),
         ([port("mlx5_0"), port("mlx5_1", up=False)], "mlx5_0:1", "3"),
         ([port("mlx5_0"), port("mlx5_1", gid=5)], "mlx5_0:1,mlx5_1:1", None),
-        # InfiniBand does not need a GID, and the additional Ethernet port is not used.
+        # InfiniBand does not need a GID. NCCL and UCX do not use the additional Ethernet port.
         ([port("mlx5_0", "InfiniBand", None), port("mlx5_1")], "mlx5_0:1", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests that a script with a Pipeline continues in other layouts in the same way as the trainer."""
+"""Tests that a script with a Pipeline continues in other layouts, as the trainer does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Start = Callable[..., ElasticJob]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Yields a function that starts a job, with one process per node by default."""
+    """Yields a function that starts a job. By default, each node runs one process."""
     started: list[ElasticJob] = []
 
     def begin(
@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    """Returns the reports of all ranks in ``folder``, ordered by incarnation and step."""
+    """Returns the reports of all ranks in ``folder``, sorted by incarnation, step and rank."""
     reports = []
     for path in (folder / "told").glob("epoch-*.jsonl"):
         _, incarnation, rank = path.stem.split("-")
@@ -83,7 +83,7 @@ def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]
 def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
     job = start("abcd", save_interval=20, **SHAPED)
 
-    train(job, tmp_path, 2, 8)  # The first incarnation measures the model.
+    train(job, tmp_path, 2, 8)  # The first incarnation only measures the model.
     os.kill(job.agent("d"), signal.SIGTERM)  # The next line sends a second notice.
     job.change("ab")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 2, "two processes", LIMIT_S)
@@ -109,14 +109,15 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     assert seen[0] == seen[-1] == four
     assert all("segments" in shape for shape in layouts[1:])
     assert all(incarnation["predicted_step_s"] > 0 for incarnation in state["epochs"][1:])
-    # After a notice, no step is repeated. Otherwise, steps after the last complete checkpoint are.
+    # After a notice, no step is repeated. After a failure, the steps since the last complete
+    # checkpoint are repeated.
     assert all(
         incarnation["lost_steps"] == 0
         for index, incarnation in enumerate(state["epochs"])
         if index != before
     )
     killed = state["epochs"][before]
-    # The text names rank 1, or a rank that detected its failure first.
+    # The reason contains rank 1, or a rank that detected the failure of rank 1 first.
     assert killed["reason"].startswith("rank ")
     assert killed["resumed_iteration"] > 0
     assert state["checkpoint_iteration"] == state["iteration"]
@@ -135,7 +136,8 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     for (_, step), ranks in by_turn.items():
         pipeline_size = ranks[0]["shape"][0]
         samples = sorted(sample for report in ranks for sample in report["samples"])
-        if len(ranks) == pipeline_size * ranks[0]["shape"][1]:  # No rank was killed in this step.
+        # Ignore steps in which a rank was killed, because their reports are incomplete.
+        if len(ranks) == pipeline_size * ranks[0]["shape"][1]:
             kept[step] = samples[::pipeline_size]
     assert kept == {step: list(range(step * SIZE, (step + 1) * SIZE)) for step in range(last + 1)}
 
@@ -161,7 +163,7 @@ def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) 
         assert incarnation["source"] == "copies in memory", job.said()
         assert incarnation["lost_steps"] <= 1
         done = max(line["step"] for line in lines if line["epoch"] == number - 1) + 1
-        # A step that one rank has reported may not be complete on all ranks.
+        # A step that one rank has reported may be incomplete on another rank.
         assert done - 2 <= incarnation["resumed_iteration"] <= done
         first = min(line["step"] for line in lines if line["epoch"] == number)
         assert first == incarnation["resumed_iteration"]
@@ -183,7 +185,7 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
     options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
     job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
 
-    train(job, tmp_path, 2, 12)  # The first incarnation measures the model.
+    train(job, tmp_path, 2, 12)  # The first incarnation only measures the model.
     (tmp_path / "told" / "b").touch()
     train(job, tmp_path, 3, 5)
     job.stop(LIMIT_S)
@@ -201,7 +203,8 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
 
 
 def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_path: Path) -> None:
-    job = start("a", 12, save_interval=5, async_save=True, slots=2)  # The plan chooses all sizes.
+    # The planner chooses all parallel sizes.
+    job = start("a", 12, save_interval=5, async_save=True, slots=2)
     assert job.end(LIMIT_S) == 0, job.said()
     state = job.state()
     assert state["status"] == "complete"
@@ -214,7 +217,7 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
     assert main(["--status", str(job.checkpoints)]) == 0
     again = start("a", 12, save_interval=5, slots=2)
     assert again.end(LIMIT_S) == 0, again.said()
-    assert "measure" not in again.said()  # The measurements are reused.
+    assert "measure" not in again.said()  # The job reuses the measurements of the previous job.
     assert {report["step"] for report in told(tmp_path)} == set(range(12))
 
 

@@ -32,7 +32,7 @@ sys.exit(3)
 
 @pytest.fixture
 def orders() -> Iterator[socket.socket]:
-    """Yields the connection to a fork server."""
+    """Yields a connection to a fork server."""
     test_end, server_end = socket.socketpair()
     with test_end, server_end:
         test_end.settimeout(60)
@@ -62,7 +62,7 @@ def test_a_signal_right_after_the_fork_is_not_lost(orders: socket.socket, tmp_pa
     for key in range(RANKS):
         rank = {"key": str(key), "variables": {}, "script": str(script), "arguments": []}
         start = json.dumps({"start": {**rank, "folder": str(tmp_path)}})
-        # Both lines arrive together, so that the signal follows the fork as closely as possible.
+        # Send both lines at once, so that the signal arrives as soon as possible after the fork.
         orders.sendall(f"{start}\n{json.dumps({'signal': int(signal.SIGUSR1)})}\n".encode())
         ended = next(answer for line in answers if "ended" in (answer := json.loads(line)))
         assert ended == {"ended": str(key), "status": 0}
@@ -88,7 +88,7 @@ def test_a_process_ends_at_its_limit_or_alone(orders: socket.socket, tmp_path: P
     for order in (start("a", 0), start("b", 0), kill, start("c", 1)):
         orders.sendall(json.dumps(order).encode() + b"\n")
     ended = [answer for answer in itertools.islice(answers, 6) if "ended" in answer]
-    # The first process continues.
+    # The first process, which has no time limit, continues.
     assert ended == [
         {"ended": "b", "status": -signal.SIGKILL},
         {"ended": "c", "status": -signal.SIGALRM},
@@ -97,5 +97,5 @@ def test_a_process_ends_at_its_limit_or_alone(orders: socket.socket, tmp_path: P
 
 @pytest.mark.parametrize("name", rank_forkserver._MODULES)
 def test_what_it_imports_before_ranks_exists(name: str) -> None:
-    # The fork server ignores missing modules, and each rank would then import them itself.
+    # The fork server ignores missing modules. Each rank would then have to import them itself.
     assert importlib.util.find_spec(f"megatron.adaptive.{name}") is not None

@@ -1,4 +1,4 @@
-"""Tests the HTML report of a job for a real run with two processes and for synthetic runs."""
+"""Tests the HTML report of a job, for a real run with two processes and for synthetic runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """Writes the logs of a job with 20 ranks on three nodes, and returns their folder."""
+    """Writes the log files of a job with 20 ranks on three nodes, and returns their folder."""
     folder = tmp_path / "logs" / "pods-2"
     folder.mkdir(parents=True)
     now_s = time.time()
@@ -122,7 +122,7 @@ def large(tmp_path: Path) -> Path:
 
 
 def page_of(report: dict[str, Any], folder: Path) -> Page:
-    """Returns the data of the page that shows the pipeline in ``report``."""
+    """Returns the data of the pipeline page in ``report``. The page is written to ``folder``."""
     path = folder / "page.html"
     path.write_text(report["traces"]["page"])
     return Page(path)
@@ -144,8 +144,8 @@ def test_a_real_run(job: Path, tmp_path: Path) -> None:
     assert max(use["gib"]) > 0.1
     traces = report["traces"]
     assert (traces["ranks"], traces["iterations"]) == ([0, 1], [1, 2, 3, 4, 5])
-    # The time from a rank's first to its last action makes up most of the iteration time in the
-    # log. If the system delayed a rank, part of that time may belong to the next iteration.
+    # The time from the first to the last action of a rank is most of the iteration time in the log.
+    # If the system delayed a rank, part of its time may belong to the next iteration.
     for row in traces["rank_ms"]:
         assert len(row) == 5
         assert min(row) > 0

@@ -1,4 +1,4 @@
-"""Tests the error messages of ``train elastic``, and nodes that join by themselves."""
+"""Tests the error messages of ``train elastic``, and nodes that join without being listed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_state_tells_parts_of_a_morph(
     read = json.loads(capsys.readouterr().out)
     assert {**read, **report} == read
     assert "load 1.00 s, first_step 1.00 s: 7.00 s" in render_state(read)
-    # Another manager continues from the checkpoint of iteration 8.
+    # A second manager takes over and continues from the checkpoint of iteration 8.
     file = StateFile(tmp_path / "elastic")
     assert file.take_over(tmp_path) == 1
     file.write(
@@ -144,7 +144,7 @@ def test_the_state_tells_parts_of_a_morph(
 def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that a full disk does not fill the log with copies of the same line."""
+    """Checks that the log contains one line about a full disk, even if several writes fail."""
     file = StateFile(tmp_path / "elastic")
     for _ in range(2):
         for _ in range(3):
@@ -215,7 +215,7 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         (incarnation,) = state["epochs"]
         assert incarnation["nodes"] == [left]
         assert incarnation["resumed_iteration"] >= 10
-        # The remaining node stored copies of its own state and of the manager's node.
+        # The node that is left has copies of its own state and of the state of the manager's node.
         done = [
             max(line["iteration"] for line in map(json.loads, text) if "iteration" in line)
             for path in checkpoints.glob("elastic/epoch-1-*/progress.jsonl")
@@ -225,14 +225,15 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         assert (
             incarnation["source"] == "copies in memory" or incarnation["resumed_iteration"] % 5 == 0
         )
-        # This signal asks the node to save and leave. The node may join again.
+        # This signal asks the node to save and leave. The node may join again later.
         nodes[left].send_signal(signal.SIGUSR1)
         assert nodes[left].wait(60) == EXIT_LEFT
         assert len(list(checkpoints.glob("iter_*"))) == 2
         assert list(checkpoints.glob(".iter_*")) == []
         said = (tmp_path / f"{left}.txt").read_text()
         assert "Traceback" not in said
-        assert "frame #" not in said  # C++ prints this line if a store exited with its rank.
+        # C++ prints this text if a store has exited together with its rank.
+        assert "frame #" not in said
     finally:
         for node in nodes.values():
             if node.poll() is None:

@@ -1,4 +1,4 @@
-"""Tests which layouts are planned for a measured model on the available nodes."""
+"""Tests which layouts the planner chooses for a measured model and the available nodes."""
 
 from __future__ import annotations
 
@@ -93,11 +93,12 @@ def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     written.write(path)
     assert MeasuredModule.read(path) == written
     former = json.loads(path.read_text())
-    former["hosts"][0]["cores"] = 2  # Files of an earlier release contain this key.
+    former["hosts"][0]["cores"] = 2  # Profiles of an earlier release contain this key.
     path.write_text(json.dumps(former))
     assert MeasuredModule.read(path) == written
     path.write_text('{"format": 0}')
-    assert MeasuredModule.read(path) is None  # The model must be measured again.
+    # This format is unknown, so the model must be measured again.
+    assert MeasuredModule.read(path) is None
     path.write_text("{")
     with pytest.raises(ConfigError, match="remove it to measure the model again"):
         MeasuredModule.read(path)
@@ -109,17 +110,18 @@ def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
     assert layout.places == (("n0", 2), ("n1", 2))
     assert layout.step_s is not None
     assert layout.unit == "segments"
-    # There are five stages, because five does not divide the batch size.
+    # The planner chooses five stages, because the batch size is not divisible by five replicas.
     five = planned(tmp_path, 2, 2, 1)
     assert (five.pipeline, five.data) == (5, 1)
-    seven = planned(tmp_path, 2, 2, 2, 1)  # The model has only six segments.
+    # The model has only six segments, so one process is unused.
+    seven = planned(tmp_path, 2, 2, 2, 1)
     assert seven.world_size == 6
 
 
 def test_no_microbatch_is_smaller_than_the_smallest_measured(tmp_path: Path) -> None:
     whole = profile()
     assert planned(tmp_path, 2, 2, whole=whole).micro_batch == 1
-    # The model cannot run a single sample.
+    # Without this measurement, the planner assumes that the model cannot run a single sample.
     whole["layers"] = [row for row in whole["layers"] if row["micro_batch"] == 2]
     assert planned(tmp_path, 2, 2, whole=whole).micro_batch == 2
 
@@ -148,7 +150,7 @@ def test_a_slow_node_gets_less(tmp_path: Path) -> None:
     assert even.step_s is not None
     assert slow.step_s is not None
     assert slow.step_s > even.step_s
-    # If both nodes are on one machine, the slow node comes last, and memory is shared.
+    # If both nodes are on one machine, they share its memory, and the slow node comes last.
     here = [replace(offer, hosts=("localhost", "h0")) for offer in offers]
     same = plan_script(path, [replace(here[0], slowness=3.0), here[1]])
     assert same.places == (("n1", 1), ("n0", 1))

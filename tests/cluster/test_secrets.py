@@ -1,4 +1,4 @@
-"""Tests that a job's nodes get its secrets, and that other users of the machine cannot see them."""
+"""Tests that the nodes of a job get its secrets, and that other users cannot read them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SIZES = {"world_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_paral
 
 
 def write(folder: Path, *lines: dict[str, Any], age_s: float = 0.0) -> None:
-    """Appends lines to the progress file as the reporting rank does."""
+    """Appends ``lines`` to the progress file in ``folder``, as the reporting rank does."""
     with (folder / "progress.jsonl").open("a") as file:
         for line in lines:
             file.write(json.dumps({"unix_ns": int((time.time() - age_s) * 1e9), **line}) + "\n")
@@ -42,7 +42,7 @@ def step(iteration: int, age_s: float, **more: object) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Returns the folder of a job with two nodes. The second node reports progress."""
+    """Returns the folder of a job with two nodes. The second node reports the progress."""
     job = tmp_path / "pods-1"
     job.mkdir()
     record(job, conf={"PIPELINE_MP_SIZE": "2", "DP_SIZE": "2"}, world_size=4)
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def record(folder: Path, **changes: Any) -> None:
-    """Changes values in the file ``run.json``."""
+    """Sets the entries ``changes`` in the file ``run.json`` in ``folder``."""
     path = folder / "run.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**before, **changes}))
@@ -77,7 +77,7 @@ Shown = Callable[[], tuple[int, str]]
 
 @pytest.fixture
 def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> Shown:
-    """Returns a function that runs the command on the job. It returns status and output."""
+    """Returns a function that runs ``job status`` on the job and returns its status and output."""
     return lambda: (
         command.main([folder.name, "--log-dir", str(folder.parent)]),
         capsys.readouterr().out,
@@ -124,7 +124,7 @@ def test_large_missing_and_truncated_files(folder: Path) -> None:
     last = {"n2.out": b"UserWarning: the last line\n", "n3.out": b"x\n", "progress.jsonl": b""}
     for name, text in last.items():
         with (folder / name).open("r+b") as file:
-            file.truncate(1 << 30)  # Sparse files use no space.
+            file.truncate(1 << 30)  # The file is sparse, so it uses no disk space.
             file.seek(0, 2)
             file.write(b"\n" + text)
     write(folder, step(7, 1))
@@ -156,7 +156,8 @@ def test_a_node_whose_samples_stopped_is_lost(folder: Path, shown: Shown) -> Non
     assert (list(status.lost), status.has_errors) == (["n1"], True)
     code, text = shown()
     assert (code, "LOST: node n1: it has sent no sample for 60 s" in text) == (1, True)
-    write(folder, {"ended": "all iterations are done"})  # A finished job has no lost nodes.
+    # The job has finished, so its nodes are no longer expected to send samples.
+    write(folder, {"ended": "all iterations are done"})
     status = read(folder)
     assert (status.lost, status.is_over) == ({}, True)
     write_samples(folder, "n1", 60, ended=True)

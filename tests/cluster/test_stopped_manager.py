@@ -1,4 +1,4 @@
-"""Tests that jobs continue if their manager is stopped (SIGSTOP) for a while."""
+"""Tests that jobs continue if their manager is suspended (SIGSTOP) for a while."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .jobs import ElasticJob
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
 Start = Callable[[int], ElasticJob]
-STOPPED_S = 30.0  # This is longer than the timeout after which a node is considered lost.
+STOPPED_S = 30.0  # This is longer than the timeout after which a node counts as lost.
 JOBS = int(os.environ.get("STOPPED_MANAGERS", "3"))
-"""Number of concurrent jobs in the long test."""
+"""Number of jobs that run concurrently in the long test."""
 LATEST_S = 30.0
-"""Maximum time from the start of a job until its manager is stopped, in seconds."""
+"""Maximum time from the start of a job until its manager is suspended, in seconds."""
 SEED = int(os.environ.get("STOPPED_MANAGERS_SEED", "1"))
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Yields a function that starts a job with two nodes for some iterations."""
+    """Yields a function that starts a job with two nodes for the given number of iterations."""
     started: list[ElasticJob] = []
 
     def begin(iterations: int) -> ElasticJob:
@@ -55,7 +55,8 @@ def test_training_goes_on_while_managers_are_stopped(tmp_path: Path) -> None:
             folder = tmp_path / str(number)
             folder.mkdir()
             flags = ["--train-iters", "2000", "--save-interval", "5"]
-            variables = {"LAYER_MS": "100"}  # Concurrent jobs sleep most of the time.
+            # The layers sleep most of the time, so that several jobs can run concurrently.
+            variables = {"LAYER_MS": "100"}
             jobs.append(ElasticJob(folder, "ab", flags, script=TIMED_LAYERS, variables=variables))
             stop_s = time.monotonic() - begun_s + draw.uniform(0.0, LATEST_S)
             moments += [(stop_s, number, signal.SIGSTOP)]
@@ -83,7 +84,7 @@ def test_a_job_that_completes_while_its_manager_is_stopped_ends_well(start: Star
     agents = [job.agent(name) for name in "ab"]
     job.manager.send_signal(signal.SIGSTOP)
     job.until(lambda: any("ended" in line for line in job.lines()), "the end of training")
-    # Agents whose wait for the manager timed out exit with this status.
+    # Agents that have waited too long for the manager exit with the same status as killed agents.
     for agent in agents:
         os.kill(agent, signal.SIGKILL)
     job.manager.send_signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Tests that unknown programs do not affect jobs, and that nodes accept only allowed requests."""
+"""Tests that unknown programs cannot affect jobs, and that nodes run only permitted requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def work(tmp_path: Path) -> NodeWork:
 
 
 def ordered(work: NodeWork, *more: str, **variables: str) -> dict[str, Any]:
-    """Returns the order that a node derives from a request with a foreign program and folder."""
+    """Returns what a node would run for a request that contains another program and folder."""
     rank = {
         "key": "1/0",
         "variables": {"RANK": "0", **variables},

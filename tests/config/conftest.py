@@ -1,4 +1,4 @@
-"""Provides a small valid command line, and checks for errors of invalid command lines."""
+"""Provides a small valid command line, and functions that check the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
 def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
     """Parses lines ``FLAGS @2 => PHRASE | PHRASE`` into flags, world size and phrases.
 
-    ``@2`` is omitted for one process. Indented lines continue the previous line. The flags may
+    Without ``@2``, the world size is 1. An indented line continues the previous line. The flags may
     begin with a key of ``BASES``. The words ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``,
     ``UNLIKE``, ``MTP`` and ``PARALLEL`` are replaced by flags.
     """
@@ -60,12 +60,12 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
 
 
 def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
-    """Parses the small command line followed by ``flags``, which override earlier flags.
+    """Parses the small command line followed by ``flags``, which override its flags.
 
     Args:
-        flags: Flags that are added to the small command line. If the first word is a key of
-            ``BASES``, they are added to its value instead. The word ENGINE means that Transformer
-            Engine is installed.
+        flags: Flags that follow the small command line. If the first word is a key of ``BASES``,
+            they follow its value instead. The word ENGINE means that Transformer Engine is
+            installed.
         world_size: Number of processes.
     """
     arguments = flags.split()
@@ -79,7 +79,10 @@ def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
 
 
 def complaint(flags: str, world_size: int = 1) -> str:
-    """Returns the one-line error message with which :func:`small` rejects ``flags``."""
+    """Returns the error message, which must be one line, of a command line that is rejected.
+
+    The command line is that of :func:`small` with ``flags``.
+    """
     with pytest.raises(ConfigError) as caught:
         small(flags, world_size=world_size)
     text = str(caught.value)
@@ -89,6 +92,6 @@ def complaint(flags: str, world_size: int = 1) -> str:
 
 
 def check_words(flags: str, world_size: int, phrases: list[str]) -> None:
-    """Checks that a command line is rejected with an error that contains all ``phrases``."""
+    """Checks that ``flags`` are rejected with an error that contains all ``phrases``."""
     text = complaint(flags, world_size)
     assert [word for word in phrases if word not in text] == []

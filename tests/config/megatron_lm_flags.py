@@ -1,6 +1,6 @@
-"""Lists Megatron-LM's flags in megatron-core 0.15 and, below, in August 2026.
+"""Lists the flags of Megatron-LM with megatron-core 0.15, and the flags of August 2026.
 
-The flags of August 2026 are from the branches main and dev.
+The flags of August 2026 are those of the branches main and dev.
 """
 
 _NAMES = """

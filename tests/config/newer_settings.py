@@ -1,9 +1,10 @@
-"""Prints the flags of megatron-core's settings, and the effect of newer flags, as JSON.
+"""Prints the flags for megatron-core's settings, and what newer flags do, as JSON.
 
-The flags depend on the megatron-core on the path. The format is ``{"flags": [str, ...], "answers":
-{...}}``, with answers for the flags in ``NEWER``. Each of these flags is parsed separately, with a
-value other than its default, and passed to megatron-core's configuration class. An answer is
-``{"given": ..., "has": ...}``, or ``{"refused": str}`` with the one-line error for users.
+The flags depend on the release of megatron-core on the import path. The output is ``{"flags": [str,
+...], "answers": {...}}``, with an answer for each flag in ``NEWER``. Each of these flags is parsed
+with a value that is not its default, and passed to the configuration class of megatron-core. An
+answer is ``{"given": ..., "has": ...}``: the value that was passed and the value in the class. It
+is ``{"refused": str}``, with the error line, if the flag is rejected.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SMALL = """
 
 
 def words_of(spec: Any) -> list[str]:
-    """Returns a flag with a value other than its default, as command-line arguments."""
+    """Returns arguments that set the flag of ``spec`` to a value other than its default."""
     name = spec.name
     if spec.choices:
         others = [choice for choice in spec.choices if choice != spec.default]
@@ -52,7 +53,7 @@ def words_of(spec: Any) -> list[str]:
 
 
 def answer(spec: Any) -> dict[str, Any]:
-    """Returns the answer for a flag: the given value and the value in the class, or the error."""
+    """Parses the flag of ``spec``, and returns its answer as the module's docstring describes."""
     try:
         config = parse([*SMALL.split(), *words_of(spec)], world_size=1)
         value = getattr(config.core, spec.dest)
@@ -67,7 +68,7 @@ def answer(spec: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the flags and the answers as JSON."""
+    """Prints all flags, and the answers for the flags in ``NEWER``, as JSON."""
     specs = fields_of(CoreConfig)
     answers = {spec.name: answer(spec) for spec in specs if set(spec.names) & set(NEWER)}
     flags = [name for spec in specs for name in spec.names]

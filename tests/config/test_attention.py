@@ -1,4 +1,4 @@
-"""Tests for the choice of the attention kernel, with a table of cases."""
+"""Tests which attention kernel is chosen, with a table of cases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
 
-# Each line contains a case, its kernel, and whether queries can share keys without copies.
+# Each line contains a case and the kernel for this case, and whether queries can share keys without
+# copies.
 TABLE = """\
                                                         => causal  shared
 dtype=float16                                           => causal  shared

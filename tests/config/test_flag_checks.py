@@ -1,4 +1,4 @@
-"""Tests for rules between settings. Errors must contain value, rule and remedy in one line."""
+"""Tests the rules between settings. An error must contain value, rule and remedy in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the keys of ``config.json``: exact numbers, ignored keys, and unsupported models."""
+"""Tests how ``config.json`` is read: exact numbers, ignored keys, and unsupported models."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _words(folder: Path, document: dict[str, Any]) -> list[str]:
 
 
 def _numbers(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Returns the paths of all numbers in ``document``, as tuples of keys."""
+    """Returns the paths of all numbers in ``document``, each as a tuple of keys."""
     paths: list[tuple[str, ...]] = []
     for key, value in document.items():
         if isinstance(value, dict):
@@ -93,7 +93,7 @@ def _with(document: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
 
 @pytest.mark.parametrize("document", [LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX])
 def test_no_number_is_cut_or_rounded(document: dict[str, Any], tmp_path: Path) -> None:
-    """Checks that each fractional number is preserved exactly, or rejected with its key."""
+    """Checks that each fractional number is kept exactly, or rejected with the name of its key."""
     whole = _words(tmp_path, document)
     for path in _numbers(document):
         value = 12345.678901234567
@@ -149,7 +149,7 @@ def test_numbers_of_another_kind_are_named(
 
 
 def test_what_stands_beside_the_kind_of_a_rotation_wins(tmp_path: Path) -> None:
-    """Checks that a base in the rotation settings and the key ``rope_scaling`` take precedence."""
+    """Checks that a base in the rotation settings takes precedence, as does ``rope_scaling``."""
     inner = {"rope_type": "default", "rope_theta": 7000.0}
     flags = _words(tmp_path, {**LLAMA, "rope_theta": 5000.0, "rope_parameters": inner})
     assert flags[flags.index("--rotary-base") + 1] == "7000"
@@ -261,7 +261,7 @@ def test_each_flag_of_a_model_is_written_once(
 
 
 def test_words_of_settings_are_read_as_the_settings_themselves(tmp_path: Path) -> None:
-    """Checks that a checkpoint's saved flags give the same configuration as the model folder."""
+    """Checks that saved flags of a checkpoint give the same configuration as its model folder."""
     run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
     for document in (LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX):
         flags = _words(tmp_path, document)
@@ -281,7 +281,8 @@ def test_each_family_is_described_by_a_file_of_its_folder() -> None:
         assert name in family.model_types
         assert {*family.settings, *family.keys, *family.needed} <= settings
         assert family.nearest in families
-        # Each module outside the layers has one name, and supported families have all such modules.
+        # Each module outside of the layers has exactly one name. A supported family has all of
+        # these modules.
         assert all(len(names) == 1 for names in family.outer_modules.values())
         assert family.missing_feature or {*OUTER.values()} <= family.outer_modules.keys()
 

@@ -1,4 +1,4 @@
-"""Tests for untrusted JSON and text: limits, and characters that would affect a terminal."""
+"""Tests how untrusted JSON and text is read: limits, and characters that control a terminal."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_characters_that_change_a_terminal_are_written_out() -> None:
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
-    """Checks that all readers skip a byte order mark, which some editors write."""
+    """Checks that all functions that read text skip the byte order mark of some editors."""
     content = {"a": [1], "b": "c"}
     for name, text in {
         "x.json": json.dumps(content),

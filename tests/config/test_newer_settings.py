@@ -1,4 +1,4 @@
-"""Checks that settings of a newer megatron-core are flags that reach megatron-core's classes."""
+"""Tests that settings of a newer megatron-core have flags that set them in its classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ..training.test_releases import path_of
 
 PROGRAM = Path(__file__).with_name("newer_settings.py")
 INSTALLED = {name for spec in fields_of(CoreConfig) for name in spec.names}
-# These flags for models, prediction layers, routers and the optimizer must reach the classes.
+# These flags for models, prediction layers, routers and the optimizer must set values in the
+# classes.
 ARRIVE = {
     "0.17.1": {"--mtp-use-repeated-layer", "--moe-router-force-biased", "--mla-down-proj-fusion"},
     "0.19.2": {
@@ -51,7 +52,8 @@ def test_what_a_release_adds_reaches_its_classes_or_is_refused_by_name(release: 
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    # If a new field's flag were missing in both lists, users could not set the field.
+    # Each flag of a new field must be in one of the two lists. Otherwise, users could not set the
+    # field.
     assert set(seen["flags"]) - INSTALLED <= set(NEWER)
     answers = seen["answers"]
     for flag, answer in answers.items():

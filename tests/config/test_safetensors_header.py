@@ -1,4 +1,4 @@
-"""Compares the checks of ``safetensors`` headers with the ``safetensors`` package."""
+"""Compares which ``safetensors`` headers are accepted with the package ``safetensors``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_taken_by_the_package(path: Path) -> bool:
 
 
 def _is_taken(path: Path) -> bool:
-    """Returns whether a file is accepted. An error must be one line that contains the path."""
+    """Returns whether a file is accepted. Checks that an error is one line with the file's path."""
     try:
         read_header(path)
     except DamagedCheckpointError as error:
@@ -48,7 +48,7 @@ def _is_taken(path: Path) -> bool:
 
 
 def _agree(path: Path) -> bool:
-    """Checks that both readers agree, and returns whether they accept the file."""
+    """Checks that both readers agree about ``path``, and returns whether they accept the file."""
     is_taken = _is_taken(path)
     assert is_taken == _is_taken_by_the_package(path), path.read_bytes()[:2000]
     return is_taken
@@ -128,7 +128,7 @@ def test_entries_say_where_tensors_are(tmp_path: Path) -> None:
 
 
 def _random_header(draw: random.Random) -> tuple[Header, int]:
-    """Returns a random valid header of a few tensors, and the size of the tensors' data."""
+    """Returns a random valid header of a few tensors, and the size of their data in bytes."""
     header: Header = {}
     end = 0
     for number in range(draw.randrange(5)):
@@ -146,7 +146,7 @@ def _random_header(draw: random.Random) -> tuple[Header, int]:
 
 
 def _change(header: Header, draw: random.Random) -> None:
-    """Changes one number, type or key of ``header`` in place, at random."""
+    """Changes one number, type or key of ``header`` at random, in place."""
     if not header:
         header["x"] = draw.choice((1, [], {}, _tensor(0, 4, [1])))
         return

@@ -1,4 +1,4 @@
-"""Tests for numbers of layers per stage, as text and as numbers."""
+"""Tests the number of layers per stage, which may be given as text or as numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for slices of sequences with equal cost or equal length."""
+"""Tests cutting sequences into slices of equal cost or equal length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 def cost(end: int, length: int, share: float) -> float:
-    """Returns the cost of the first ``end`` tokens of a sequence, relative to its total."""
+    """Returns the cost of the first ``end`` of ``length`` tokens, as a fraction of the total."""
     part = end / length
     return (1 - share) * part + share * part**2
 
@@ -37,7 +37,7 @@ def test_slices_cover_the_sequence(slices: int, multiple: int, blocks: int, shar
     if slices > 1 and blocks // slices * multiple < LEAST_TOKENS:
         with pytest.raises(ConfigError, match=f"--sequence-slices {slices} ") as caught:
             slice_ends(length, slices, multiple, share)
-        # The number of slices that the message recommends must be valid.
+        # The number of slices that the error message recommends must be valid.
         most = int(str(caught.value).split("use ")[1].split()[0])
         assert most < slices
         slices = most
@@ -78,7 +78,7 @@ def test_slices_hold_every_token_of_every_document(
     assert all(size % multiple == 0 for size in sizes)
     assert len(sizes) == slices if tokens is None else set(sizes) == {tokens}
     parts = [part for index in range(len(sizes)) for part in cut.pieces(index)]
-    # Parts are contiguous, and the parts of a document cover the whole document.
+    # The parts are contiguous, and the parts of a document together cover the whole document.
     assert all(before.end == after.start for before, after in pairwise(parts))
     begins = [part.begin for part in parts if part.start == part.begin]
     ends = [part.close for part in parts if part.end == part.close]
@@ -184,8 +184,7 @@ def test_the_share_of_attention_follows_the_model() -> None:
         config = parse(f"{flags} {more}".split(), world_size=1)
         return [end - start for start, end in pairwise((0, *config.slice_ends))]
 
-    # A token takes 12 h^2 multiplications for the matrices, and h s for attention to half the
-    # pairs.
+    # The matrices take 12 h^2 multiplications per token. Attention to half of the pairs takes h s.
     share = parse(flags.split(), world_size=1).attention_share
     assert share == pytest.approx(8192 / (12 * 256 + 8192))
     by_cost = lengths("")

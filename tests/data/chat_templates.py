@@ -1,8 +1,8 @@
-"""Provides chat templates that behave like published templates, rewritten for these tests.
+"""Provides chat templates that behave like published templates, but were written for these tests.
 
-The marks ``{% generation %}`` and ``{% endgeneration %}`` enclose the text that a template writes
-for the assistant, from the end of the generation prompt to the next turn. Without these marks
-(:func:`unmarked`), the tokenizer must find the same text by position.
+``{% generation %}`` and ``{% endgeneration %}`` enclose what a template writes for the assistant,
+from the end of the generation prompt to the next turn. Without these marks (see :func:`unmarked`),
+the tokenizer must find the same text by its position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def unmarked(template: str) -> str:
 
 
 def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> str:
-    """Returns a template with [INST] turns that puts the system's text in the first user turn."""
+    """Returns a template with [INST] turns. The system's text is in the first turn of the user."""
     check = (
         "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('user and assistant take turns') }}{% endif %}"
@@ -35,7 +35,7 @@ def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> s
 
 
 def _headed(begin: str, head: str, end: str, *, said: str = "{{ m.content }}") -> str:
-    """Returns a template whose turns begin with a header of the role and end with a mark."""
+    """Returns a template whose turns begin with a header for the role and end with ``end``."""
     asked = head.replace("m.role", "'assistant'")
     return (
         f"{begin}{{% for m in messages %}}{head}"
@@ -72,7 +72,7 @@ _TOOL_RESULTS = (
 
 
 def _tagged(answer: str, prompt: str, before: str = "") -> str:
-    """Returns a template that writes tools and their results in tags, like Qwen and Hermes."""
+    """Returns a template that writes tools and their results in tags, as Qwen and Hermes do."""
     return (
         f"{_TOOLS_IN_TAGS}{before}{{% for m in messages %}}"
         "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
@@ -87,7 +87,7 @@ _LAST_QUERY = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}"
     "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
-# Assigns the reasoning of a message to r, and the rest of its text to c.
+# This text assigns the reasoning of a message to r, and the rest of its text to c.
 _THOUGHTS = (
     "{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}"
     "{% if c is string and '</think>' in c %}"
@@ -199,7 +199,7 @@ _DEEPSEEK_3 = (
     f"{_CALLS_OF_DEEPSEEK}{{{{ eos_token }}}}{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
     "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
 )
-# The template removes reasoning from all turns, and the prompt begins new reasoning.
+# This template removes the reasoning from all turns. Its prompt begins new reasoning.
 _DEEPSEEK_R1 = (
     f"{_SYSTEM_FIRST}{{% for m in messages %}}"
     "{% if m.role == 'user' %}<|User|>{{ m.content }}"
@@ -317,7 +317,7 @@ _KIMI = (
     "{% else %}<|im_user|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
-# The template keeps the reasoning of the last turn only, and ends this turn differently.
+# This template keeps only the reasoning of the last turn, and ends this turn differently.
 _CHANNELS = (
     "<|start|>system<|message|>Reasoning: medium<|end|>{% for m in messages %}"
     "{% if m.role == 'assistant' %}<|start|>assistant{% generation %}"

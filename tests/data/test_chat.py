@@ -1,4 +1,4 @@
-"""Compares tokens and masks of conversations with the results of ``transformers``."""
+"""Compares the tokens and the loss masks of conversations with those of ``transformers``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Masked = tuple[list[int], list[bool]]
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder of a tokenizer with the special tokens of many models but no template."""
+    """Returns a folder with a tokenizer that has special tokens of many models but no template."""
     made = tmp_path_factory.mktemp("chat")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,7 +51,7 @@ def _ours(folder: Path, template: str, name: str = "chat_template.jinja") -> Hug
 
 
 def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
-    """Returns tokens and mask of ``conversation``, or ``None`` if the template rejects it."""
+    """Returns tokens and mask of ``conversation``, or ``None`` if it is rejected."""
     try:
         return tokenizer.conversation(Conversation(**conversation))
     except DataError as error:
@@ -68,7 +68,7 @@ Earlier releases render a missing content as the text ``None``, for example.
 
 
 class Reference:
-    """Computes the results of ``transformers`` for conversations."""
+    """Computes the results of ``transformers`` for conversations in a given template."""
 
     def __init__(self, folder: Path, template: str) -> None:
         import transformers
@@ -82,10 +82,10 @@ class Reference:
     def text(
         self, conversation: Given, *, count: int | None = None, asks: bool = False
     ) -> str | None:
-        """Returns the rendered first messages, or ``None`` if the template rejects them."""
+        """Returns the text of the first ``count`` messages, or ``None`` if they are rejected."""
         whole = joined(copy.deepcopy(conversation))
         if not (messages := whole.pop("messages")[:count]):
-            return None  # transformers rejects a conversation without messages.
+            return None  # transformers also rejects a conversation without messages.
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=asks, **whole
@@ -106,10 +106,10 @@ class Reference:
         return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
 
     def by_position(self, conversation: Given) -> list[bool] | None:
-        """Returns whether each token lies between a generation prompt and the next turn.
+        """Returns whether each token is between a generation prompt and the next turn.
 
-        Returns ``None`` if a template renders an answer differently when messages follow it, or if
-        the prompt is not a prefix of the answer. In these cases, positions in the texts differ.
+        Returns ``None`` if a template renders an answer differently when messages follow, or if the
+        answer does not begin with the prompt. Positions then differ between the texts.
         """
         text = self.text(conversation)
         assert text is not None
@@ -130,7 +130,7 @@ class Reference:
 
 
 def joined(value: Any) -> Any:
-    """Returns ``value`` with surrogate pairs joined and lone surrogates replaced.
+    """Returns ``value`` with surrogate pairs joined and single surrogates replaced.
 
     ``transformers`` cannot tokenize surrogates.
     """
@@ -150,7 +150,7 @@ def test_marks_of_a_template_are_the_mask(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_answers_are_found_by_position(family: str, folder: Path) -> None:
-    """Checks that answers are found by their positions, or else where the template marks them."""
+    """Checks that answers are found by their positions, or else by the marks of the template."""
     template = unmarked(TEMPLATES[family])
     tokenizer, reference = _ours(folder, template), Reference(folder, template)
     twin = Reference(folder, TEMPLATES[family])
@@ -165,7 +165,7 @@ def test_answers_are_found_by_position(family: str, folder: Path) -> None:
 
 
 def test_most_conversations_are_taken(folder: Path) -> None:
-    """Checks that templates reject few conversations, and that most answers have positions."""
+    """Checks that templates reject few conversations, and that most answers can be located."""
     counts: Counter[str] = Counter()
     for template in map(unmarked, TEMPLATES.values()):
         reference = Reference(folder, template)
@@ -203,7 +203,7 @@ _OPEN = (
     ],
 )
 def test_an_answer_need_not_go_on_from_the_prompt(folder: Path, says: str, taught: str) -> None:
-    """Checks that answers are learned without the text that the prompt already contains."""
+    """Checks that the model does not learn text of an answer that is already in the prompt."""
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": says}]
     tokenizer = _ours(folder, _OPEN)
     assert _taught(tokenizer, {"messages": talk}) == taught

@@ -1,4 +1,4 @@
-"""Tests the samples of blends, splits and masks, and data that must be rejected."""
+"""Tests the samples of blends, splits and masks, and tests which data is rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def _build(
     samples: tuple[int, int, int],
     **changes: Any,
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
-    """Returns the datasets of one or several prefixes, built with the settings ``changes``."""
+    """Returns the datasets of one or more prefixes for training, validation and test.
+
+    ``samples`` are their numbers of samples. ``changes`` are settings of the data.
+    """
     seed = changes.pop("seed", 7)
     settings: dict[str, Any] = {
         "data_path": (str(prefix),) if not isinstance(prefix, tuple) else prefix,
@@ -62,11 +65,11 @@ def _tokens(dataset: Samples) -> list[list[int]]:
 
 
 def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
-    """Returns documents that are filled with their index, so that a token shows its document."""
+    """Returns documents that are filled with their index. So each token identifies its document."""
     return [[first + number] * length for number in range(count)]
 
 
-# Parsing the flags
+# The following tests are about parsing the flags.
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_wrong_blends_are_named(arguments: list[str], message: str) -> None:
         parse_blend(arguments)
 
 
-# Samples
+# The following tests are about samples.
 
 
 def test_samples_of_the_corpus(corpus: Corpus, tokenizer: GPT2BPETokenizer, tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_the_splits_share_no_document(write_tokens: Write, tmp_path: Path) -> No
 def test_one_pass_holds_every_token_once(write_tokens: Write, tmp_path: Path) -> None:
     train = _train(write_tokens(_numbered(20, 40)), tmp_path, 49)
     tokens = torch.tensor(_tokens(train)).flatten()
-    # 49 samples of 16 tokens, and the last label, use the 800 tokens.
+    # The corpus has 800 tokens, which are 49 samples of 16 tokens, and the last label.
     assert len(train) == 49
     assert tokens.bincount(minlength=20).max() == 40
     assert tokens.bincount(minlength=20).sum() == 784
@@ -184,7 +187,7 @@ def test_each_split_may_have_its_own_files(write_tokens: Write, tmp_path: Path) 
 
 
 def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Path) -> None:
-    # A single document leaves no documents for validation and test, which is allowed here.
+    # A single document leaves no document for validation and test, which is allowed here.
     prefix = write_tokens([[1] * 100])
     train, *others = _build(prefix, tmp_path, NullTokenizer(9), (50, 0, 0))
     assert train is not None
@@ -193,7 +196,7 @@ def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Pat
 
 
 def test_a_split_without_documents_is_refused(write_tokens: Write, tmp_path: Path) -> None:
-    """Checks that an empty split raises an error, because megatron-core would loop forever."""
+    """Checks that an empty split raises an error. megatron-core would loop forever."""
     prefix = write_tokens(_numbered(10, 40))
     with pytest.raises(DataError, match=r"969,30,1 leaves no document for valid \(10 in all\)"):
         _build(prefix, tmp_path, NullTokenizer(99), (9, 1, 0))
@@ -226,7 +229,7 @@ def test_document_ends_reset_positions_attention_and_loss(
     assert torch.equal(~hidden[0], visible)
 
 
-# Data that does not fit
+# The following tests are about data that must be rejected.
 
 
 def test_missing_and_foreign_files_are_refused(write_tokens: Write, tmp_path: Path) -> None:
@@ -241,7 +244,8 @@ def test_missing_and_foreign_files_are_refused(write_tokens: Write, tmp_path: Pa
         _train(prefix, tmp_path, 1)
 
 
-# The cache of shuffling indices: shared, updated with the data, complete, and local to a node
+# The following tests are about the cache of shuffling indices: it is shared, updated with the data,
+# complete, and local to a node.
 
 
 def _cached(folder: Path) -> dict[str, int]:
@@ -249,7 +253,7 @@ def _cached(folder: Path) -> dict[str, int]:
 
 
 def test_the_second_build_reads_the_first_ones_cache(write_tokens: Write, tmp_path: Path) -> None:
-    """Checks that the cache is next to the data by default."""
+    """Checks that the cache is in the folder of the data by default."""
     prefix = write_tokens(_numbered(40, 30))
     first = _tokens(_train(prefix, tmp_path, 40, data_cache_path=None))
     before = _cached(tmp_path / "index_cache")
@@ -277,7 +281,8 @@ def test_what_a_killed_build_left_is_not_taken_for_a_cache(
     prefix = write_tokens(_numbered(40, 30))
     expected = _tokens(_train(prefix, tmp_path, 40))
     names = sorted(_cached(tmp_path / "cache"))
-    # The build was killed after it had written the first part completely and the second partly.
+    # Simulate that a build was killed after it had written the first part completely and the second
+    # part partly.
     os.unlink(tmp_path / "cache" / names[2])
     whole = (tmp_path / "cache" / names[1]).read_bytes()
     (tmp_path / "cache" / names[1]).unlink()
@@ -327,7 +332,7 @@ def test_an_index_of_other_data_is_made_anew(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks that undamaged arrays are rebuilt if their values do not match the data."""
+    """Checks that undamaged arrays are built again if their values do not match the data."""
     prefix = write_tokens(_numbered(40, 30))
     expected = _tokens(_train(prefix, tmp_path, 40))
     (path,) = (tmp_path / "cache").glob(f"*-{part}.npy")
@@ -357,11 +362,11 @@ def test_damaged_conversations_are_tokenized_anew(
 def test_no_warning_about_a_missing_cache(
     write_tokens: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Other tests in this process may have silenced the logger.
+    # Set the level, because other tests in this process may have silenced the logger.
     caplog.set_level(logging.WARNING, logger="megatron.core")
     _train(write_tokens(_numbered(40, 30)), tmp_path, 40)
     assert "path_to_cache" not in caplog.text
-    # The filter is removed after the build.
+    # The filter must be removed after the build.
     logging.getLogger("megatron.core.datasets.gpt_dataset").warning("path_to_cache is None")
     assert "path_to_cache is None" in caplog.text
 
@@ -404,9 +409,9 @@ dist.destroy_process_group()
 def test_ranks_that_share_no_disk_build_the_same_samples(
     write_tokens: Write, tmp_path: Path
 ) -> None:
-    """Checks that a node which cannot read the indices of global rank 0 builds equal samples.
+    """Checks that a node that cannot read the indices of global rank 0 builds the same samples.
 
-    Rank 1 needs no samples, like a middle stage, and has no files.
+    Like a middle stage, rank 1 needs no samples, and has no files.
     """
     folders = [tmp_path / name for name in ("node0", "nothing", "node1")]
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Tests that a process waits until another process unlocks a file."""
+"""Tests that a process waits until another process has unlocked a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with locked(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yields another process that locks ``tmp_path/.lock`` until it exits."""
+    """Yields a process that locks ``tmp_path/.lock`` until the process exits."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / ".lock")],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Tests tokenizers: round trips, GPT-2's file format, padding, and errors."""
+"""Tests tokenizers: round trips, the file format of GPT-2, padding, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """Writes a tiny vocabulary (bytes, two merges, end of document) and returns its paths."""
+    """Writes a tiny vocabulary, and returns the paths of its two files.
+
+    The vocabulary contains all bytes, two merges, and the end of a document.
+    """
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", END_OF_DOCUMENT]
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     vocab.write_text(json.dumps({symbol: i for i, symbol in enumerate(symbols)}))
@@ -209,7 +212,7 @@ def test_broken_merges_are_refused(files: tuple[Path, Path], content: str) -> No
         GPT2BPETokenizer(vocab, merges)
 
 
-# Tokenizers of other libraries
+# The following tests are about tokenizers of other libraries.
 
 MIXED = ["naïve ✓ 🙂 中文\n\n\tx = 1", "", " <|im_end|> </s>", "don't 1234 A.B  c\r\n", "a\ud800b"]
 CHAT = (
@@ -228,7 +231,7 @@ def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = decoders.ByteLevel()
     encoder.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    encoder.enable_truncation(10)  # Some folders contain this setting, which must be ignored.
+    encoder.enable_truncation(10)  # Some folders contain this setting. It must be ignored.
     encoder.save(str(made / "tokenizer.json"))
     end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
     settings = {"eos_token": end, "chat_template": CHAT, "model_max_length": int(1e30)}
@@ -272,7 +275,7 @@ def test_a_conversation_is_what_the_template_writes(folder: Path) -> None:
         for is_taught, run in itertools.groupby(zip(ids, taught, strict=True), lambda pair: pair[1])
         if is_taught
     ]
-    # Earlier answers do not contain the reasoning that the template writes for the last answer.
+    # Earlier answers must not contain the reasoning that the template writes for the last answer.
     assert parts == ["b 🙂<|im_end|>\n", "<think></think>d<|im_end|>\n"]
 
 

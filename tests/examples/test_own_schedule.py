@@ -1,4 +1,4 @@
-"""Checks that schedules of ``examples/own_schedule`` give the same losses as built-in schedules."""
+"""Tests that ``examples/own_schedule`` gives the same losses as built-in schedules."""
 
 from __future__ import annotations
 

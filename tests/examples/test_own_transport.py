@@ -1,4 +1,4 @@
-"""Checks that the transport of ``examples/own_transport`` gives the same losses as gloo."""
+"""Tests that the transport in ``examples/own_transport`` gives the same losses as gloo."""
 
 from __future__ import annotations
 

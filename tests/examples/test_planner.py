@@ -1,4 +1,4 @@
-"""Tests that the planner can read the example of a cluster."""
+"""Tests that the planner can read the example of a cluster file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Checks that recipes fit into their GPUs, and trains smaller versions of the recipes."""
+"""Tests that recipes fit into the memory of their GPUs, and trains smaller versions of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from ..multiprocess.launch import run_ranks, tail
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 RECIPES = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "common")
 GIVEN = ("tokenizer_model=made", "data_path=made", "transformer_impl=local")
-# 16 bytes of weights and optimizer state for each of 8 billion parameters exceed these GPUs.
+# The weights and the optimizer state take 16 bytes for each of 8 billion parameters, which exceeds
+# the memory of these GPUs.
 LARGE = {("llama3.1-8b", "2"), ("qwen3-8b", "2"), ("mistral-7b", "2"), ("qwen3-30b-a3b", "8")}
 LARGE |= {("qwen3-30b-a3b", "2x4"), ("qwen3-30b-a3b", "1")}
 SMALL = ("llama3.2-1b", "qwen3-0.6b")
@@ -50,7 +51,7 @@ def test_memory_fits(path: Path, gpus: str, tmp_path: Path) -> None:
         config, flags = _read(path, f"gpus={gpus}", f"task={task}")
     needs_more = (path.stem, gpus) in LARGE
     assert _plan(config, flags, gpus, "H200" if needs_more else "H100", tmp_path) == 0
-    # LoRA does not need gradients and optimizer state of the base model.
+    # LoRA needs no gradients and no optimizer state of the base model.
     if needs_more and "a3b" not in path.stem:
         config, flags = _read(path, f"gpus={gpus}", "task=lora")
         assert _plan(config, flags, gpus, "H100", tmp_path) == 0
@@ -83,7 +84,7 @@ def _plan(config: TrainerConfig, flags: list[str], gpus: str, gpu: str, folder: 
 
 
 def _tenth(content: dict[str, Any], stages: int) -> dict[str, Any]:
-    """Returns ``content`` with about a tenth of the width and two layers per stage."""
+    """Returns ``content``, a model's recipe, with a tenth of its width and two layers per stage."""
     heads = max(2, content["num_attention_heads"] // 8)
     small = {
         "num_layers": 2 * stages,
@@ -111,7 +112,7 @@ def _tenth(content: dict[str, Any], stages: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a chat tokenizer, conversations and a text."""
+    """Returns a folder with a chat tokenizer, conversations and a text file."""
     folder = tmp_path_factory.mktemp("data")
     vocabulary = {f"w{number}": number for number in range(400)}
     encoder = Tokenizer(
@@ -152,7 +153,7 @@ def _texts(folder: Path, texts: list[str]) -> Path:
 
 
 def train(path: Path, gpus: str, tasks: tuple[str, ...], data: Path, folder: Path) -> None:
-    """Trains a recipe at a tenth of its width; each task continues from the previous task."""
+    """Trains a recipe at a tenth of its width. Each task continues from the previous task."""
     variant = load_recipe(path)["variants"]["gpus"][int(gpus) if gpus.isdigit() else gpus]
     stages = variant.get("pipeline_model_parallel_size", 1)
     ranks = variant.get("processes_per_node", 1) * variant.get("nodes", 1)
@@ -177,12 +178,12 @@ def train(path: Path, gpus: str, tasks: tuple[str, ...], data: Path, folder: Pat
         losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log.read_text())]
         assert len(losses) == 3
         begin = begin or losses[0]
-        # Later tasks start from the trained weights.
+        # Later tasks start from trained weights.
         assert losses[0 if number else -1] < begin
 
 
 # Each task loads the checkpoint of the previous task. Only the full test suite runs all three tasks
-# on two and eight ranks.
+# on two and on eight ranks.
 IN_TURN = ("pretrain", "continue", "finetune")
 
 
@@ -204,6 +205,6 @@ IN_TURN = ("pretrain", "continue", "finetune")
 def test_trains_at_a_tenth(
     name: str, gpus: str, tasks: tuple[str, ...], data: Path, tmp_path: Path
 ) -> None:
-    """Checks that all recipes, and all tasks on one, two and eight emulated GPUs, can train."""
+    """Checks that all recipes can train, and that all tasks can on one, two and eight GPUs."""
     (path,) = (recipe for recipe in RECIPES if recipe.stem == name)
     train(path, gpus, tasks, data, tmp_path)

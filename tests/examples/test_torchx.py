@@ -1,4 +1,4 @@
-"""Tests that the TorchX component follows TorchX's rules and starts the right command."""
+"""Tests that the TorchX component follows the rules of TorchX and starts the right command."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_keeps_the_rules_for_components(tree: ast.Module) -> None:
 
 
 def start_of(tree: ast.Module, replica: str) -> str:
-    """Returns the command of the container ``replica``, as TorchX would build it."""
+    """Returns the command that TorchX would build for the container ``replica``."""
     (text,) = (
         node.value.value
         for node in tree.body

@@ -1,4 +1,4 @@
-"""Runs the tutorial notebook, and compares it with its documentation page.
+"""Runs the tutorial notebook, and compares it with its page in the documentation.
 
 ``CONTRIBUTING.md`` describes how the page is made.
 """
@@ -35,7 +35,7 @@ def test_the_notebook_finds_and_repairs_the_slow_rank(
 ) -> None:
     for name, value in {**forking(), **VARIABLES, "TUTORIAL_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    # Create a clone in which the trainer's ranks are forked, and use a smaller corpus.
+    # Create a clone in which the trainer's ranks are forked. The corpus is smaller than usual.
     (tmp_path / "clone" / "examples").mkdir(parents=True)
     for path in (ROOT / "megatron", ROOT / "pretrain_gpt.py", NODES / "sitecustomize.py"):
         (tmp_path / "clone" / path.name).symlink_to(path)

@@ -1,8 +1,8 @@
-"""Defines the jobs and commands that read golden files and must give golden results.
+"""Defines jobs and commands that read golden files and must give golden results.
 
-The files were created once by version 0.1, before its folders were rearranged. They stay unchanged
-as long as the package can read them. If a file format changes on purpose, new files are added next
-to the old files.
+The files were created by version 0.1, before its folders were rearranged. They stay unchanged as
+long as the package can read them. If a file format changes on purpose, new files are added next to
+the old files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.multiprocess.launch import ROOT, run_ranks
 
 FILES = Path(__file__).with_name("files")
 SCRIPT = Path(__file__).with_name("script.py")
-LIMIT_S = 60.0  # This is the time limit for one job.
+LIMIT_S = 60.0  # This is the timeout of one job in seconds.
 SHAPE = (
     "--num-layers 4 --hidden-size 8 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 8 "
     "--max-position-embeddings 8 --vocab-size 31 --make-vocab-size-divisible-by 8"
@@ -45,13 +45,13 @@ SHARDED = "--bf16 --use-distributed-optimizer"
 
 CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
-# Each checkpoint is loaded by a run with this number of ranks and these flags.
+# A run with this number of ranks and these flags loads the checkpoint.
 RESUMED = {
     "single": (2, CHUNKS),
     "chunks": (1, ""),
     "v-split": (2, f"{PP2} --partition 3-1 --pipeline-schedule 1f1b"),
     "async": (1, FP16),
-    "local": (2, PP2),  # The disks of the nodes contain parts for the same ranks.
+    "local": (2, PP2),  # The disks of the nodes contain checkpoint parts for the same ranks.
     "distributed": (1, SHARDED),
 }
 # These runs start from scratch.
@@ -72,8 +72,8 @@ RUNS = {
         "--merge-file corpus/merges.txt --split 100,0,0",
     ),
 }
-# Without a partition, measured times would determine where the model is cut, and the order of sums
-# would vary.
+# Each job needs a fixed partition. Otherwise, measured times would determine where the model is
+# cut, and the order of sums would vary.
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline-run": (
         2,
@@ -104,7 +104,7 @@ ELASTIC_SCRIPT = {"report_dir": "report-elastic", "pipeline": {}, "loop": {"save
 
 ARGUMENTS = f"{SHAPE} --fp16"
 PLAN = ["plan", "--global-batch-size", "4", "--json", "--top", "2"]
-# The output of these commands depends on the files that they read.
+# The output of each of these commands depends on the golden files.
 ANSWERS: dict[str, list[str]] = {
     "trace": ["trace", "runs/golden", "--format", "perfetto", "--output-dir", "drawn", "--json"],
     "trace-of-several-clocks": [
@@ -153,9 +153,10 @@ class Job:
     """Program that runs on one or more ranks.
 
     Attributes:
-        name: Name of the job. The output of its ranks is written to ``<name>.txt`` in the folder.
+        name: Name of the job. The ranks write their output to ``<name>.txt`` in the folder of the
+            run.
         ranks: Number of processes.
-        flags: Trainer flags. If they are empty, ``script`` is run.
+        flags: Flags of the trainer. If they are empty, the job runs ``script``.
         script: Arguments of ``script.train``.
     """
 
@@ -166,11 +167,10 @@ class Job:
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, str]]:
-    """Runs ``jobs`` one after another in ``folder``, to which relative paths refer.
+    """Runs ``jobs`` one after another in ``folder``. Relative paths refer to this folder.
 
     Returns:
-        Exit status (of the first rank that failed, or 0) and output of all ranks, by name of the
-        job.
+        Exit status (of the first rank that failed, or 0) and output of all ranks, by job name.
     """
     said = {}
     for job in jobs:
@@ -185,7 +185,7 @@ def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, s
 
 
 def machine() -> dict[str, str]:
-    """Returns properties of this machine that affect sums of floating-point numbers."""
+    """Returns those properties of this machine that affect sums of floating-point numbers."""
     import torch
 
     facts = {
@@ -194,13 +194,13 @@ def machine() -> dict[str, str]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "vendor": _vendor(),
     }
-    if "MKL_CBWR" in os.environ:  # This variable overrides MKL's default code path.
+    if "MKL_CBWR" in os.environ:  # This variable selects the instructions that MKL uses.
         facts["mkl"] = os.environ["MKL_CBWR"]
     return facts
 
 
 def _vendor() -> str:
-    """Returns the vendor of the processor, which determines MKL's kernels."""
+    """Returns the vendor of the processor, which determines the kernels that MKL uses."""
     match = re.search(r"vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text())
     return match.group(1) if match else ""
 
@@ -215,14 +215,14 @@ def unpack(folder: Path) -> None:
     """Unpacks all golden files into ``folder``."""
     for path in sorted(FILES.glob("*.tar.xz")):
         extract(path, folder)
-    # Parts on a node's disk are identified by the name and path of the shared folder.
+    # The parts on a node's disk are identified by the name and the path of the shared folder.
     path = hashlib.sha256(str((folder / "shared").resolve()).encode()).hexdigest()[:8]
     (folder / "disk").mkdir()
     (folder / "local").rename(folder / "disk" / f"shared-{path}")
 
 
 def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
-    """Returns jobs for ``runs``, each of which writes its progress to a folder with its name."""
+    """Returns jobs for ``runs``. Each job writes its progress to a folder that has its name."""
     return [
         Job(name=name, ranks=ranks, flags=f"{flags} --progress-dir report-{name}")
         for name, (ranks, flags) in runs.items()
@@ -230,7 +230,7 @@ def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
 
 
 def resume_jobs() -> list[Job]:
-    """Returns a job for each checkpoint of the trainer, which continues from the checkpoint."""
+    """Returns a job for each checkpoint of the trainer. The job continues from the checkpoint."""
     runs = {}
     for name, (ranks, flags) in RESUMED.items():
         more = f"--load {name} --exit-on-missing-checkpoint --trust-checkpoint"
@@ -250,7 +250,7 @@ def pipeline_jobs() -> list[Job]:
 
 
 def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Returns the losses, gradient norms and learning rates of ``jobs``, without rounding."""
+    """Returns the losses, gradient norms and learning rates of ``jobs`` without rounding."""
     results: dict[str, Any] = {}
     for job in jobs:
         reports = folder / f"report-{job.name}"
@@ -276,20 +276,20 @@ def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def elastic_words(checkpoints: str, total: int) -> list[str]:
-    """Returns the command of a job that runs the script up to step ``total``."""
+    """Returns the command of an elastic job that runs the script until step ``total``."""
     script = json.dumps({**ELASTIC_SCRIPT, "total": total})
     command = ["train", "elastic", "--machines", "machines.txt", "--checkpoint", checkpoints]
     return [*command, str(SCRIPT), script]
 
 
 def elastic_figures(folder: Path) -> dict[str, Any]:
-    """Returns the last results of the job that :func:`elastic_words` starts."""
+    """Returns the last results of the job that :func:`elastic_words` describes."""
     report: dict[str, Any] = json.loads((folder / "report-elastic" / "rank-0.json").read_text())
     return report
 
 
 def command(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """Runs ``python -m megatron.adaptive`` in this process.
+    """Runs ``python -m megatron.adaptive`` with ``arguments`` in this process.
 
     Returns:
         Exit status, standard output, and standard error.
@@ -307,10 +307,10 @@ def command(arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 def answer(name: str) -> Any:
-    """Runs the command ``name`` of :data:`ANSWERS` in the current folder with the golden files.
+    """Runs the command ``name`` of :data:`ANSWERS` in the current folder, with the golden files.
 
     Returns:
-        Output without parts that depend on time or location, parsed if it is JSON.
+        Output without parts that depend on the time or the folder. It is parsed if it is JSON.
     """
     status, output, errors = command(ANSWERS[name])
     assert status == 0, errors
@@ -325,6 +325,6 @@ def answer(name: str) -> Any:
     if ANSWERS[name][:2] == [
         "job",
         "submit",
-    ]:  # The rest of the script does not depend on the files.
+    ]:  # The remaining lines of the script do not depend on the golden files.
         lines = [line for line in lines if line.startswith("#SBATCH")]
     return lines

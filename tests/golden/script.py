@@ -1,6 +1,6 @@
-"""Trains a small Pipeline, as a script of ``train elastic`` or when imported by ranks.
+"""Trains a small Pipeline. ``train elastic`` runs this script, and ranks import it.
 
-The argument is JSON with the arguments of :func:`train`.
+The argument is a JSON object with the arguments of :func:`train`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4
 
 
 class Net(torch.nn.Module):
-    """Model with three blocks, dropout, a buffer, and an embedding that is used at both ends."""
+    """Model with three blocks, dropout, a buffer, and an embedding that both ends use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the mean loss for ``tokens``, whose form is ``[B, S] int64``."""
+        """Returns the mean loss of ``tokens``, which have shape ``[B, S] int64``."""
         x = self.embedding(tokens)
         for block, cut in zip(self.blocks, self.cuts, strict=True):
             x = cut(x + functional.dropout(torch.tanh(block(x)), 0.1, self.training))
@@ -41,7 +41,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
-    """Returns the samples of step ``step``, which depend only on its number."""
+    """Returns the samples of the step ``step``. They depend only on ``step``."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
@@ -61,15 +61,17 @@ def train(
     load: str = "",
     save: str = "",
 ) -> None:
-    """Trains, and writes the results to ``<report_dir>/rank-<rank>.json``.
+    """Trains, and writes the results of each rank to ``<report_dir>/rank-<rank>.json``.
 
     Args:
         report_dir: Folder for the results.
-        total: Number of steps in the whole training run.
+        total: Number of steps of the whole training run.
         pipeline: Additional arguments of the Pipeline.
-        loop: Arguments of ``Pipeline.loop``. If it is ``None``, the script counts the steps itself.
-        load: Folder of checkpoints to continue from. Requires that ``loop`` is ``None``.
-        save: Folder for a checkpoint after the last step. Requires that ``loop`` is ``None``.
+        loop: Arguments of ``Pipeline.loop``. If ``loop`` is ``None``, the script itself counts the
+            steps.
+        load: Folder of checkpoints from which training continues. This requires that ``loop`` is
+            ``None``.
+        save: Folder for a checkpoint after the last step. This requires that ``loop`` is ``None``.
     """
     torch.manual_seed(1)
     shared = [["embedding.weight", "head.weight"]]

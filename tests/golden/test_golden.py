@@ -1,4 +1,4 @@
-"""Checks that the current code reads files written by earlier code (see ``cases.py``)."""
+"""Tests that the current code can read files that earlier code has written (see ``cases.py``)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any
 
 import pytest
 
-# These files are read by modules of the package. All other files are read by its commands.
+# Modules of the package read these files. Its commands read all other files.
 from megatron.adaptive.planner.measured_module import MeasuredModule
 from tests.multiprocess.launch import forking
 
 from . import cases
 from .cases import LIMIT_S, Job, run_jobs
 
-# The file contains the results of the same runs on several machines. Results on any other machine
+# The file contains the results of the same runs on several machines. On any other machine, results
 # are compared with those of the first machine, with a tolerance.
 MACHINES: list[dict[str, Any]] = json.loads((cases.FILES / "expected.json").read_text())
 EXPECTED = next(
     (answers for answers in MACHINES if answers["machine"] == cases.machine()), MACHINES[0]
 )
 ANSWERS: dict[str, Any] = json.loads((cases.FILES / "answers.json").read_text())
-# The order of sums depends on the processor and the version of torch, so results may differ by this
-# tolerance.
+# The order of sums depends on the processor and on the version of torch. So results may differ by
+# this relative tolerance.
 NEAR = 1e-5
 NEWER = "newer"
 REFUSED = {
@@ -54,7 +54,7 @@ REFUSED_PIPELINE = Job(
         "load": f"{NEWER}-pipeline-1",
     },
 )
-# These jobs read the files whose version is too new.
+# These jobs read files whose version is too new.
 REFUSED_BY_RANKS = {
     f"{NEWER}-single/iter_0000002": "refused-checkpoint",
     f"{NEWER}-pipeline-1/step_00000003": "refused-pipeline",
@@ -65,7 +65,7 @@ REFUSED_BY_RANKS = {
 
 
 def change(path: Path, key: str) -> Path:
-    """Copies a JSON file, increases the version ``key`` in the copy, and returns its path."""
+    """Copies a JSON file, increases the version ``key`` in the copy, and returns the new path."""
     copy = path.with_name(f"{NEWER}-{path.name}")
     shutil.copy(path, copy)
     raise_version(copy, key)
@@ -80,7 +80,7 @@ def raise_version(path: Path, key: str, by: int = 1) -> None:
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with all golden files, and with copies that have a future version."""
+    """Returns a folder with all golden files, and with copies whose version is in the future."""
     folder = tmp_path_factory.mktemp("golden")
     cases.unpack(folder)
     for name in ("single", "pipeline-1", "corpus"):
@@ -98,7 +98,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Enters the folder of golden files without a launcher's variables, and returns the folder."""
+    """Enters the folder of golden files, without a launcher's environment variables."""
     monkeypatch.chdir(golden)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
@@ -107,7 +107,7 @@ def here(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def node() -> Iterator[None]:
-    """Sets the name of the node on whose disk the golden parts were written."""
+    """Sets the name of the node on whose disk the golden checkpoint parts were written."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TESTS_ALL_MOCK_DATA", "1")
         patch.setenv("MEGATRON_ADAPTIVE_NODE", "node-a")
@@ -124,9 +124,9 @@ def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]
 
 
 def same(results: Any, expected: Any) -> None:
-    """Checks that results are equal on the same kind of machine, otherwise nearly equal.
+    """Checks that results equal ``expected`` on the same kind of machine, or almost equal it.
 
-    Checksums of loaded data are compared on all machines.
+    Checksums of loaded data must be equal on all machines.
     """
     if results == expected:
         return
@@ -173,14 +173,15 @@ def test_ranks_refuse_a_version_to_come(ran: Any, path: str) -> None:
 def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
     expected = dict(ANSWERS[name]) if isinstance(ANSWERS[name], dict) else ANSWERS[name]
     if name == "status":
-        # The job is older than --progress-dir and wrote only logs, which no longer show progress.
+        # The job is older than --progress-dir. It has written only logs, from which progress is no
+        # longer read.
         for figure in "iteration iterations iteration_ms tokens_per_s is_over effective".split():
             del expected[figure]
     alike(cases.answer(name), expected, name)
 
 
 def alike(actual: Any, expected: Any, where: str) -> None:
-    """Checks that values from JSON are equal, except for rounding errors."""
+    """Checks that values from JSON are equal except for rounding errors, at the path ``where``."""
     if isinstance(expected, dict) and isinstance(actual, dict):
         assert set(actual) >= set(expected), where  # Later versions may add keys.
         for key, value in expected.items():
@@ -237,13 +238,14 @@ def test_a_node_reads_the_settings_that_were_submitted(here: Path) -> None:
     path.write_text(path.read_text().replace("HERE", str(here)))
     status, _, errors = cases.command(["job", "node", "slurm", str(path), "logs/none"])
     assert status == 2
-    assert "must be started by srun" in errors  # This message comes after all checks of settings.
+    # The command prints this message after all checks of settings.
+    assert "must be started by srun" in errors
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
-    """Checks that the checkpoint, measured model, state and manager's lease are used."""
+    """Checks that a job uses the checkpoint, the measured model, the state and the lease."""
     done = subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", *cases.elastic_words("elastic-script", 5)],
         cwd=golden,
@@ -257,7 +259,7 @@ def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
     same(cases.elastic_figures(golden), EXPECTED["runs"]["elastic-script"])
     state = json.loads((golden / "elastic-script" / "elastic" / "state.json").read_text())
     assert [epoch["epoch"] for epoch in state["earlier"]] == [1, 2]
-    # The model is not measured again.
+    # The job must not measure the model again.
     assert [epoch["reason"] for epoch in state["epochs"]] == ["start"]
     assert [epoch["resumed_iteration"] for epoch in state["epochs"]] == [3]
     assert list((golden / "elastic-script" / ".lease").glob("claim-*.json"))
@@ -277,8 +279,8 @@ def newer_trace(folder: Path) -> Path:
 
 
 Make = Callable[[Path], Path]
-# Each kind of file has a function that writes a later version, a command that reads it, and its
-# version.
+# Each entry contains a function that writes a file of a later version, a command that reads this
+# file, and the version of the file.
 REFUSED_BY_COMMANDS: dict[str, tuple[Make, list[str], int]] = {
     "trace": (newer_trace, ["trace", f"{NEWER}-traces", "--json"], 3),
     "plan by the trainer": (

@@ -1,4 +1,4 @@
-"""Compares the attention of torch's kernels with attention that computes all scores."""
+"""Compares attention with torch's kernels with attention that computes all scores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_attention(backend: str, **settings: Any) -> LocalAttention:
 def make_inputs(
     dtype: torch.dtype, *, length: int = 12, samples: int = 2, groups: int = HEADS, values: int = 16
 ) -> list[torch.Tensor]:
-    """Returns random queries, keys and values ``[s, b, heads, width]``."""
+    """Returns random queries, keys and values, with shapes ``[s, b, heads, width]``."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(HEADS, WIDTH), (groups, WIDTH), (groups, values)]
     return [
@@ -56,7 +56,7 @@ def make_inputs(
 def outcome(
     module: LocalAttention, inputs: list[torch.Tensor], mask: Any = None, **options: Any
 ) -> list[torch.Tensor]:
-    """Returns the output of ``module`` and the gradients of ``inputs``."""
+    """Returns a list with the output of ``module`` and the gradients of ``inputs``."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     output = module(*leaves, mask, **options)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
@@ -71,10 +71,11 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, *, shares: bool = False) -> None:
-    """Makes all attention layers use ``kernel``, as on a GPU."""
+    """Makes all attention layers use the kernel ``kernel``, as they would on a GPU."""
 
     def choose(case: AttentionCase) -> Kernel:
-        # The documents of a packed row are computed separately with the masked kernel.
+        # Instead of the masked kernel, packed rows use the causal kernel for each document
+        # separately.
         return Kernel.CAUSAL if kernel is Kernel.MASKED and case.is_packed else kernel
 
     monkeypatch.setattr(attention, "kernel_for", choose)
@@ -93,7 +94,7 @@ def packed_by_documents(
     scale: float,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """Implements ``varlen_attn`` as torch documents it, because its kernel exists only for GPUs."""
+    """Implements ``varlen_attn`` as torch documents it. torch's kernel exists only for GPUs."""
     assert ends.dtype is other_ends.dtype is torch.int32
     bounds = ends.tolist()
     assert longest == other_longest == max(b - a for a, b in itertools.pairwise(bounds))
@@ -112,7 +113,7 @@ def packed_by_documents(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 class TestEqual:
-    """Compares outputs and gradients of all variants that the kernels support."""
+    """Compares the outputs and the gradients of all variants that the kernels support."""
 
     @pytest.mark.parametrize("groups", [HEADS, 2, 1])
     @pytest.mark.parametrize("length", [1, 7, 12])
@@ -275,12 +276,12 @@ def test_dropout_of_a_kernel_draws_from_the_generator_for_split_tensors(
     module.eval()
     whole = module(*inputs)
     assert torch.equal(whole, module(*inputs))
-    # The mean of 400 draws is close to its expectation.
+    # The mean of 400 random draws is close to the expectation.
     assert (mean - whole).abs().mean() < 3 * (first - whole).abs().mean() / 20
 
 
 def test_models_of_one_process_take_different_kernels(build: Callable[..., list[Any]]) -> None:
-    """Checks that one process can build models that need different environment variables."""
+    """Checks that a process can build models that need different environment variables."""
     kinds = {}
     for name in ("fused", "unfused", "auto"):
         (chunk,) = build(f"--attention-backend {name} --transformer-impl local")
@@ -291,7 +292,7 @@ def test_models_of_one_process_take_different_kernels(build: Callable[..., list[
 
 
 def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
-    """Returns the size in bytes of all memory that a backward pass will read."""
+    """Returns the size in bytes of all memory that the backward pass of ``run()`` will read."""
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Checks that dropout depends only on step, microbatch and layer."""
+"""Tests that dropout depends only on the step, the microbatch and the layer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TRACKED = "model-parallel-rng"
 
 
 def draw() -> tuple[float, float]:
-    """Returns a random number for replicated tensors and a random number for split tensors."""
+    """Returns a random number for replicated tensors, and one for tensors that are split."""
     replicated = float(torch.rand((), device=accelerator.current_device()))
     with tensor_parallel.get_cuda_rng_tracker().fork():
         return replicated, float(torch.rand((), device=accelerator.current_device()))
 
 
 class Drawing(TransformerLayer):  # type: ignore[misc]
-    """Multiplies its input by random numbers, and records the numbers."""
+    """Multiplies its input by random numbers, and stores these numbers."""
 
     def __init__(self, number: int, *, forks: bool = True) -> None:
         torch.nn.Module.__init__(self)
@@ -48,7 +48,7 @@ Draws = Callable[..., Numbers]
 
 @pytest.fixture
 def draws(one_rank: None) -> Draws:
-    """Returns a function that draws random numbers in a layer, or outside of layers for 0."""
+    """Returns a function that draws random numbers in a layer. Layer 0 means outside of layers."""
 
     def run(layer: int = 2, seed: int = 5, step: int = 3, microbatch: int = 2) -> Numbers:
         keys = DropoutKeys(seed, enabled=True)
@@ -68,7 +68,7 @@ def test_a_seed_tells_its_key() -> None:
     seeds = [_stir(key) for key in keys]
     assert [_settle(seed) for seed in seeds] == keys
     assert all(0 <= seed < 1 << 64 for seed in seeds)
-    # A CPU generator uses only the lower half of a seed, so the lower halves must differ.
+    # A generator on a CPU uses only the lower half of a seed, so these halves must differ.
     assert len({_stir(step << 40) % (1 << 32) for step in range(1000)}) == 1000
 
 
@@ -164,7 +164,7 @@ def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
         output = tensor_parallel.checkpoint(layer, False, hidden)
     keys.apply(step=1, microbatch=1)
     before = torch.get_rng_state()
-    # The fork has ended, so it no longer provides the layer's generator.
+    # The fork has ended, so its generator is not used when the backward pass recomputes the layer.
     output.backward()
     assert layer.drawn == [plain.drawn[0][1:]] * 2
     assert torch.equal(torch.get_rng_state(), before)

@@ -55,11 +55,11 @@ FUSED = "--attention-backend fused"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 SPLIT = "--split-backward True"
-REL = 1e-6  # Relative tolerance for 32-bit numbers.
+REL = 1e-6  # Relative tolerance for 32-bit floating-point numbers.
 
 
 class Numbers(NamedTuple):
-    """Contains the results of a training step and an evaluation of one run."""
+    """Results of a training step and an evaluation."""
 
     evaluated: float
     loss: float
@@ -72,7 +72,7 @@ Train = Callable[[str], tuple[Run, Numbers]]
 
 @pytest.fixture
 def train() -> Iterator[Train]:
-    """Yields a function that builds a run of one process, evaluates it and trains one step."""
+    """Yields a function that builds a run in one process, evaluates it, and trains a step."""
     runs: list[Run] = []
 
     def end() -> None:
@@ -150,8 +150,8 @@ def test_blocks_store_no_scores_with_tokens_after_them(
     slices = kept_bytes(cut)
     monkeypatch.setattr(attention, "SCORE_BLOCK", 32)
     blocks = kept_bytes(cut)
-    # Two slices store 3/4 of the scores, and eight blocks of 32 tokens store 9/16.
-    scores = 4 * 256**2 * 4  # The scores have four heads and 32 bits per element.
+    # Two slices store 3/4 of the scores. Eight blocks of 32 tokens store 9/16 of the scores.
+    scores = 4 * 256**2 * 4  # The scores have four heads, and 32 bits per element.
     assert slices - blocks == pytest.approx((3 / 4 - 9 / 16) * scores, rel=0.1)
 
 
@@ -224,12 +224,13 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     assert slices is not None
     slices.begin(0, 0)
     assert list(slices.buffers()) == []
-    # Keys and values have 3 layers, 2 samples, 256 tokens and a width of 32.
+    # Keys and values have 3 layers, 2 samples, 256 tokens and a width of 32 elements.
     assert sum(slices.kept_bytes(0, item) for item in range(8)) == 2 * 3 * 2 * 256 * 32 * 4
     forward_backward = run.forward_backward
     (cut,) = forward_backward.activation_bytes()
-    assert cut < whole  # Slices store fewer scores than a whole sequence does.
-    # Each slice is measured: at equal length, a later slice stores the scores of more keys.
+    assert cut < whole  # Slices store fewer scores than a whole sequence.
+    # The memory of each slice is measured. For slices of equal length, later slices store the
+    # scores of more keys.
     run, _ = train("--sequence-slices 8 --slice-cut equal-length")
     forward_backward = run.forward_backward
     sizes = [forward_backward._meter.bytes_of(number) for number in range(8)]
@@ -240,8 +241,8 @@ def test_windows_keep_what_later_slices_see(train: Train) -> None:
     run, _ = train(f"{WINDOWS} --sequence-slices 4 --recompute-granularity selective")
     slices = run.slices
     assert slices is not None
-    # The two layers with a window keep 40 of a slice's 64 tokens, and the third layer keeps all.
-    # Keys and values have two samples and two groups with a width of 8.
+    # The two layers with a window store 40 of a slice's 64 tokens, and the third layer stores all
+    # tokens. Keys and values have two samples and two groups with a width of 8 elements.
     assert slices.kept_bytes(0, 0) == (2 * 40 + 64) * 2 * 2 * 16 * 4
     run, _ = train(f"{WINDOWS} --sequence-slices 4")
     assert run.slices is not None
@@ -256,7 +257,7 @@ def test_an_evaluation_drops_what_no_later_slice_sees() -> None:
         first = max(0, start - 40)
         seen, _ = kept.extend(first, start, [whole[start : start + 32]] * 2)
         assert torch.equal(seen, whole[first : start + 32])
-        # The buffers contain only the window and at most one slice.
+        # The buffers contain only the window and at most one more slice.
         assert sum(map(len, kept.buffers)) <= 2 * (40 + 31)
 
 
@@ -266,7 +267,7 @@ def test_documents_in_one_slice_keep_nothing(train: Train) -> None:
     assert slices is not None
     assert slices.sizes is not None
     assert set(slices.sizes) == {64}
-    # The count is a tuple if microbatches have different numbers of slices.
+    # If microbatches have different numbers of slices, the count is a tuple.
     assert isinstance(slices.count, tuple)
     positions = [place_of(item, slices.count) for item in range(len(slices.sizes))]
     tokens = [slices._cut(position.microbatch).kept_tokens(position.part) for position in positions]

@@ -1,4 +1,4 @@
-"""Tests training and evaluation steps of a whole run in one process."""
+"""Tests the training and evaluation steps of a whole run in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Start = Callable[[str], Run]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Yields a function that builds a run of one process after it has closed the previous run."""
+    """Yields a function that closes the previous run and builds a new run of one process."""
     runs: list[Run] = []
 
     def end() -> None:
@@ -68,7 +68,7 @@ def first_weight(run: Run) -> torch.Tensor:
 def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
     run = start("--log-num-zeros-in-grad")
     before = first_weight(run).clone()
-    # Leave values as an earlier model would, under the names of all releases.
+    # Store values as an earlier model would have, under the names that all releases use.
     names = ("values", "loss_values", "correct_values", "total_values")
     MTPLossLoggingHelper.tracker.update({name: torch.ones(2) for name in names})
     first, second = train(run)
@@ -82,7 +82,7 @@ def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
         assert result.grad_norm > 0
         assert result.num_zeros is not None
         assert result.num_zeros >= 0
-    # The bubble is averaged at logged iterations only.
+    # The bubble is averaged only at logged iterations.
     assert first.bubble_fraction is None
     assert second.bubble_fraction is not None
     assert 0 <= second.bubble_fraction < 1
@@ -114,7 +114,7 @@ def test_evaluation_leaves_the_weights_alone(start: Start) -> None:
         step.evaluate(make_loader(run, run.samples.valid, 0), 2, 4)["lm loss"] for _ in range(2)
     ]
     assert torch.equal(first_weight(run), before)
-    # Equal losses show that dropout is off.
+    # Both losses are equal, so dropout is turned off.
     assert losses[0] == losses[1]
     assert all(parameter.grad is None for parameter in run.chunks[0].parameters())
 
@@ -164,7 +164,7 @@ REMEDIES = (
     ("fail", "kind", "said"),
     [
         (full, DeviceMemoryError, rf"{OUT_OF_MEMORY}.* Tried to allocate 2.00 GiB; {REMEDIES}"),
-        # torch reports this error with a different message on a CPU.
+        # torch reports this error with another message on a CPU.
         (too_much, DeviceMemoryError, f"{OUT_OF_MEMORY}.*{REMEDIES}"),
         (broken, RuntimeError, "^a bug$"),
     ],

@@ -1,9 +1,10 @@
-"""Runs one of several ranks that repeatedly set up a job, train, and close everything.
+"""Runs one of several ranks. Each repeatedly sets up a job, trains, and closes everything.
 
 Usage: ``closing_rank.py RESULT FLAG ...``. In each repetition, the memory of all ranks is measured
-before and after closing. Rank 0 writes a JSON list with a pair of objects per repetition. Their
-keys are ``allocated_bytes`` (tensors on the GPU), ``device_bytes`` (total GPU memory in use) and
-``shared_bytes`` (mapped shared memory of the host). The first two are 0 if there is no GPU.
+before and after closing. Rank 0 writes a JSON list with a pair of objects for each repetition.
+Their keys are ``allocated_bytes`` (tensors on the GPU), ``device_bytes`` (GPU memory in use by all
+programs) and ``shared_bytes`` (shared memory of the host that is mapped). Without a GPU, the first
+two are 0.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ TIMES, STEPS = 4, 2
 
 
 def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
-    """Builds the model, channels and data for ``config``, takes some steps, and closes everything.
+    """Builds the model, channels and data for ``config``, trains some steps, and closes all of it.
 
     Returns:
-        The number of bytes that this process held before closing, by kind of memory.
+        Number of bytes that this process used before closing, by kind of memory.
     """
     job = meshes.join(config)
     run = build_run(job)
@@ -54,7 +55,7 @@ def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
 
 
 def give_back(is_cuda: bool) -> None:
-    """Frees the memory that torch caches on the GPU, if ``is_cuda``."""
+    """Frees the GPU memory that torch caches, if ``is_cuda`` is true."""
     gc.collect()
     if is_cuda:
         torch.cuda.synchronize()
@@ -62,7 +63,7 @@ def give_back(is_cuda: bool) -> None:
 
 
 def held(is_cuda: bool) -> dict[str, int]:
-    """Returns the bytes of memory that this process uses and that are in use on the whole GPU."""
+    """Returns the bytes that this process uses, and that are in use on the GPU, by kind."""
     give_back(is_cuda)
     maps_text = Path("/proc/self/smaps").read_text(encoding="utf-8")
     sizes = {"allocated_bytes": 0, "device_bytes": 0, "shared_bytes": 0}
@@ -78,7 +79,7 @@ def held(is_cuda: bool) -> dict[str, int]:
 
 
 def meet(store: dist.Store, key: str, times: int, ranks: int) -> None:
-    """Waits until ``ranks`` ranks have called this function with ``key`` ``times`` times each."""
+    """Waits until ``ranks`` ranks have each called this function ``times`` times with ``key``."""
     store.add(key, 1)
     end_s = time.monotonic() + 60
     while store.add(key, 0) < times * ranks:

@@ -1,8 +1,8 @@
-"""Selects where tests run: on a GPU, or on a CPU in a rehearsal.
+"""Selects the device on which tests run: a GPU, or the CPU in a rehearsal.
 
-The ordinary suite trains similar jobs on the CPU and skips these tests. If ``GPU_CHECK_REHEARSAL``
-is set (by ``scripts/gpu_check.sh --rehearse``), these tests also run on the CPU, so that errors in
-their code are detected before a GPU is available.
+The ordinary tests train similar jobs on the CPU, so these tests are skipped without a GPU. If
+``GPU_CHECK_REHEARSAL`` is set (by ``scripts/gpu_check.sh --rehearse``), they also run on the CPU.
+This detects errors in their code before a GPU is available.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Defines jobs that run on a GPU: training jobs that are compared, and runs of the trainer.
+"""Defines jobs that run on a GPU: training jobs whose losses are compared, and trainer runs.
 
-All jobs of ``tests/multiprocess/worker.py`` with the same world size share their processes, because
-starting a process on a GPU takes ten seconds.
+All jobs of ``tests/multiprocess/worker.py`` with the same world size run in the same processes,
+because it takes ten seconds to start a process on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .device import HAS_GPU
 STEPS = 3
 BASE = (
     f"{SMALL_GPT} --num-layers 8 --train-iters {STEPS} --attention-dropout 0 --hidden-dropout 0"
-    # Without this flag, each stage would draw its weights from its own generator on the device.
+    # Otherwise, each stage would draw its weights from its own random generator on the GPU.
     " --use-cpu-initialization"
 )
 TRAINER = (
@@ -30,9 +30,9 @@ TRAINER = (
 )
 ALONE = "--pipeline-schedule megatron"
 FP32 = 1e-4
-"""Largest relative difference between fp32 jobs; the order of summation on a GPU varies."""
+"""Maximum relative difference between fp32 jobs, because the order of sums varies on a GPU."""
 HALF = 2e-2
-"""Largest relative difference between jobs with 16-bit types."""
+"""Maximum relative difference between jobs with 16-bit types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class GpuJob:
     """Job whose losses are compared with those of another job.
 
     Attributes:
-        flags: Trainer flags in addition to ``BASE``.
+        flags: Flags of the trainer in addition to ``BASE``.
         ranks: Number of processes.
-        like: Name of the job with the same losses; empty if this job is a reference.
-        rel: Largest relative difference of a loss or gradient norm from the job ``like``.
-        moves: Number of layers per stage after an iteration, by iteration.
+        like: Name of the job that must have the same losses. It is empty for a reference job.
+        rel: Maximum relative difference of a loss or gradient norm from the job ``like``.
+        moves: Number of layers per stage after a move, by the iteration of the move.
     """
 
     flags: str
@@ -54,7 +54,7 @@ class GpuJob:
     moves: dict[str, list[int]] | None = None
 
     def case(self, name: str) -> dict[str, Any]:
-        """Returns this job under ``name``, in the format of ``worker.py``."""
+        """Returns this job as a case named ``name``, in the format of ``worker.py``."""
         flags = f"{BASE} --pipeline-model-parallel-size {self.ranks} {self.flags}".split()
         case = {"name": name, "flags": flags, "steps": STEPS, "evaluate_after": STEPS}
         return {**case, "after": None, "moves": self.moves or {}}
@@ -64,10 +64,10 @@ class GpuJobs:
     """Runs the jobs in a table, and compares their results.
 
     Args:
-        table: Jobs by name.
+        table: Jobs by their names.
         new_folder: Function that creates a folder with the given name.
-        limit_s: Timeout in seconds for all jobs of a world size on a GPU; three times longer on a
-            CPU.
+        limit_s: Timeout in seconds for all jobs of one world size on a GPU. On a CPU, the timeout
+            is three times as long.
     """
 
     def __init__(self, table: dict[str, GpuJob], new_folder: Any, limit_s: float) -> None:
@@ -78,7 +78,7 @@ class GpuJobs:
         return [job.case(name) for name, job in self._table.items() if job.ranks == ranks]
 
     def losses(self, name: str) -> list[float]:
-        """Returns the losses of the job ``name``; the first call runs all jobs of its size."""
+        """Returns the losses of the job ``name``. The first call runs all jobs of its size."""
         seen = self._runs(self._table[name].ranks, name)
         losses_of_rank: list[list[float]] = [losses for losses in seen["losses"] if losses]
         assert all(losses == losses_of_rank[0] for losses in losses_of_rank), losses_of_rank
@@ -88,8 +88,8 @@ class GpuJobs:
         """Compares the job ``name`` with its reference job.
 
         Raises:
-            AssertionError: Losses, gradient norms, the norm of the parameters or the validation
-                loss differ by more than the job's limit, or training made no progress.
+            AssertionError: Losses, gradient norms, the parameter norm or the validation loss differ
+                by more than ``rel``, or the loss did not decrease.
         """
         job = self._table[name]
         losses, expected = self.losses(name), self.losses(job.like)
@@ -104,16 +104,16 @@ class GpuJobs:
 
 
 def compared(table: dict[str, GpuJob]) -> list[str]:
-    """Returns the names of the jobs in ``table`` that are compared with a reference job."""
+    """Returns the names of the jobs in ``table`` that have a reference job."""
     return [name for name, job in table.items() if job.like]
 
 
 def trainer_flags(more: str) -> list[str]:
-    """Returns the flags ``more`` and those for running ``pretrain_gpt.py`` on two ranks."""
+    """Returns the flags ``more`` together with flags that run ``pretrain_gpt.py`` on two ranks."""
     return [*TRAINER.split(), *more.split()]
 
 
 def losses_in(log: Path) -> dict[int, float]:
-    """Returns the losses in the trainer's ``log``, by iteration."""
+    """Returns the losses in the file ``log`` of the trainer, by iteration."""
     pairs = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
     return {int(iteration): float(loss) for iteration, loss in pairs}

@@ -1,4 +1,4 @@
-"""Tests that layers of Transformer Engine postpone their weight gradients until W actions."""
+"""Tests that layers of Transformer Engine delay their weight gradients until the W actions."""
 
 from __future__ import annotations
 

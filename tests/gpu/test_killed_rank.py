@@ -19,7 +19,7 @@ LIMIT_S = 100.0
 
 
 def test_a_killed_rank_ends_the_other_which_names_it(tmp_path: Path) -> None:
-    """Checks that the other rank exits, even though the killed rank had a reader process."""
+    """Checks that the other rank exits, even if the killed rank had a process that reads data."""
     log = tmp_path / "output.txt"
     command = [
         str(ROOT / "pretrain_gpt.py"),
@@ -32,7 +32,7 @@ def test_a_killed_rank_ends_the_other_which_names_it(tmp_path: Path) -> None:
         readers = first.children(recursive=True)
         assert "pt_data_worker" in [reader.name() for reader in readers]
         first.send_signal(signal.SIGKILL)
-        # The rank that waits for the killed rank exits with status 2.
+        # A rank that waits for the killed rank exits with status 2.
         ended = ranks.server.wait(ranks.keys[1:], LIMIT_S)
         assert ended == {ranks.keys[1]: 2}, tail(log)
         for process in (second, *readers):

@@ -1,4 +1,4 @@
-"""Tests that a job frees its GPU memory, and that an out-of-memory error suggests flags."""
+"""Tests that a job frees its GPU memory, and that out-of-memory errors suggest flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .device import HAS_GPU, gpu_or_rehearsal, needs_extension, needs_gpu
 
 LIMIT_S = 100.0
 CLOSING = Path(__file__).with_name("closing_rank.py")
-# Allocations are counted exactly, but the GPU driver allocates memory in large blocks.
+# torch counts allocations exactly, but the GPU driver allocates memory in large blocks.
 SLACK_BYTES = {"allocated_bytes": 1 << 20, "device_bytes": 32 << 20, "shared_bytes": 1 << 20}
 FLAGS = (
     f"{SMALL_GPT} --num-layers 4 --train-iters 100 --pipeline-model-parallel-size 2 --mock-data"
@@ -31,7 +31,7 @@ def test_memory_is_given_back_at_close(transport: str, tmp_path: Path) -> None:
     torchrun(CLOSING, arguments, world_size=2, log=tmp_path / "output.txt", limit_s=LIMIT_S)
     first, second, *_, last = json.loads(result.read_text())
     (_, kept), (working, left) = second, last
-    # The first run also loads kernels, workspaces and communicators, which stay in memory.
+    # The first run also loads kernels, workspaces and communicators, which then stay in memory.
     for name, slack in SLACK_BYTES.items():
         assert left[name] <= kept[name] + slack, (name, first, second, last)
     if HAS_GPU:
@@ -42,7 +42,7 @@ def test_memory_is_given_back_at_close(transport: str, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_too_large_a_batch_says_what_to_lower(tmp_path: Path) -> None:
-    # The logits of one microbatch exceed the memory of any GPU.
+    # The logits of one microbatch do not fit into the memory of any GPU.
     huge = (
         "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 2048"
         " --max-position-embeddings 2048 --micro-batch-size 4096 --global-batch-size 4096"

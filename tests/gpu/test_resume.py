@@ -1,7 +1,7 @@
-"""Tests resuming a two-rank run with checkpoints and traces, on a GPU if there is one.
+"""Tests resuming a run of two ranks that writes checkpoints and traces, on a GPU if possible.
 
-During the first run, checkpoints are written in the background, steps are traced, processes
-prefetch data, and tensors pass through shared memory. Then a second run resumes from a checkpoint.
+The first run writes checkpoints in the background and traces its steps. Separate processes read
+data, and tensors are sent through shared memory. A second run resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ITERATIONS, SAVED = 6, 3
 
 
 def test_a_traced_run_saves_beside_its_steps_and_goes_on(tmp_path: Path) -> None:
-    """Checks that runs with reader processes can trace, save in the background and resume."""
+    """Checks that a run with reader processes can trace, save in the background and resume."""
     whole, resumed = tmp_path / "whole.txt", tmp_path / "resumed.txt"
     common = f"--train-iters {ITERATIONS}"
     saving = f"{common} --save saved --save-interval {SAVED} --async-save --trace-dir traces"

@@ -1,10 +1,10 @@
-"""Tests in-memory copies of the training state on a GPU."""
+"""Tests that the training state on a GPU can be copied to memory and restored."""
 
 from __future__ import annotations
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # This call must precede the imports below, which load megatron-core.
+accelerator.install()  # Call install() before the imports below, which load megatron-core.
 
 from tests.checkpoint.keepers import keepers  # noqa: E402
 from tests.checkpoint.test_snapshots import (  # noqa: E402

@@ -16,8 +16,7 @@ BF16 = "--bf16"
 FP16 = "--fp16 --initial-loss-scale 1024"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LENGTHS = "--variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
-# Two tensor-parallel ranks share each stage. If the number of stages is set twice, the later flag
-# takes effect.
+# Two tensor-parallel ranks share each stage. If a flag occurs twice, the later value takes effect.
 TENSOR = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
 REPLICAS = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 JOBS = {
@@ -25,8 +24,8 @@ JOBS = {
     "alone, dropout": GpuJob(flags=f"{ALONE} {DROPOUT}"),
     "alone, bf16": GpuJob(flags=f"{ALONE} {BF16}"),
     "alone, fp16": GpuJob(flags=f"{ALONE} {FP16}"),
-    # The reference runs the whole batch at once, so padding is never counted as a token of the
-    # loss.
+    # This reference runs the whole batch as one microbatch, so that padding never counts as a
+    # token.
     "alone, lengths": GpuJob(flags=f"{ALONE} {LENGTHS} --micro-batch-size 8"),
     "1f1b": GpuJob(flags="--pipeline-schedule 1f1b", ranks=2, like="alone"),
     "megatron": GpuJob(flags=ALONE, ranks=2, like="alone"),

@@ -1,4 +1,4 @@
-"""Tests that a program's descendants are listed, and that all of them exit with the program."""
+"""Tests that all descendants of a program are listed, and that they exit with the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.multiprocess.launch import has_ended, wait_until
 
 
 def test_the_family_of_a_process_is_that_of_psutil() -> None:
-    """Checks that all children of a process are listed, whichever of its threads started them."""
+    """Checks that all children of a process are listed, whichever thread has started them."""
     started: list[subprocess.Popen[str]] = []
     is_over = threading.Event()
 
@@ -49,8 +49,8 @@ def test_the_family_of_a_process_is_that_of_psutil() -> None:
     assert children_of(process.pid) == []
 
 
-# This program starts a shell in its own session and waits for it. The shell starts a process that
-# ignores SIGTERM.
+# This program starts a shell in a separate session and waits for it. The shell starts a process
+# that ignores SIGTERM.
 PROGRAM = """
 import argparse, subprocess, sys
 from pathlib import Path
@@ -84,7 +84,8 @@ def test_no_process_of_a_part_outlives_a_signal(tmp_path: Path, number: signal.S
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A test run that nohup started ignores SIGHUP, and the program would inherit this setting.
+        # Restore the default action. If nohup started the tests, the program would inherit that
+        # SIGHUP is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert program.stdout is not None

@@ -1,10 +1,9 @@
-"""Runs programs one after another, each forked from a process that has imported the package.
+"""Runs programs one after another. Each is forked from a process that has imported the package.
 
-Importing torch on a small machine takes longer than the programs themselves. The argument is a JSON
-list of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``, which contain a line to
-print first, environment variables, and a command. A command is a script, ``-m`` and a module, or
-``-c`` and code, each followed by its arguments. The process exits with the status of the first
-program that fails.
+On a small machine, importing torch takes longer than the programs. The argument is a JSON list of
+objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``: a line that is printed first,
+environment variables, and a command. The command is a script, ``-m`` and a module, or ``-c`` and
+code, followed by arguments. The process exits with the status of the first program that fails.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.multiprocess.forked_rank import share_gloo_device, shorten_mock_data 
 
 
 def import_all() -> None:
-    """Imports the modules of all programs, and the modules that their first step would import."""
+    """Imports the modules of all programs, and the modules that their first steps import."""
     from megatron.adaptive.cluster import rank_forkserver
 
     rank_forkserver._import()

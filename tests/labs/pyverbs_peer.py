@@ -1,4 +1,4 @@
-"""Reimplements the RDMA channel's protocol, using only docs/reference/transport.md.
+"""Reimplements the protocol of the RDMA channel, based only on docs/reference/transport.md.
 
 The program runs as rank 1 of the RDMA lab, with Debian's Python and ``python3-pyverbs``. Rank 0 may
 be any program of this project. This program sends back every message that it receives::
@@ -6,8 +6,8 @@ be any program of this project. This program sends back every message that it re
     python -m tests.labs.rdma_lab -- sh -c 'if [ $RANK = 1 ]; then
         /usr/bin/python3 tests/labs/pyverbs_peer.py --port 21001; else ...; fi'
 
-It imports only pyverbs and the standard library, and nothing from this package. It uses one lane
-(one queue pair for each direction), and returns slots in random order on purpose.
+The program imports only pyverbs and the standard library, and nothing from this package. It uses
+one lane (one queue pair for each direction), and returns slots in random order on purpose.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PATIENCE_S = 30.0
 
 
 class ProtocolError(Exception):
-    """Raised if the other endpoint violates the protocol."""
+    """Raised if the other endpoint violates the RDMA channel's protocol."""
 
 
 class Wire:
-    """Exchanges a hello and then framed records over a TCP connection."""
+    """Exchanges a hello, and then framed records, over a TCP connection."""
 
     def __init__(self, host: str, port: int, token: bytes, rank: int, target: int) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -75,7 +75,7 @@ class Wire:
         self.socket.sendall(RECORD.pack(RECORD_MAGIC, len(record), 0) + record)
 
     def receive(self) -> bytes:
-        """Receives the next record, and returns its content without the header."""
+        """Receives the next record, and returns its content without its header."""
         magic, size, num_fds = RECORD.unpack(self._read(RECORD.size))
         if magic != RECORD_MAGIC or num_fds != 0:
             raise ProtocolError("received data that is not a record")
@@ -95,13 +95,13 @@ class Wire:
 
 
 class Peer:
-    """Implements one endpoint of a bidirectional channel with a single lane.
+    """One endpoint of a bidirectional channel with a single lane.
 
     Args:
         wire: Connection to the other endpoint.
         job: ID of the job.
         slots: Number of slots in each direction.
-        slot_bytes: Largest payload of a slot, in bytes.
+        slot_bytes: Maximum size of the payload in a slot, in bytes.
         device: Name of the verbs device.
         gid_index: Index of the device's RoCE v2 GID.
     """
@@ -124,7 +124,7 @@ class Peer:
         self._credit.write(bytes(8), 8)
         # pyverbs does not support work requests without a memory segment, so this segment is empty.
         self._nothing = [SGE(self._source.buf, 0, self._source.lkey)]
-        # One completion queue serves both directions. Each completion contains the number of its
+        # Both directions use the same completion queue. Each completion contains the number of its
         # queue pair.
         self._queue = CQ(self._context, 16 * slots + 64)
         cap = QPCap(max_send_wr=4 * slots, max_recv_wr=4 * slots + 8)
@@ -250,7 +250,7 @@ class Peer:
         pair.post_send(request)
 
     def receive(self) -> tuple[tuple[int, ...], bytes, int] | None:
-        """Returns the header, content and slot of the next piece, or ``None`` after the last."""
+        """Returns header, content and slot of the next piece, or ``None`` after the last piece."""
         while True:
             self._wait(lambda: self._arrived, "timed out waiting for a message")
             bits = self._arrived.pop(0)
@@ -284,8 +284,8 @@ class Peer:
         for slot in self.held:
             self._returned ^= 1 << slot
         self.held.clear()
-        # Each write uses another word of the buffer, because the previous write may still read the
-        # word that it uses.
+        # Each write uses another word of the buffer, because the previous write may still read its
+        # word.
         offset = self._num_credit_writes % 512 * 8
         self._source.write(self._returned.to_bytes(8, "little"), 8, offset)
         self._num_credit_writes += 1
@@ -310,7 +310,7 @@ class Peer:
         slot = random.choice(free)
         self._in_flight |= 1 << slot
         fields = list(header)
-        fields[6:8] = [0, 0]  # The value 0 means that there is no checksum.
+        fields[6:8] = [0, 0]  # These fields are 0 because there is no checksum.
         fields[9] = self._sequence
         fields[13:16] = [nbytes, offset, len(piece)]
         data = MESSAGE.pack(*fields) + piece
@@ -338,7 +338,7 @@ class Peer:
 
 
 def echo(peer: Peer) -> int:
-    """Sends back all messages that ``peer`` receives until the end, and returns their number."""
+    """Sends all messages that ``peer`` receives back to their sender, and returns their number."""
     parts: list[bytes] = []
     count = 0
     while (arrival := peer.receive()) is not None:
@@ -357,7 +357,7 @@ def echo(peer: Peer) -> int:
 
 
 def main() -> int:
-    """Connects to the other endpoint, and sends its messages back until it closes."""
+    """Connects to the other endpoint, and sends received messages back until it closes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", default="10.77.0.1")
     parser.add_argument("--port", type=int, default=21001)

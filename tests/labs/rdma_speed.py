@@ -39,10 +39,10 @@ def why_not() -> str | None:
 
 
 def measure(repetitions: int) -> Result:
-    """Measures perftest and RDMA ``repetitions`` times in turn, on two nodes that it boots.
+    """Measures perftest and RDMA in turn ``repetitions`` times, on two nodes of the lab.
 
     Raises:
-        RuntimeError: The nodes failed.
+        RuntimeError: The nodes have failed.
     """
     reason = why_not()
     if reason is not None:
@@ -68,7 +68,7 @@ def measure(repetitions: int) -> Result:
 
 
 def build_channel() -> Path | None:
-    """Builds the program that measures the C++ channel; returns ``None`` if this is impossible."""
+    """Builds the program that measures the C++ channel. Returns ``None`` if it cannot be built."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         return None
@@ -77,10 +77,10 @@ def build_channel() -> Path | None:
 
 
 def rows_of(samples: dict[str, list[float]]) -> list[Row]:
-    """Returns rows with the bandwidth for each message size, and with half the round-trip time.
+    """Returns rows with the bandwidth for each message size, and a row with the latency.
 
     Args:
-        samples: Seconds per message, by name of the series.
+        samples: Measured seconds per message, by name of the measurement.
     """
     sizes = sorted(int(name.split()[1]) for name in samples if re.fullmatch(r"rdma \d+", name))
     rows = [
@@ -107,13 +107,13 @@ def rows_of(samples: dict[str, list[float]]) -> list[Row]:
 
 
 def kills(count: int) -> Result:
-    """Kills ranks that are connected by RDMA ``count`` times; see ``tests.soak.killed_ranks``."""
+    """Kills ranks that are connected by RDMA, ``count`` times. See ``tests.soak.killed_ranks``."""
     title = f"{count} kills at random moments, rdma"
     reason = why_not()
     if reason is not None:
         return Result(rows=[missing(title, reason, goal=0)])
     # The trials need a private temporary folder, because other programs change files in the host's
-    # folder.
+    # temporary folder.
     script = """
         mkdir /run/private
         TMPDIR=/run/private exec "$PYTHON" -m tests.soak.killed_ranks --raw rdma \\

@@ -1,7 +1,7 @@
-"""Measures perftest and the RDMA transport alternately on one node of the RDMA lab.
+"""Measures perftest and the RDMA transport in turn, on one node of the RDMA lab.
 
-``rdma_speed.py`` starts this program on both nodes. As with ``ib_write_bw``, node 1 sends and node
-0 receives. Node 1 also writes the samples to ``LAB_SHARE``.
+``rdma_speed.py`` starts this program on both nodes. Node 1 sends and node 0 receives, as with
+``ib_write_bw``. Node 1 also writes the samples to ``LAB_SHARE``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PORT = 23000
 
 
 def options_for(nbytes: int, rank: int) -> dict[str, Any]:
-    """Returns channel options for which a message of ``nbytes`` bytes fits into one slot."""
+    """Returns channel options for node ``rank``. A message of ``nbytes`` bytes fits into a slot."""
     address = os.environ["LAB_ADDRS"].split(",")[rank]
     slots = max(4, min(32, _CHANNEL_BYTES // nbytes))
     return {"address": address, "slot_bytes": max(4096, nbytes), "slots": slots}
 
 
 class Link(TransportLink):
-    """Connects the two nodes with one channel of the RDMA transport.
+    """Connects the two nodes with a channel of the RDMA transport.
 
     Args:
         rank: Index of this node.
@@ -55,7 +55,7 @@ class Link(TransportLink):
 
 
 def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
-    """Runs ``program``, and returns the channel's median and mean time in seconds."""
+    """Runs ``program``, and returns the median and the mean time of the C++ channel in seconds."""
     options = options_for(SIZES[0], rank)
     addresses = os.environ["LAB_ADDRS"].split(",")
     done = subprocess.run(
@@ -63,7 +63,7 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
             *(str(program), str(LATENCY_BYTES), str(_ROUNDS)),
             *(str(options["slots"]), str(options["slot_bytes"])),
         ],
-        # Rank 0 of rdma_measure prints the result, so the ranks are swapped.
+        # Rank 0 of rdma_measure prints the result, and node 1 needs the result. So swap the ranks.
         env={
             **os.environ,
             "RANK": str(1 - rank),
@@ -81,7 +81,7 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measures perftest and the RDMA transport in turn, in seconds per message."""
+    """Measures perftest and the RDMA transport in turn, and stores seconds per message."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, required=True)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Prepares keys and settings for sshd, and an ssh command that connects to it."""
+"""Prepares keys and settings for an ssh server, and an ssh command that connects to it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PidFile {0}/sshd.pid
 
 
 def why_not() -> str | None:
-    """Returns the reason why sshd cannot run here, or ``None`` if it can run."""
+    """Returns the reason why sshd cannot run on this machine, or ``None`` if it can run."""
     is_here = Path(SSHD).exists() and shutil.which("ssh")
     return None if is_here else "ssh or sshd is missing: run bash prerequisite.sh --slurm"
 
 
 def prepare(folder: Path, server: str, client: str) -> tuple[Path, list[str]]:
-    """Writes keys, settings and a wrapper script for ``ssh``.
+    """Writes keys, settings, and a script that replaces ``ssh``.
 
     Args:
-        folder: Folder for these files and for ``sshd.pid``.
-        server: Additional sshd settings, in which ``{0}`` stands for the folder.
+        folder: Folder for these files, and for ``sshd.pid``.
+        server: Additional settings of sshd, in which ``{0}`` stands for the folder.
         client: Settings of ssh for all hosts, without the key.
 
     Returns:
-        The folder of the wrapper script, and the command that starts sshd in the background.
+        Folder of the script, and the command that starts sshd in the background.
     """
     for name in ("key", "host_key"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]

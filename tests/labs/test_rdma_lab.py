@@ -1,4 +1,4 @@
-"""Tests RDMA between nodes of the lab, and the exit statuses that the lab returns."""
+"""Tests RDMA between nodes of the lab, and tests which exit statuses the lab returns."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ POWER_OFF = "import ctypes; ctypes.CDLL(None).reboot(0x4321FEDC)"
 
 
 def rdma_lab_or_skip(pytestconfig: pytest.Config) -> None:
-    """Skips the test if the lab cannot run; otherwise prepares the lab."""
+    """Skips the test if the lab cannot run. Otherwise, prepares the lab."""
     if reason := rdma_lab.why_not():
         pytest.skip(reason)
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     try:
-        # Show the output, because the user should see that compiling takes minutes.
+        # Show the output, so that the user sees that compiling takes minutes.
         with capture.global_and_fixture_disabled():
             rdma_lab.prepare()
-    except rdma_lab.LabError as error:  # The most likely reason is that there is no network.
+    except rdma_lab.LabError as error:  # Most likely, there is no network.
         pytest.skip(str(error))
 
 
@@ -40,7 +40,7 @@ lab = pytest.fixture(scope="module", autouse=True)(rdma_lab_or_skip)
 
 
 def shell(script: str, *, nodes: int = 2, timeout_s: float = 60.0) -> Result:
-    """Runs the shell script ``script`` on all nodes."""
+    """Runs the shell script ``script`` on all nodes, and returns the result."""
     return run(["sh", "-c", script], nodes=nodes, timeout_s=timeout_s)
 
 
@@ -81,7 +81,7 @@ def test_perftest_measures_between_nodes() -> None:
     )
     result = run([DEBIAN_PYTHON, "-c", program], timeout_s=120.0, env={"PYTHONPATH": str(ROOT)})
     assert result.status == 0, result.text
-    assert result.output[0] == result.output[1]  # Both nodes must return the same numbers.
+    assert result.output[0] == result.output[1]  # Both nodes must get the same numbers.
     rate, latency_us = map(float, result.output[0].removeprefix("measured ").split())
     assert rate > 0
     assert latency_us > 0
@@ -106,7 +106,7 @@ def test_node_that_loses_power() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Checks that no process of a node survives, even if it was started in the background."""
+    """Checks that the processes of a node exit, even if they run in the background."""
     groups: set[int] = set()
 
     def up(_rank: int, _line: str) -> None:
@@ -115,20 +115,20 @@ def test_nothing_is_left_behind() -> None:
 
     script = ["sh", "-c", "sleep 600 & echo up"]
     assert run(script, nodes=1, timeout_s=60.0, on_line=up).status == 0
-    # Other labs may start and stop nodes at the same time, so only these groups are checked.
+    # Other labs may start and stop nodes at the same time, so check only these process groups.
     assert groups
     assert [pid for pid in _kernels() if _group(pid) in groups] == []
 
 
 def _kernels() -> set[int]:
-    """Returns the process IDs of all node kernels; these processes also run the nodes' programs."""
+    """Returns the IDs of all processes that run a node's kernel or a node's programs."""
     kernel = str(rdma_lab.prepare())
     pids = set()
     for link in Path("/proc").glob("[0-9]*/exe"):
         try:
             if str(link.readlink()).startswith(kernel):
                 pids.add(int(link.parent.name))
-        except OSError:  # The process has exited, or belongs to another user.
+        except OSError:  # The process has exited, or it belongs to another user.
             continue
     return pids
 

@@ -1,4 +1,4 @@
-"""Tests jobs on a real Slurm: submission, cancellation, requeueing, preemption and failures."""
+"""Tests jobs on a real Slurm: submitting, cancelling, requeueing, preemption and failures."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def queue(lab: Lab) -> Iterator[None]:
-    """Cancels all jobs that a test left in the queue."""
+    """Cancels all jobs that a test has left in the queue."""
     yield
     if jobs := lab.output("squeue", "-h", "-o", "%A").split():
         lab.output("scancel", *set(jobs))
@@ -111,20 +111,20 @@ def wait_for(
 
 
 def said(conf: Path, job: int) -> str:
-    """Returns the batch log and all node logs of ``job``."""
+    """Returns the text of the batch log and all node logs of ``job``."""
     logs = conf.parent / "logs"
     files = [logs / f"{job}.batch", *sorted((logs / str(job)).glob("*.[oe][ur][tr]"))]
     return "".join(f"--- {path.name}\n{path.read_text()}" for path in files if path.exists())
 
 
 def finish(lab: Lab, conf: Path, job: int) -> str:
-    """Waits until ``job`` has left the queue, and returns all its output."""
+    """Waits until ``job`` has left the queue, and returns the text of all of its logs."""
     wait_for(lambda: not lab.output("squeue", "-h", "-j", str(job)), lambda: said(conf, job))
     return said(conf, job)
 
 
 def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
-    """Waits until an iteration has completed after start number ``start``, counted from 1."""
+    """Waits until an iteration has completed after the job has started ``start`` times."""
 
     def trains() -> bool:
         parts = [part.split(" starts\n")[1:] for part in said(conf, job).split("--- ")]
@@ -134,7 +134,7 @@ def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
 
 
 def iterations(text: str) -> list[list[int]]:
-    """Returns the numbers of the logged iterations in ``text`` for each start of the job."""
+    """Returns the numbers of the logged iterations in ``text``, for each start of the job."""
     starts = [ITERATION.findall(part) for part in text.split(" starts\n")]
     return [[int(number) for number in numbers] for numbers in starts if numbers]
 
@@ -156,7 +156,7 @@ def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
         errors = [line for listed in status["nodes"] for line in listed["errors"]]
         return node in status["lost"] or any(f"node {node}" in line for line in errors)
 
-    # Query the status rarely, because each query uses the processors on which the job trains.
+    # Query the status rarely, because each query takes processor time from the job.
     wait_for(is_named, lambda: said(conf, job), every_s=2.0)
     assert time.monotonic() - begin_s < NAMED_S
 
@@ -169,7 +169,7 @@ def wait_until_no_process(lab: Lab) -> None:
 
 
 def page_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
-    """Returns the data in the report page of ``job``."""
+    """Returns the data that the report page of ``job`` contains."""
     done = adaptive(lab, "job", "report", str(job), "--log-dir", str(conf.parent / "logs"))
     assert done.returncode == 0, done.stderr
     text = Path(done.stdout.strip()).read_text()
@@ -219,12 +219,13 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
     )
     job = submit(lab, conf, *LONG)
     wait_until_it_trains(conf, job)
-    # Ranks follow the order of NODES, so the last rank, which logs iterations, runs on a fast node.
+    # The ranks follow the order of NODES. So the last rank, which logs iterations, runs on a fast
+    # node.
     folder = conf.parent / "logs" / str(job)
     assert json.loads((folder / "run.json").read_text())["processes"] == [1, 1, 2]
     (fast,) = (path for path in folder.glob("n[12].out"))
     assert "iteration " in fast.read_text()
-    # Slurm sends this signal 90 s before a time limit.
+    # Slurm sends this signal 90 s before a job's time limit.
     lab.output("scancel", "--signal=USR1", str(job))
     wait_for(lambda: "start 2" in said(conf, job), lambda: said(conf, job))
     wait_until_it_trains(conf, job, start=2)
@@ -239,7 +240,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
 
 
 def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
-    """Submits ``example`` as its header describes, waits until it ends, and returns its output."""
+    """Submits ``example`` as its header describes, waits for its end, and returns its output."""
     variables = [
         f"{name}={value}" for name, value in {**EXAMPLE, **forkserver().nodes()[1]}.items()
     ]
@@ -401,7 +402,8 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
     lab.output("scancel", "--batch", "--signal=USR1", f"{job}_1")
     assert wait_for_nodes(1)["lost_steps"] == 0
     wait_for_nodes(2)
-    # The manager's node fails without notice. Slurm restarts the agent as soon as the node is up.
+    # The node of the manager fails without notice. Slurm restarts the agent as soon as the node is
+    # up.
     lab.poweroff("n3")
     try:
         wait_for_nodes(1)
@@ -428,8 +430,8 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     assert re.match(rf"error: job {job} \(\w+\) belongs to nobody, not \w+, and ", done.stderr)
     assert len(done.stderr.splitlines()) == 1
     lab.output("scancel", job)
-    # A folder for the next job ID already exists, for example because an earlier cluster used this
-    # ID.
+    # There is already a folder for the next job ID, for example because an earlier cluster used
+    # this ID.
     folder = conf.parent / "logs" / str(int(job) + 1)
     folder.mkdir(parents=True)
     assert submit(lab, conf) == int(job) + 1
@@ -451,7 +453,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
         assert "error: MASTER_ADDR=n3 is 127.0.1.1 on n4, which other nodes cannot reach" in text
     finally:
         lab.run(["umount", "/etc/hosts"], on="n4")
-    # Drop the packets that come from the first node's rendezvous port.
+    # Drop all packets that are sent from the rendezvous port of the first node.
     rule = "rule {} ipproto tcp sport 25999 blackhole"
     assert lab.run(["ip", *rule.format("add").split()], on="n3").returncode == 0
     try:

@@ -1,4 +1,4 @@
-"""Tests a job whose manager connects to another machine over ssh, in the Slurm lab."""
+"""Tests a job in the Slurm lab whose manager connects to another machine with ssh."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reached(lab: Lab, tmp_path: Path) -> Iterator[Path]:
     client_settings = f"StrictHostKeyChecking yes\nUserKnownHostsFile {tmp_path}/known_hosts\n"
     programs, server = sshd.prepare(tmp_path, "", client_settings)
     (tmp_path / "known_hosts").write_text(f"n2 {(tmp_path / 'host_key.pub').read_text()}")
-    # sshd requires this folder and has no option for its path.
+    # sshd requires this folder, and has no option for another path.
     Path("/run/sshd").mkdir(exist_ok=True)
     done = lab.run(server, on="n2")
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
     ]
 
     def nodes() -> list[str]:
-        """Returns the nodes that are training; the list is empty before their first step."""
+        """Returns the names of the nodes that train. The list is empty before their first step."""
         state = job.state()
         last = (state.get("epochs") or [{"nodes": [], "resumed_iteration": 0}])[-1]
         is_training = state.get("iteration", 0) > last["resumed_iteration"] + 1
@@ -76,7 +76,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
         wait_for(lambda: nodes() == ["n1", "n2"], log.read_text)
         assert "machine n9 is left out: ssh: Could not resolve hostname n9" in log.read_text()
         here = [process for process in lab.processes("n2") if "python" in process.name()]
-        # Skip the hang detector, because it does not inherit the environment.
+        # Skip the hang detector, because it does not inherit the environment variables.
         far = [
             process.environ() for process in here if "hang_watch.py" not in str(process.cmdline())
         ]

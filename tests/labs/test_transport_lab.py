@@ -1,4 +1,4 @@
-"""Tests the transports between nodes of the RDMA lab, which have real verbs."""
+"""Tests the transports between nodes of the RDMA lab with real RDMA verbs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ lab = pytest.fixture(scope="module", autouse=True)(rdma_lab_or_skip)
 
 @pytest.fixture(scope="module")
 def programs() -> CppTests:
-    """Returns an object that builds the C++ tests with real verbs."""
+    """Returns an object that builds the C++ tests with real RDMA verbs."""
     return build_with_verbs("cpp-tests-verbs")
 
 
@@ -63,7 +63,7 @@ def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
 
 
 def on_nodes(script: str, *, nodes: int, timeout_s: float, **more: str) -> Result:
-    """Runs the shell script ``script`` on all nodes; ``$PYTHON`` is this interpreter."""
+    """Runs the shell script ``script`` on all nodes. ``$PYTHON`` is this interpreter."""
     return run(
         ["sh", "-ec", script],
         nodes=nodes,
@@ -109,15 +109,15 @@ def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
     for name, flags in SANITIZERS.items():
         programs = build_with_verbs(f"cpp-tests-verbs-{name}", flags)
         for program, only, nodes in SANITIZED_TESTS:
-            # Each program uses different ports, because the ports of the previous program are not
-            # free immediately.
+            # The ports of a program are not free immediately after it exits, so each program uses
+            # different ports.
             port += 100
             command = shlex.join([str(programs.build(program)), only])
             lines.append(f"case {nodes} in *$RANK*) LAB_FIRST_PORT={port} {command};; esac")
             for node in nodes:
                 expected[node] += 1
     runs = "\n".join(lines)
-    # The thread sanitizer supports at most 28 bits of address randomization.
+    # The thread sanitizer supports at most 28 bits of address space randomization.
     script = f"""
         echo 28 >/proc/sys/vm/mmap_rnd_bits
         export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1 TEST_PATIENCE_S=240
@@ -150,7 +150,7 @@ def test_killed_ranks_leave_nothing_and_are_missed() -> None:
 
 
 def test_a_peer_written_from_the_description_alone(programs: CppTests) -> None:
-    """Checks that a peer written from the documentation alone sends back the same tensors."""
+    """Checks that a peer that was written from the documentation sends back the same tensors."""
     script = f"""
         if [ $RANK = 0 ]; then
             {programs.build("rdma_echo_test")} 21001 8 8192

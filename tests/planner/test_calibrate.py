@@ -1,4 +1,4 @@
-"""Tests for profiles that are fitted to traces of synthetic runs with known durations."""
+"""Tests profiles that are fitted to the traces of synthetic runs with known durations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_layers_are_found_from_stages(
 ) -> None:
     profile = _fitted(12 * chunks, _traced(tmp_path, **changes))
     layer = profile.times("transformer", "A", 1, 2)
-    # The forward pass of a rank takes 10 ms for 4 layers per chunk. The head takes the time of two
+    # The forward pass of a rank takes 10 ms for 4 layers per chunk. The head takes as long as two
     # layers.
     each = 0.0025 / chunks
     assert layer.forward_s == pytest.approx(each, rel=0.03)
@@ -130,7 +130,7 @@ def test_rank_correlation_shares_equal_ranks() -> None:
 
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_traces_of_slices_are_refused(tokens: int, tmp_path: Path) -> None:
-    # Slices of 64 tokens are longer than all documents, so the trace contains times of whole
+    # Slices of 64 tokens are longer than all documents, so the trace contains the times of whole
     # sequences.
     SlicedRun(documents=(30, 8, 7), tokens=tokens).write(tmp_path)
     trace = read_run(tmp_path)

@@ -1,4 +1,4 @@
-"""Tests for partitions of ranks with measured speeds, compared with all possible partitions."""
+"""Tests the choice of a partition for ranks with measured speeds, against all partitions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loads(
     beside: dict[int, float] | None = None,
     most: tuple[float, ...] | None = None,
 ) -> Loads:
-    """Returns ranks whose layers take 1 ms each for F, B and W, multiplied by the rank's factor."""
+    """Returns ranks whose layers take 1 ms for each of F, B and W, times a factor per rank."""
     times = [1e-3 * speed for speed in speeds]
     return Loads(
         placement=placement,
@@ -57,7 +57,7 @@ def partitions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def step_of(present: Loads, name: str = "1f1b", microbatches: int = 8):  # type: ignore[no-untyped-def]
-    """Returns a function that simulates the step time of a partition under a schedule."""
+    """Returns a function that simulates the step time of a partition under schedule ``name``."""
     placement = present.placement
     candidate = make_candidate(name, placement.num_ranks, placement.num_chunks, microbatches)
     return simulated_step(present, candidate, microbatches)
@@ -109,7 +109,8 @@ def test_stages_of_several_chunks_share_what_their_rank_can_do(name: str) -> Non
 def test_nothing_moves_for_less_than_the_least_gain() -> None:
     present = loads(LOOP4, (8, 8, 8, 8), (1.0, 1.04, 1.0, 0.98))
     assert propose(present, step_of(present), 0.05) is None
-    # No partition is faster per microbatch, so the test fails if a step is simulated.
+    # No partition is faster per microbatch. So no step needs to be simulated, and the test fails if
+    # one is.
     slow = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.2, 1.0, 1.0))
     assert propose(slow, lambda partition: pytest.fail(f"{partition}"), 0.05) is None
     assert slow.slowness == pytest.approx((1.0, 1.2, 1.0, 1.0))
@@ -126,8 +127,8 @@ def test_memory_is_kept_to() -> None:
 
 
 def test_of_equals_the_one_with_least_travel_is_taken() -> None:
-    # All ranks except the slow rank have room for a layer. The layer moves to the slow rank's
-    # neighbour.
+    # All ranks except the slow rank have room for another layer. The layer moves to a neighbour of
+    # the slow rank.
     present = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.0, 1.0, 3.0))
     proposal = propose(present, lambda partition: max(present.paces(partition)), 0.05)
     assert proposal is not None
@@ -138,7 +139,7 @@ def test_of_equals_the_one_with_least_travel_is_taken() -> None:
 
 
 def unlike(seed: int, chunks: int) -> Loads:
-    """Returns a random problem with up to three kinds of layers, on ranks with unequal speeds."""
+    """Returns a random problem with up to three kinds of layers, and ranks of unequal speed."""
     drawn = random.Random(seed)
     placement = Placement(num_ranks=3, num_chunks=chunks, kind="v" if chunks == 2 else "loop")
     layers, costs = drawn.randint(6, 10), (1.0, drawn.uniform(1.5, 4), 0.2)
@@ -172,13 +173,13 @@ def test_unlike_layers_get_the_quickest_pace(seed: int, chunks: int) -> None:
 
     proposal = propose(present, pace, 1e-3)
     taken = present.partition if proposal is None else proposal.partition
-    # The result is optimal for one stage per rank, except that nearly equal step times are treated
+    # The result is optimal if each rank has one stage. Only step times that are nearly equal count
     # as equal.
     assert pace(taken) <= best * (1.006 if chunks == 1 else 1.2)
 
 
 def test_dense_layers_before_experts_are_not_taken_for_as_many() -> None:
-    """Checks that the first stage gets more layers, because its dense layers take less time."""
+    """Checks that the first stage gets more layers, because its dense layers are faster."""
     present = Loads(
         placement=Placement(num_ranks=2, num_chunks=1),
         partition=(5, 5),
@@ -203,7 +204,7 @@ def together(
     most: tuple[float, float] = (8.0, 8.0),
     halves: tuple[Loads, ...] = (),
 ) -> Decision:
-    """Returns the choice for stages in a V or a loop, with the memory limits ``most``."""
+    """Returns the joint choice for ``present`` within the memory limits ``most`` (V, loop)."""
     return choose_together(
         present,
         StageProfile(times=present.stage_times(present.partition)),
@@ -218,14 +219,14 @@ def together(
 def seconds(
     present: Loads, candidate: Candidate | None, partition: tuple[int, ...] | None
 ) -> float:
-    """Returns the simulated step time in seconds with the chosen settings."""
+    """Returns the simulated step time of ``candidate`` with ``partition``, in seconds."""
     assert candidate is not None
     times = present.placed(candidate.placement.kind).stage_times(partition or present.partition)
     return evaluate(candidate, 8, StageProfile(times=times), (0,)).mean_s
 
 
 def test_order_placement_and_layers_are_chosen_together() -> None:
-    """Checks that a joint choice is at least as fast as separate choices and random partitions."""
+    """Checks that a joint choice is no slower than separate choices and random partitions."""
     present = loads(V4, (2,) * 8, (1.0,) * 4, {7: 3.0})
     decision = together(present, gain=0.03)
     assert decision.partition is not None
@@ -269,7 +270,8 @@ def test_a_v_with_heavy_ends_becomes_a_loop() -> None:
 
 
 def test_a_v_with_a_slow_rank_stays() -> None:
-    # Stages 0 and 3 take three times as long, but each placement assigns two stages to rank 0.
+    # The two stages on rank 0 take three times as long. But both placements assign two stages to
+    # rank 0, so a move does not help.
     assert together(loads(V2, (1,) * 4, (3.0, 1.0))).move is None
 
 
@@ -284,7 +286,8 @@ def test_memory_is_counted_for_each_placement() -> None:
 
 
 def test_what_slows_a_rank_stays_with_it_under_another_placement() -> None:
-    present = loads(V4, (2,) * 8, (2.0, 1.0, 1.0, 1.0), {7: 4.0})  # The last stage is on rank 0.
+    # The last stage of a V is on rank 0.
+    present = loads(V4, (2,) * 8, (2.0, 1.0, 1.0, 1.0), {7: 4.0})
     lying = present.placed("loop")
     assert sum(lying.beside_s[7]) == pytest.approx(sum(present.beside_s[7]) / 2)
     assert lying.placed("v").beside_s == present.beside_s

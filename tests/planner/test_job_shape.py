@@ -1,4 +1,4 @@
-"""Tests for the shape that is chosen for running processes, compared with all possible shapes."""
+"""Tests which shape is chosen for running processes. Compares it with all possible shapes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def job(
     slow: dict[str, float] | None = None,
     chunks: int = 1,
 ) -> Running:
-    """Returns a job on nodes with ``gpus`` GPUs. Larger microbatches are more efficient."""
+    """Returns a job on nodes with ``gpus`` GPUs each. Larger microbatches are more efficient."""
     kinds = [
         LayerKind(
             name=f"cut-{n}", parameters=parameters, output_elements=1000.0,
@@ -139,7 +139,7 @@ def test_a_model_that_needs_two_samples_gets_two() -> None:
 
 def test_memory_is_a_limit() -> None:
     whole = choose_option(job(parameters=1e8), pipeline_sizes=(1,), micro_batches=(1,))[0]
-    # The job has six pieces of 1.6 GB each, including Adam's state.
+    # The job has six pieces. With Adam's state, each piece takes 1.6 GB.
     assert whole.needed_bytes == pytest.approx(6 * 1.6e9, rel=1e-2)
     limit = whole.needed_bytes * 0.6
     options = choose_option(job(parameters=1e8, memory=limit), most=4)
@@ -150,7 +150,8 @@ def test_memory_is_a_limit() -> None:
 
 
 def test_a_stage_that_keeps_much_gets_fewer_pieces() -> None:
-    # Under 1F1B, the first rank keeps activations of two microbatches, and the second rank of one.
+    # Under 1F1B, the first rank stores the activations of two microbatches, and the second rank
+    # those of one.
     running = job(gpus=(2,), batch=8, parameters=0.0, memory=1.01e5)
     best = choose_option(running, pipeline_sizes=(2,), micro_batches=(2,))[0]
     assert best.fits
@@ -204,7 +205,7 @@ def test_what_is_impossible_is_named(
 
 
 def with_frozen_pieces(running: Running, frozen: int) -> Running:
-    """Returns the same job, in which no gradient flows through the first ``frozen`` pieces."""
+    """Returns a copy of the job ``running`` whose first ``frozen`` pieces get no gradient."""
     names = set(running.model.layers[:frozen])
     kinds = {
         name: replace(kind, frozen_parameters=kind.parameters, activation_bytes=0.0)
@@ -229,7 +230,7 @@ def test_frozen_pieces_have_no_backward_passes_gradients_or_optimizer_state(sche
     assert best.partition[0] > charged.partition[0]
     assert best.seconds <= seconds_of(frozen, 2, 2, charged.partition)
     assert best.seconds < charged.seconds
-    # A frozen piece takes 0.4 GB, a trained piece 1.6 GB.
+    # A frozen piece takes 0.4 GB, and a trained piece takes 1.6 GB.
     alone = [
         choose_option(each, pipeline_sizes=(1,), micro_batches=(1,))[0].needed_bytes
         for each in (trained, frozen)

@@ -1,4 +1,4 @@
-"""Tests for layer times that are estimated from data sheets."""
+"""Tests the layer times that the planner estimates from the data sheets of GPUs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recomput
         )
     ]
     for table, on in zip(tables, (False, True), strict=True):
-        # The backward pass recomputes everything that was not kept, so it needs all activations of
-        # one layer.
+        # The backward pass recomputes all activations that were not stored. So it needs memory for
+        # all activations of one layer.
         both = table.kept_bytes[1] + table.workspace_bytes[1]
         assert both >= 2 * (layer.kept_bytes(8, sequence_parallel=on) + layer.workspace_bytes / 8)
         # The head and the embedding are never recomputed.
@@ -57,9 +57,9 @@ def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recomput
 
 
 def test_estimates_are_near_what_others_measured() -> None:
-    """Checks that estimated times of an OPT-350M layer are close to measured times.
+    """Checks that the estimated times of a layer of OPT-350M are close to measured times.
 
-    The measurements are for 2,048 tokens in fp32, and were published with Sailor (SOSP 2025).
+    The published measurements, from Sailor (SOSP 2025), are for 2,048 tokens in fp32.
     """
     model = arguments_model(
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
@@ -117,15 +117,15 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
         ]
         return pytest.approx(boundary_s(*ends, inputs, 1e6))
 
-    # The first five cases are GPUs in a part of a node, in a node, in nodes of a leaf, in a pod
-    # with a quarter of the bandwidth, and in two pods. The last case has GPUs of two types.
+    # The GPUs in these cases are in the same part of a node, in one node, in nodes below the same
+    # leaf switch, in one pod with a quarter of the bandwidth, in two pods, and of two types.
     assert sent([(1, 0)], [(1, 3)]) == (3e-6, 1e6 / 400e9)
     assert sent([(1, 3)], [(1, 4)]) == (8e-6, 1e6 / 32e9)
     assert sent([(1, 0)], [(2, 5)]) == (5e-6, 1e6 / 50e9)
     assert sent([(2, 0)], [(3, 0)]) == (9e-6, 1e6 / 12.5e9)
     assert sent([(6, 0)], [(7, 0)]) == (40e-6, 1e6 / 1.25e9)
     assert sent([(0, 0)], [(1, 0)]) == (40e-6, 1e6 / 1.25e9)
-    # The slowest replica determines the time, and replicas on one node share its network link.
+    # The slowest replica determines the time. Replicas on one node share its network link.
     assert sent([(1, 0), (2, 0)], [(2, 1), (3, 0)]) == (9e-6, 1e6 / 12.5e9)
     assert sent([(1, 0), (1, 1)], [(2, 0), (2, 1)]) == (5e-6, 2e6 / 50e9)
 
@@ -165,8 +165,8 @@ def test_own_kernels_gather_the_parts_of_a_sequence_that_a_ring_would_pass_on() 
         shared = StageSettings(context_ranks=4)
         tables[attention] = layer_table(inputs, node, tp=1, micro_batch=1, settings=shared)
     ring, gathered = (tables[name] for name in ("fused", "kernel"))
-    # Three of four parts come from other ranks. Without a ring, a rank waits for these parts and
-    # keeps them.
+    # Three quarters of the keys come from other ranks. Without a ring, a rank waits for all of
+    # these and stores them.
     part = model.kinds["transformer"].context_bytes / 4
     kept = gathered.kept_bytes[1] - ring.kept_bytes[1]
     assert kept == pytest.approx(3 * part)

@@ -1,4 +1,4 @@
-"""Tests for profile files: reading, merging, other models, and measurements per cut point."""
+"""Tests profile files: reading, merging, files of other models, and times per cut point."""
 
 from __future__ import annotations
 

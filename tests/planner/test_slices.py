@@ -1,4 +1,4 @@
-"""Tests for plans with sliced sequences: time, memory, and models that cannot be sliced."""
+"""Tests plans with sliced sequences: time, memory, and models that cannot be sliced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRIED = SearchOptions(
 
 
 def inputs_with(memory: float = 80e9, more: str = "", attention: str = "kernel") -> PlanInputs:
-    """Returns a small model with long sequences, on one node with 4 GPUs."""
+    """Returns inputs for a small model with long sequences on one node with 4 GPUs."""
     model = arguments_model(f"{ARGUMENTS} {more}".split(), "long", "bf16", attention=attention)
     node = NodeType(
         name="n", gpu="a100-80", gpus=4, memory_bytes=memory, intra=LinkSpeed(bytes_per_s=230e9)
@@ -66,7 +66,7 @@ def test_slices_are_chosen_if_there_are_few_sequences() -> None:
     whole, cut = (proposed(80e9, 2, slices).rows[0] for slices in ((1,), (1, 2, 4, 8)))
     assert whole.plan.slices == 1
     assert cut.plan.slices > 1
-    # The number of sequences is half the number of ranks, so without slices ranks are often idle.
+    # There are half as many sequences as ranks. So without slices, ranks are often idle.
     assert cut.prediction.seconds < 0.85 * whole.prediction.seconds
     assert sum(cut.prediction.parts.values()) == pytest.approx(cut.prediction.seconds)
     inputs = inputs_with()
@@ -86,7 +86,8 @@ def test_slices_fit_into_memory_that_whole_sequences_exceed() -> None:
     row = proposed(7.5e9, 4, (1, 8)).rows[0]
     assert row.plan.slices == 8
     assert row.prediction.fits
-    # The default cap exceeds the memory, so the plan has a lower cap, which the trainer accepts.
+    # The default cap does not fit into memory, so the plan has a lower cap, which the trainer
+    # accepts.
     assert row.plan.cap is not None
     assert not predict(replace(row.plan, cap=None), inputs_with(7.5e9)).fits
 
@@ -98,28 +99,28 @@ def test_memory_is_that_of_the_slices_in_flight() -> None:
     longer = in_flight("adaptive", 4, 1, 4, 8, 1.0, share)[0] / 8
     assert 1.1 < longer < 1.3
     for before, after in zip(whole, cut, strict=True):
-        # A cap of one sequence allows as many slices as a sequence has. The counted slices are the
-        # longest slices of two sequences, plus keys and values.
+        # A cap of one sequence allows as many slices as a sequence has. In the estimate, these are
+        # the longest slices of two sequences, with keys and values.
         assert 1 < after.activation_bytes / before.activation_bytes / longer < 1.2
         assert after.parameter_bytes == before.parameter_bytes
     assert in_flight("adaptive", 4, 1, 8, 8, 1.5) == (12.0,) * 4
     assert in_flight("adaptive", 4, 1, 8, 8)[0] < 8 * in_flight("adaptive", 4, 1, 8)[0]
     assert in_flight("1f1b", 4, 1, 8, 4) == (7.0, 6.0, 5.0, 4.0)
-    # A simulated step must not exceed the counted memory.
+    # The simulated step must not need more memory than the estimate.
     plan = plan_with(8, batch=8)
     peak = max(simulated(plan, StageSums.of(plan, inputs, OURS)).peak_units)
     assert peak * 8 <= in_flight("adaptive", 4, 1, 8, 8)[0] + 1e-6
 
 
 def test_the_workspace_is_that_of_the_longest_slice() -> None:
-    """Checks that plans have room for the logits of the first slice, which is the longest."""
+    """Checks that plans have memory for the logits of the first slice, which is the longest."""
     inputs = inputs_with()
     share = inputs.model.attention_share
     plan = plan_with(8)
     table = layer_table(inputs, inputs.cluster.groups[0].type, tp=1, micro_batch=1, settings=plan)
     first = slice_ends(8192, 8, 1, share)[0]
     assert first > 1.2 * 8192 / 8
-    # Each logit is stored in 32 bits, and its gradient in 16 bits.
+    # Each logit takes 32 bits, and its gradient takes 16 bits.
     assert table.workspace_bytes[-1] == pytest.approx(first * 32000 * 6)
 
 
@@ -136,7 +137,7 @@ def test_activations_are_those_of_the_longest_slices_in_flight(share: float) -> 
 
 
 def seq_1f1b(ranks: int, microbatches: int, slices: int) -> list[list[tuple[int, int]]]:
-    """Returns each rank's actions as pairs of slice index and 1 (forward) or -1 (backward)."""
+    """Returns the actions of each rank as (slice index, 1 for forward or -1 for backward)."""
     forward = [index for _ in range(microbatches) for index in range(slices)]
     backward = [index for _ in range(microbatches) for index in reversed(range(slices))]
     orders = []
@@ -226,7 +227,7 @@ def test_models_whose_sequences_cannot_be_cut_stay_whole() -> None:
 def test_bad_numbers_of_slices(
     more: str, slices: tuple[int, ...], schedules: tuple[str, ...], text: str
 ) -> None:
-    # A single stage never uses slices.
+    # The planner never uses slices if there is only one stage.
     options = replace(TRIED, slices=slices, schedules=schedules, pp=(1,), tp=(4,))
     with pytest.raises(ConfigError, match=text):
         propose(inputs_with(more=more), Request(global_batch=2, options=options))

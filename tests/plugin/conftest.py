@@ -1,4 +1,4 @@
-"""Imports the fixtures for token files and for the releases of megatron-core."""
+"""Makes the fixtures for token files and for megatron-core releases available to the tests."""
 
 from __future__ import annotations
 

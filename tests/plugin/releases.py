@@ -1,4 +1,4 @@
-"""Provides the megatron-core releases with which the plugin is tested."""
+"""Provides the releases of megatron-core that the tests of the plugin use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 @pytest.fixture(scope="module", params=[pytest.param(version, marks=real) for version in VERSIONS])
 def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Yields the path from which ranks import a megatron-core release."""
+    """Yields a value for PYTHONPATH with which ranks import a release of megatron-core."""
     if request.param == INSTALLED:
         yield str(ROOT)
         return

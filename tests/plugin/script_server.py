@@ -1,4 +1,4 @@
-"""Forks ranks as a node's fork server does, with Megatron-LM's trainer already imported.
+"""Forks ranks like the fork server of a node, but has also imported Megatron-LM's trainer.
 
 Usage: ``script_server.py DESCRIPTOR``, with a Megatron-LM on ``PYTHONPATH``.
 """
@@ -21,12 +21,12 @@ _import_of_nodes = rank_forkserver._import
 
 
 def _import() -> None:
-    """Imports modules that ranks need. Ignores errors, because the ranks will report them."""
+    """Imports modules that ranks need. Ignores errors, because the ranks themselves report them."""
     _import_of_nodes()
     allow_old_python()
     device = importlib.import_module("megatron.adaptive.accelerator")
-    # Megatron-LM reads the source of its classes for help texts, which takes a third of the start
-    # time.
+    # Megatron-LM reads the source code of its classes for help texts, which takes a third of the
+    # start time. So cache the source code.
     vars(inspect)["getsource"] = functools.cache(inspect.getsource)
     with contextlib.suppress(Exception), device.quiet_imports():
         importlib.import_module("megatron.training.training")

@@ -1,4 +1,4 @@
-"""Tests that each model of a process has a separate engine and separate settings."""
+"""Tests that each model in a process has its own engine and its own settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_model_has_an_engine(engines: Engines) -> None:
     actor, critic = model(2), model()
     engines.give(critic, Settings(schedule="1f1b", timeout_s=5.0))
     first = engines.engine_of(actor, SHARED, None)
-    # A model with a single chunk may be passed without a list.
+    # A model that consists of a single chunk may be passed without a list.
     second = engines.engine_of(critic[0], SHARED, None)
     assert first is not second
     assert engines.engine_of(actor, SHARED, None) is first
@@ -45,7 +45,7 @@ def test_each_model_has_an_engine(engines: Engines) -> None:
     assert first._settings == SHARED
     settings = second._settings
     assert (settings.schedule, settings.timeout_s) == ("1f1b", 5.0)
-    # All models share these process-wide settings.
+    # These settings are shared by all models of the process.
     assert (settings.first_weights, settings.on_hang) == ("by-layer", "end")
     engines.close()
 
@@ -115,7 +115,7 @@ def test_a_program_with_its_own_loop_may_pause(
     arguments = argparse.Namespace()
     training.get_args = lambda: arguments
     monkeypatch.setitem(sys.modules, "megatron.training", training)
-    # The program slime parses Megatron-LM's flags, but has a different loop.
+    # The program slime parses Megatron-LM's flags, but has a training loop of its own.
     assert engine._evidence()["may_pause"]
     arguments.curr_iteration = 3
     assert not engine._evidence()["may_pause"]
@@ -135,9 +135,8 @@ def test_a_program_with_its_own_loop_may_pause(
     ],
 )
 def test_what_loss_functions_report(reported: list[Any], mean: float | None) -> None:
-    """Checks which results of loss functions are accepted, including microbatches with different
-    keys.
-    """
+    """Checks which results of loss functions are accepted. Keys may differ between microbatches."""
     total = _summed_loss(reported)
     assert _mean_loss(total, 1) == mean
-    assert _mean_loss(total, 2) is None  # The second replica reported no loss.
+    # The mean of two replicas is missing, because the second replica reported no loss.
+    assert _mean_loss(total, 2) is None

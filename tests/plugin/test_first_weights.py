@@ -1,4 +1,4 @@
-"""Tests that initial weights drawn by layer do not depend on the layer's position."""
+"""Tests that initial weights that are drawn by layer do not depend on the layer's position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.adaptive.plugin.first_weights import FirstWeights, is_by_layer  # 
 
 @pytest.fixture
 def by_layer(one_process: None) -> Iterator[list[bool]]:
-    """Yields a list that enables drawing weights by layer while it contains ``True``."""
+    """Yields a list whose only entry turns on drawing initial weights by layer."""
     switch = [True]
     weights = FirstWeights(lambda: switch[0])
     original = GPTModel.__init__
@@ -58,7 +58,8 @@ def build(layers: int, *, cpu: bool, mtp: bool = False, experts: bool = False) -
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # megatron-core's default depends on the number of layers.
+        # The default of megatron-core depends on the number of layers, so set this method
+        # explicitly.
         output_layer_init_method=lambda weight: torch.nn.init.normal_(weight, 0.0, 0.02),
         **more,
     )
@@ -85,7 +86,7 @@ def test_a_layer_has_its_weights_in_every_model(
 ) -> None:
     torch.manual_seed(1)
     long = build(3, cpu=cpu, **kind)
-    torch.manual_seed(2)  # Use the random state of a different pipeline rank.
+    torch.manual_seed(2)  # Use the random state of another pipeline rank.
     torch.rand(5)
     short = build(2, cpu=cpu, **kind)
     assert is_by_layer(short)
@@ -93,7 +94,7 @@ def test_a_layer_has_its_weights_in_every_model(
     assert {name: long_weights[name] for name in short_weights} == short_weights
     matrices = [tuple(row) for name, row in long_weights.items() if "weight" in name]
     drawn = [row for row in matrices if len(set(row)) > 1]
-    assert len(set(drawn)) == len(drawn) > 8  # All weights are different.
+    assert len(set(drawn)) == len(drawn) > 8  # No two weight matrices may have equal rows.
 
 
 @pytest.mark.parametrize("cpu", [True, False])

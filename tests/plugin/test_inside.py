@@ -24,7 +24,8 @@ OWN = {
         "critic": {"schedule": "gpipe", "trace_dir": "traces"},
     },
 }
-ONE = {"models": {"critic": {"schedule": "dfc"}}}  # The other models use megatron-core's schedule.
+# Only the critic uses the schedule dfc. The other models use megatron-core's schedule.
+ONE = {"models": {"critic": {"schedule": "dfc"}}}
 REPLICAS: list[dict[str, Any]] = [
     {"program": "actor", "runs": {"whole": WHOLE, "own": OWN}},
     {"program": "policy", "runs": {"split": SPLIT, "gloo": {"settings": {"transport": "gloo"}}}},
@@ -65,10 +66,11 @@ releases = pytest.mark.parametrize(
 def run(
     cases: list[dict[str, Any]], world_size: int, folder: Path, python_path: str = str(ROOT)
 ) -> list[dict[str, Any]]:
-    """Runs each case in one job, first without ``install()`` and then with each of its settings.
+    """Runs each case first without ``install()``, and then with each of the case's settings.
 
     Returns:
-        Results of all ranks with the settings, which were compared with the results without them.
+        Results of all ranks with these settings, after a comparison with the results without
+        ``install()``.
     """
     cases_file, results_file = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
@@ -99,7 +101,7 @@ def test_unequal_microbatches_on_two_replicas(python_path: str, tmp_path: Path) 
     for number, schedule in (("", "1f1b"), (", for model 2", "adaptive"), (", for model 3", "gpi")):
         assert f"schedule {schedule}" in said
         assert number in said
-    # Each model has a separate trace, and only training steps are traced.
+    # Each model must have a separate trace that contains only training steps.
     actor = read_run(tmp_path / "traces of the actor")
     assert sorted(actor.ranks) == [0, 1, 2, 3]
     counts = [4, 2, 4, 2], [2, 2, 2, 2]  # The second replica has fewer microbatches.
@@ -107,7 +109,7 @@ def test_unequal_microbatches_on_two_replicas(python_path: str, tmp_path: Path) 
         actions = trace.table().of_kind("F")
         expected = dict(enumerate(counts[rank % 2], start=1))
         assert Counter(actions.iteration.tolist()) == expected
-    # The reference and the critic were configured with the same folder.
+    # The reference and the critic had been configured with the same folder.
     for folder in ("traces", "traces-model-2"):
         assert sorted(read_run(tmp_path / folder).ranks) == [0, 1, 2, 3]
 
@@ -126,5 +128,5 @@ def test_workers_that_replay_choices_or_call_from_other_threads(
 
 @pytest.mark.parametrize("python_path", [pytest.param("0.19.2", marks=real)], indirect=True)
 def test_process_groups_of_the_program(python_path: str, tmp_path: Path) -> None:
-    """Checks a program that creates process groups itself, for pipelines of adjacent ranks."""
+    """Checks a program that creates process groups itself, with pipelines of adjacent ranks."""
     run(FOREIGN, 4, tmp_path, python_path)

@@ -41,7 +41,7 @@ def taken_back() -> Iterator[None]:
 
 @pytest.fixture
 def holder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a module that imported the function by name, as Megatron-LM's modules do."""
+    """Returns a module that has imported the function by name, as Megatron-LM's modules do."""
     module: Any = types.ModuleType("somebody.training")
     module.get_forward_backward_func = ORIGINAL
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -61,7 +61,7 @@ def test_every_holder_gets_it_and_gives_it_back(holder: Any) -> None:
     assert pipeline_parallel.get_forward_backward_func is seam
     assert holder.get_forward_backward_func is seam
     megatron.adaptive.install()
-    megatron.adaptive.install("1f1b")  # The settings may still change, because no step has run.
+    megatron.adaptive.install("1f1b")  # The settings may change until the first step runs.
     assert schedules.get_forward_backward_func is seam
     assert seam.original is ORIGINAL
     megatron.adaptive.uninstall()
@@ -134,7 +134,7 @@ def test_megatron_cores_own_loop_keeps_outputs_until_gloo_has_sent_them(
         with pytest.raises(RuntimeError, match="own error") if fails else nullcontext():
             assert step(model=model) == "done"
     assert seen == [False, False]
-    assert config.deallocate_pipeline_outputs  # The setting of the user is restored.
+    assert config.deallocate_pipeline_outputs  # The plugin must restore the user's setting.
 
 
 def test_the_function_looks_like_megatron_cores() -> None:

@@ -1,4 +1,4 @@
-"""Tests what megatron-core returns about stages in a V, and rejects invalid settings."""
+"""Tests what megatron-core returns about stages in a V, and that invalid settings are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that the plugin does not change the numbers that a user's program computes."""
+"""Tests that the plugin does not change the numbers that a user's program computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_aux_loss_coeff":
 SPREAD = {**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 TWO_RANKS: list[dict[str, Any]] = [
     {
-        # Microbatches are smaller in evaluation, so tensors between stages change their shape.
+        # Microbatches are smaller in evaluation, so the shape of the tensors between stages
+        # changes.
         "shape": {"pp": 2, "timers": True, "eval_micro_batch_size": 1},
         "runs": {
             "adaptive": {},
@@ -54,7 +55,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         "steps": 5,
         "runs": {
             "adaptive": {},
-            "auto": {"schedule": "auto"},  # The tuner chooses a schedule after four steps.
+            "auto": {"schedule": "auto"},  # The tuner chooses a schedule after the fourth step.
             "file": {"schedule": "file", "schedule_file": "order.json"},
             "interleaved": {"schedule": "interleaved"},
             "by hand": {"schedule": "megatron", "trace_dir": "own"},
@@ -68,7 +69,8 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # Both runs start with the weights of a loop. Then one run uses a loop, and the other a V.
+        # Both runs start with the weights of a loop placement. The first run uses a loop, and the
+        # second a V.
         "shape": CHUNKS,
         "from": "tied",
         "runs": {
@@ -77,7 +79,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # All runs start with new weights, and are compared with "loop" instead of "plain".
+        # All runs start with new weights. They are compared with "loop", not with "plain".
         "shape": CHUNKS,
         "runs": {
             name: {**settings, "first_weights": "by-layer"}
@@ -149,10 +151,10 @@ def run(
     fresh: bool = True,
     python_path: str = str(ROOT),
 ) -> list[dict[str, Any]]:
-    """Runs each case in megatron-core's own loop and then with the plugin, in one job.
+    """Runs each case with megatron-core's own schedule and then with the plugin, in one job.
 
-    In new processes, the plugin is installed first, as in a user's program, and the processes
-    exit normally.
+    If ``fresh`` is true, new processes first install the plugin, as a user's program does, and exit
+    normally.
     """
     cases_path, results_path = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
@@ -166,7 +168,7 @@ def run(
         [str(cases_path), str(results_path)],
         world_size=world_size,
         log=folder / "output.txt",
-        # The limit is long, because the machine may run other tests at the same time.
+        # The timeout is long, because the machine may run other tests at the same time.
         limit_s=300.0,
         fresh=fresh,
         python_path=python_path,
@@ -189,7 +191,7 @@ def check_numbers(results: list[dict[str, Any]]) -> None:
 
 
 def numbers_of(seen: Any) -> list[float]:
-    """Returns all numbers in the results of a rank, in order."""
+    """Returns a list of all numbers in the results ``seen``, in their order."""
     if isinstance(seen, dict):
         return numbers_of(list(seen.values()))
     if isinstance(seen, list):
@@ -203,10 +205,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     results = run(TWO_RANKS, 2, tmp_path)
     by_layer = results.pop(4)["runs"]
     with_dropout = results.pop(2)["runs"]
-    # The numbers differ from those of Megatron-LM, but do not depend on the order of actions.
+    # Dropout makes the numbers differ from those of Megatron-LM, but they must not depend on the
+    # order of actions.
     assert numbers_of(with_dropout["interleaved"]) != numbers_of(with_dropout.pop("plain"))
     assert with_dropout["adaptive"] == with_dropout["interleaved"] == with_dropout["breadth-first"]
-    assert by_layer["loop"] != by_layer["plain"]  # The plain run draws weights by rank.
+    assert by_layer["loop"] != by_layer["plain"]  # The plain run draws its weights by rank.
     check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)
     assert results[0]["refused"] == {
@@ -219,7 +222,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         "messages": "p2p_communicator has a different pipeline than the step's process groups, "
         "but the engine connects the ranks of these groups; create it with their pp group or use "
         "--pipeline-schedule megatron",
-        "again": "",  # A second model needs separate channels.
+        "again": "",  # A second model needs its own channels.
         "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0; start all ranks of "
         "a job with the same settings",
     }
@@ -232,14 +235,14 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said
     assert "schedule zb-v on 2 pipeline ranks with 2 model chunks each in a V" in said
     assert said.count("megatron.adaptive: auto takes ") == 1
-    # The last run's trace was closed when the interpreter exited.
+    # The trace of the last run was closed when the interpreter exited.
     traced = read_run(tmp_path / "traces")
     assert sorted(traced.ranks) == [0, 1]
     for rank in traced.ranks.values():
-        # Evaluation is not traced, and each microbatch has three kinds of actions.
+        # Evaluations are not traced. Each microbatch has three actions on each rank.
         actions = rank.table().of_kind("F", "B", "W")
         assert Counter(actions.iteration.tolist()) == dict.fromkeys([1, 2, 3, 4], 3 * 4)
-        # Work outside of the schedule is also traced. This program reads data on every rank.
+        # Work outside of the schedule is traced too. In this program, every rank reads data.
         table = rank.table([2])
         around = {kind: int(table.where(kind).sum()) for kind in ("data", "reduce", "optimizer")}
         assert around == {"data": 4, "reduce": 1, "optimizer": 1}
@@ -248,7 +251,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert step.start_ns[0] < actions.start_ns[actions.iteration == 2].min()
         assert table.of_kind("reduce").end_ns[0] <= update.start_ns[0]
         assert update.end_ns[0] <= step.end_ns[0]
-        # Three evaluations and a checkpoint follow the third step.
+        # After the third step, the program runs three evaluations and saves a checkpoint.
         after = rank.table([3])
         assert [int(after.where(kind).sum()) for kind in ("evaluate", "checkpoint")] == [3, 1]
         assert step.end_ns[0] <= table.of_kind("step").end_ns[0]
@@ -265,7 +268,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert Counter(own_schedule_table.of_kind("F", "B").iteration.tolist()) == dict.fromkeys(
         range(1, 7), 2 * 8
     )
-    # Operators of the chosen rank and iterations belong to its actions.
+    # The operators of the selected rank and iterations are assigned to actions.
     assert not kernels_path(tmp_path / "traces", 0).exists()
     steps = read_steps(traced, 1)
     assert [step.iteration for step in steps] == [2, 3]
@@ -274,7 +277,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert matmuls["B"] > 0 < matmuls["W"]
         assert any("Adam" in total.name for total in step.totals)
     assert {figure.action for figure in kernel_figures(traced, 2)} >= {"F", "B", "W", "reduce"}
-    # The progress file is written by the trainer.
+    # The trainer writes the progress file.
     snapshot = LiveRun(tmp_path / "traces").refresh()
     assert (snapshot.state, snapshot.detail, snapshot.iteration) == (
         *("ended", "the program ended"),
@@ -308,10 +311,11 @@ def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
         actions = actions.take(np.lexsort((actions.start_ns, actions.iteration)))
         same = np.diff(actions.iteration) == 0
         within += int((actions.start_ns[1:] < actions.end_ns[:-1])[same].sum())
-    # These forwards began during a backward, or these backwards during a forward.
+    # These forward passes began during a backward pass, or backward passes began during a forward
+    # pass.
     assert within > 0
-    # There are 16 tokens in each of 2 samples, 4 microbatches and 2 replicas. Each token goes to 2
-    # experts.
+    # A step has 16 tokens in each of 2 samples, in each of 4 microbatches, on each of 2 replicas.
+    # Each token is sent to 2 experts.
     for iteration in (1, 2, 3):
         loads = [trace.experts[iteration] for trace in traced.ranks.values()]
         assert all(load.exchange_ns > 0 for load in loads)
@@ -324,7 +328,7 @@ def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_error_of_the_user_ends_all_ranks_with_their_own_words(tmp_path: Path) -> None:
-    # Rank 0 evaluates next, so its messages reach rank 1 while rank 1's interpreter is exiting.
+    # Rank 0 evaluates next, so its messages arrive while the interpreter of rank 1 is exiting.
     case = {"shape": {"pp": 2}, "runs": {"adaptive": {}}, "fails_on": 1}
     with pytest.raises(AssertionError) as caught:
         run([case], 2, tmp_path)

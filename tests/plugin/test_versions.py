@@ -1,7 +1,7 @@
-"""Tests the plugin with every megatron-core release from 0.15, and the detection of releases.
+"""Tests the plugin with every megatron-core release from 0.15 on, and how releases are detected.
 
-This module also tests ``train megatron-lm``, Megatron-LM's own trainer, which wheels contain from
-release 0.17.
+The module also tests ``train megatron-lm``, which runs Megatron-LM's own trainer. Wheels contain
+this trainer from release 0.17 on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .releases import VERSIONS, real  # noqa: E402
 from .test_training import check_numbers, run  # noqa: E402
 
 OTHERS = trees_of_others()
-# Up to release 0.17, megatron-core's own loop frees outputs before gloo has sent them.
+# Up to release 0.17, the loop of megatron-core frees outputs before gloo has sent them.
 SHAPES: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2, "deallocate": False, **model}
     for model in ({}, {"llama": True, "groups": True}, {"llama": True, "mtp": True})
@@ -43,7 +43,10 @@ V: dict[str, dict[str, Any]] = {
 
 
 def in_pairs(orders: dict[str, dict[str, Any]], turn: int) -> list[dict[str, Any]]:
-    """Returns cases with one order and one model each. All orders and all models occur."""
+    """Returns cases that combine one order with one model. All orders and all models occur.
+
+    ``turn`` shifts which model is combined with which order.
+    """
     return [
         {
             "shape": SHAPES[(turn + number) % len(SHAPES)],
@@ -84,7 +87,7 @@ def test_steps_are_those_of_its_own_schedule(
     indirect=True,
 )
 def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
-    # The cases are a loop and a V, with and without split backward passes.
+    # The cases are a loop placement and a V, with and without split backward passes.
     cases = [*in_pairs(LOOP, 0)[:2], in_pairs(V, 1)[1]]
     cases = [{**case, "shape": {**case["shape"], "tp": 2}} for case in cases]
     check_numbers(run(cases, 4, tmp_path, fresh=False, python_path=python_path))
@@ -112,8 +115,8 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
         assert ended == 0, tail(log)
         said[name] = log.read_text()
     assert "megatron.adaptive: schedule adaptive on 2 pipeline ranks" in said["adaptive"]
-    # The output has three steps, one more step in a V from the loop's checkpoint, then validation
-    # and test.
+    # The output contains three steps, one more step in a V that starts from the loop's checkpoint,
+    # and the results on the validation and test sets.
     first, rest = (SEEN.findall(said[name]) for name in ("adaptive", "zb-v"))
     assert (len(first), len(rest)) == (6, 4)
     assert first + rest == SEEN.findall(said["megatron"])
@@ -129,7 +132,7 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
 def test_its_own_trainer_makes_damaged_indices_anew(
     python_path: str, tmp_path: Path, write_tokens: Callable[..., str]
 ) -> None:
-    """Checks that a flipped bit in an index file is found. It would change the samples."""
+    """Checks that a flipped bit in an index file, which would change the samples, is detected."""
     prefix = write_tokens([[1 + n % 200] * 40 for n in range(60)])
     arguments = [word for word in FLAGS.split() if word != "--mock-data"]
     arguments += ["--data-path", prefix, "--split", "80,20,0", "--pipeline-schedule", "adaptive"]
@@ -173,7 +176,7 @@ def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
         ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
         assert ended == 0, tail(log)
         said[name] = SEEN.findall(log.read_text())
-    assert len(said["megatron"]) == 10  # There are ten lines for four steps, validation and test.
+    assert len(said["megatron"]) == 10  # The ten lines are for four steps, validation and test.
     assert said["adaptive"] == said["megatron"]
 
 

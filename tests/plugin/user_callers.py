@@ -1,19 +1,19 @@
 """Defines three programs with their own training loop that call megatron-core's schedule.
 
-The programs do not use this package. Each calls ``get_forward_backward_func`` in the same way as an
+The programs do not use this package. Each program calls ``get_forward_backward_func`` like an
 existing training program:
 
-- :func:`run_actor` is like verl's actor, critic and reference. It has several models, microbatches
-  of unequal lengths and outputs that are dictionaries. Weights, gradients and optimizer state are
-  offloaded between calls.
-- :func:`run_policy` is like NeMo-RL's policy. It has one model without a list and a generator of
-  microbatches. The length and number of microbatches differ between calls and between replicas.
-  Gradients are accumulated over several calls before they are reduced.
-- :func:`run_bridge` is like Megatron Bridge's training step. It has one function for all steps, and
-  process groups and a communicator of the program.
+- :func:`run_actor` is like the actor, critic and reference of verl. It has several models,
+  microbatches of unequal lengths, and outputs that are dictionaries. Between calls, it offloads
+  weights, gradients and optimizer state.
+- :func:`run_policy` is like the policy of NeMo-RL. It passes a model without a list, and a
+  generator of microbatches. The length and the number of microbatches differ between calls and
+  between replicas. Gradients are accumulated over several calls before they are reduced.
+- :func:`run_bridge` is like the training step of Megatron Bridge. It uses the same function for all
+  steps, and creates its own process groups and communicator.
 
-Each program returns a rank's results: results of loss functions, gradient norms, and a digest of
-the weights.
+Each program returns the results of a rank: results of loss functions, gradient norms, and a digest
+of the weights.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Model:
     """Model of a program, with its optimizer and process groups.
 
     Attributes:
-        config: Configuration in megatron-core.
-        chunks: Chunks of this rank, wrapped for data parallelism if they are trained.
-        optimizer: Optimizer, or ``None`` for a model that is not trained.
+        config: Model configuration of megatron-core.
+        chunks: Chunks of the model on this rank, wrapped for data parallelism if they are trained.
+        optimizer: Optimizer of the model, or ``None`` if the model is not trained.
         groups: Process groups of the model.
     """
 
@@ -70,11 +70,11 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Parallel sizes and options of a program.
+    """Parallel sizes and options of a training program.
 
     Attributes:
         pp: Number of pipeline ranks.
-        vp: Number of chunks of a rank.
+        vp: Number of model chunks on a rank.
         foreign: Whether the program creates its process groups itself, without ``parallel_state``.
         overlap: Whether gradients are reduced while the backward pass is still running.
         drops_last: Whether a step of :func:`run_bridge` omits the last microbatch, whose loss is 0.
@@ -90,7 +90,7 @@ class Program:
 
 
 def make_groups(program: Program) -> ProcessGroupCollection:
-    """Creates the process groups of ``program``."""
+    """Creates the process groups for the parallel sizes of ``program``."""
     if not program.foreign:
         parallel_state.initialize_model_parallel(
             1, program.pp, program.vp if program.vp > 1 else None
@@ -99,7 +99,7 @@ def make_groups(program: Program) -> ProcessGroupCollection:
     parallel_state._set_global_memory_buffer()  # The attention of megatron-core needs this buffer.
     groups = ProcessGroupCollection()
     replicas = dist.get_world_size() // program.pp
-    # Adjacent pipeline stages are on adjacent ranks here, unlike in parallel_state.
+    # Here, adjacent pipeline stages are on adjacent ranks. In parallel_state, they are not.
     pipelines = [
         list(range(first * program.pp, (first + 1) * program.pp)) for first in range(replicas)
     ]
@@ -120,7 +120,7 @@ def make_groups(program: Program) -> ProcessGroupCollection:
 
 
 def _subgroup(lists: Sequence[list[int]]) -> Any:
-    """Creates a group for each list of ranks, and returns the group of this rank, or ``None``."""
+    """Creates a group for each list of ranks. Returns the group of this rank, or ``None``."""
     joined = None
     for ranks in lists:
         group = dist.new_group(ranks)
@@ -187,12 +187,12 @@ def _make_trainable(model: Model, program: Program) -> None:
 
 
 def _for_each(functions: list[Any]) -> Any:
-    """Returns the only element of ``functions``, or the whole list if there are several chunks."""
+    """Returns the only element of ``functions``, or the whole list if it has several elements."""
     return functions[0] if len(functions) == 1 else functions
 
 
 def draw(lengths: Sequence[tuple[int, int]], seed: int) -> list[Batch]:
-    """Returns one random microbatch for each pair (number of samples, length) in ``lengths``."""
+    """Returns a random microbatch for each pair (number of samples, length) in ``lengths``."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for samples, length in lengths:
@@ -211,7 +211,7 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the logarithm of the probability of each next token, ``[b, s - 1]``."""
+    """Returns the log probability of each next token in ``tokens``, with shape ``[b, s - 1]``."""
     logs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
     return logs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
@@ -237,11 +237,11 @@ def _update(model: Model) -> float:
 
 
 class Reinforced:
-    """Calls the schedule for one of several models, with microbatches of unequal lengths.
+    """Calls the schedule for one of several models. The lengths of microbatches differ.
 
     Args:
-        model: Model that the calls run.
-        as_values: Whether the model is a critic, whose outputs are values of tokens.
+        model: Model that runs in the calls.
+        as_values: Whether the model is a critic, whose outputs are values of the tokens.
     """
 
     def __init__(self, model: Model, *, as_values: bool = False) -> None:
@@ -278,7 +278,7 @@ class Reinforced:
         return {"log_probs": _log_probs(logits, batch["tokens"]), "entropy": entropy}
 
     def look(self, batches: list[Batch], name: str) -> list[list[float]]:
-        """Returns the output ``name`` of the model for each microbatch, without gradients."""
+        """Returns the model's output ``name`` for each microbatch, without gradients."""
 
         def loss(output: Batch, *, batch: Batch, count: int) -> Any:
             return torch.tensor(1.0), {name: output[name].detach().clone()}
@@ -290,7 +290,7 @@ class Reinforced:
         return [result[name].flatten().tolist() for result in seen]
 
     def learn(self, batches: list[Batch]) -> dict[str, Any]:
-        """Runs one update, and returns the results of the loss function and the gradient norm."""
+        """Runs an update, and returns the results of the loss function and the gradient norm."""
 
         def loss(output: Batch, *, batch: Batch, count: int) -> Any:
             if self._as_values:
@@ -307,10 +307,10 @@ class Reinforced:
 
 
 class Offloaded:
-    """Offloads weights, gradients and optimizer state of a model, and moves them back.
+    """Offloads weights, gradients and optimizer state of a model, and moves them back later.
 
     Args:
-        model: Model whose memory is needed between two calls.
+        model: Model whose memory is used for something else between two calls.
     """
 
     def __init__(self, model: Model) -> None:
@@ -322,7 +322,7 @@ class Offloaded:
         self._nbytes: list[int] = []
 
     def out(self) -> None:
-        """Frees the gradients, and moves weights and optimizer state to other memory."""
+        """Frees the gradients, and moves the weights and the optimizer state to other memory."""
         self._kept = [weight.data.clone() for weight in self._weights]
         self._nbytes = [gradient.untyped_storage().nbytes() for gradient in self._gradients]
         for weight in self._weights:
@@ -334,7 +334,7 @@ class Offloaded:
                 values.update({name: value.clone() for name, value in values.items()})
 
     def back(self) -> None:
-        """Moves the weights back to newly allocated memory, and sets gradients to zero."""
+        """Moves the weights back to newly allocated memory, and sets the gradients to zero."""
         for weight, kept in zip(self._weights, self._kept, strict=True):
             weight.data = kept
         for gradient, nbytes in zip(self._gradients, self._nbytes, strict=True):
@@ -343,7 +343,7 @@ class Offloaded:
 
 
 def served_weights(model: Model) -> str:
-    """Returns a digest of all weights of the pipeline, which an inference engine would receive."""
+    """Returns a digest of all weights of the pipeline, which an inference engine would get."""
     digest = hashlib.sha256()
     ranks = dist.get_process_group_ranks(model.groups.pp)
     for source in ranks:
@@ -369,7 +369,7 @@ def served_weights(model: Model) -> str:
 
 
 def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains an actor and a critic with a reference model, as verl does."""
+    """Trains an actor and a critic with a reference model, as verl does. Returns the results."""
     groups = make_groups(program)
     varying = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     models = {
@@ -385,7 +385,7 @@ def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> 
     seen: list[Any] = []
     for step in range(program.steps):
         seed = 1000 * step + 100 * replica
-        # The lengths and the numbers of microbatches differ between replicas.
+        # The lengths and the number of microbatches differ between replicas.
         whole = draw([(2, 9), (1, 31), (3, 5), (1, 17)][: 4 - 2 * (replica > 0)], seed)
         short = draw([(1, 7 + 3 * replica), (2, 12)], seed + 1)
         if step:
@@ -404,13 +404,13 @@ def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> 
 
 
 def policy_step(iterator: Iterator[Batch], model: Any, process: Callable[[Batch], Loss]) -> Any:
-    """Runs the next microbatch through ``model``, which is one chunk."""
+    """Runs the next microbatch through ``model``, which is a single chunk."""
     batch = next(iterator)
     return _logits(model, batch["tokens"]), process(batch)
 
 
 def policy_call(model: Model, batches: list[Batch], process: Any, *, forward_only: bool) -> Any:
-    """Calls the schedule with a model and a generator of microbatches."""
+    """Calls the schedule with a model without a list, and with a generator of microbatches."""
     samples, length = batches[0]["tokens"].shape
     chunks = model.chunks
     several = len(chunks) > 1
@@ -428,7 +428,7 @@ def policy_call(model: Model, batches: list[Batch], process: Any, *, forward_onl
 
 @contextlib.contextmanager
 def accumulating(model: Model, program: Program) -> Iterator[None]:
-    """Accumulates gradients over several calls, and reduces them over replicas at the end."""
+    """Accumulates gradients over several calls, and reduces them over the replicas at the end."""
     config = model.config
     former = config.no_sync_func
     config.no_sync_func = _for_each([contextlib.nullcontext for _ in model.chunks])
@@ -450,7 +450,7 @@ def _yield(batches: list[Batch]) -> Iterator[Batch]:
 
 
 def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy model, as NeMo-RL does."""
+    """Trains a policy model, as NeMo-RL does. Returns the results."""
     groups = make_groups(program)
     model = make_model(program, groups, seed=5)
     prepare({"policy": model})
@@ -471,8 +471,7 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
     seen: list[Any] = []
     for step in range(program.steps):
-        # The second replica alternates between two lengths, while the first replica keeps its
-        # length.
+        # The second replica alternates between two lengths. The first replica keeps its length.
         length = 16 - 4 * replica * (step % 2)
         count = 6 if step == 0 else 4
         batches = draw([(2, length)] * count, 50 * step + replica)
@@ -504,7 +503,10 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
 
 def bridge_loss(batch: Batch, output: torch.Tensor, non_loss_data: bool = False) -> Any:
-    """Returns the loss, the number of tokens and the values to log, or the mean of the outputs."""
+    """Returns the loss, the number of tokens and values to log, or the mean of ``output``.
+
+    The mean is returned if ``non_loss_data`` is true.
+    """
     if non_loss_data:
         return {"mean": output.detach().mean().item()}
     losses = -_log_probs(output, batch["tokens"]) * batch["weights"][:, 1:]
@@ -514,7 +516,7 @@ def bridge_loss(batch: Batch, output: torch.Tensor, non_loss_data: bool = False)
 
 
 class BridgeStep:
-    """Callable that runs a microbatch through a chunk."""
+    """Callable that runs a microbatch through a model chunk."""
 
     def __call__(
         self, iterator: Iterator[Batch], model: Any, return_schedule_plan: bool = False
@@ -524,7 +526,7 @@ class BridgeStep:
 
 
 def run_bridge(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a model, as Megatron Bridge does."""
+    """Trains a model, as Megatron Bridge does. Returns the results."""
     groups = make_groups(program)
     model = make_model(program, groups, seed=3, calculate_per_token_loss=True)
     prepare({"model": model})

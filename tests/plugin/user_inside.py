@@ -8,7 +8,7 @@ Usage: ``user_inside.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
      "runs": {name: {"settings": {...} of install, "models": {model: {...} of install},
                      "shape": changes of the shape}, or null}}
 
-Rank 0 writes the results of each rank for each case and run to ``RESULTS``.
+Rank 0 writes the results of each rank, for each case and run, to ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.adaptive.engine.process_context import destroy_groups, process_gro
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
-    """Runs the program of ``case`` once, with the given ``settings``."""
+    """Runs the program of ``case`` once, after ``install(**settings)`` if these are given."""
     megatron.adaptive.uninstall()
     gc.collect()
     dist.barrier()
@@ -57,7 +57,8 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
 
 
 def main() -> None:
-    # If a rank hangs, print its stacks and exit, because no other process may be able to stop it.
+    # If a rank hangs, it prints its stacks and exits, because no other process may be able to stop
+    # it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

@@ -8,13 +8,13 @@ Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
      "from": folder of the checkpoint that all runs begin with; "plain" writes it,
      "fails_on": rank that fails in the last run, or null}
 
-Settings may have ``then``, the settings of a second run that continues from a checkpoint.
+Settings may contain ``then``: the settings of a second run that continues from a checkpoint.
 
-Rank 0 writes ``RESULTS``: each rank's results for each case and run, and the error line of each
-rejected run. With ``again``, this is the error of a second step with new process groups. With
-``fewer chunks``, it is the error of a second step with only the first chunk. A run with traces
-saves a checkpoint after its evaluation. The last run ends when the interpreter exits, with the
-plugin still installed.
+Rank 0 writes ``RESULTS``, with the results of each rank for each case and run, and the error line
+of each rejected run. With ``again``, this is the error of a second step with new process groups.
+With ``fewer chunks``, it is the error of a second step that passes only the first chunk. A run with
+traces saves a checkpoint after its evaluation. The last run ends when the interpreter exits, and
+the plugin is still installed then.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
-    """Starts a new job. The plugin is not installed if ``settings`` is ``None``."""
+    """Starts a new job, and installs the plugin unless ``settings`` is ``None``."""
     megatron.adaptive.uninstall()
     gc.collect()
-    # Destroy the groups, because their threads wake up a hundred times a second.
+    # Destroy the old groups, because their threads wake up a hundred times a second.
     dist.barrier()
     destroy_groups(group for group in process_groups() if group is not dist.group.WORLD)
     if settings is not None:
@@ -54,20 +54,20 @@ def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
 
 
 def regroup(shape: user.Shape) -> user.Job:
-    """Creates new process groups, and a new model with the given ``shape``."""
+    """Creates new process groups and a new model with the sizes in ``shape``."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     return user.setup(shape)
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any:
-    """Trains and evaluates the model of ``case``, and then removes the plugin."""
+    """Trains and evaluates the model of ``case`` in the run ``name``, and returns the results."""
     settings = None if settings is None else dict(settings)
     then = [] if settings is None or "then" not in settings else [settings.pop("then")]
     overlaps = settings is not None and settings.pop("overlaps", False)
     shape = user.Shape(**case["shape"])
     job = start(shape, settings)
-    # The loop of megatron-core would need a different forward_step for this setting.
+    # For this setting, the loop of megatron-core would need another forward_step.
     job.config.overlap_moe_expert_parallel_comm = overlaps
     if "from" in case:
         (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
@@ -91,7 +91,7 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any
 
 
 def refused(shape: user.Shape, case: dict[str, Any]) -> str:
-    """Returns the error message of a step that the plugin rejects."""
+    """Returns the error message of a step of ``case`` that the plugin rejects."""
     job = start(
         shape, {"schedule": case["schedules"][dist.get_rank()]} if "schedules" in case else {}
     )
@@ -118,7 +118,8 @@ def refused(shape: user.Shape, case: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    # If a rank hangs, print its stacks and exit, because no other process may be able to stop it.
+    # If a rank hangs, it prints its stacks and exits, because no other process may be able to stop
+    # it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

@@ -1,12 +1,12 @@
-"""Runs ``pretrain_gpt.py`` of an unmodified Megatron-LM with the plugin, and records numbers.
+"""Runs ``pretrain_gpt.py`` of an unmodified Megatron-LM with the plugin, and records results.
 
 Usage: ``user_script.py SCRIPT RESULTS FLAG ...``, as a rank of a job.
 
-Before the text of ``SCRIPT`` runs, the lines of docs/plugin.md are inserted: ``install()`` at its
-top, and ``add_arguments`` as ``extra_args_provider``. The file itself does not change. One more
-line before the script's main part calls :func:`record`, which appends a line to ``RESULTS.RANK``
-after each step and evaluation, with all numbers as hexadecimal floats and a digest of the rank's
-weights.
+The program inserts the lines of docs/plugin.md into the text of ``SCRIPT`` before it runs:
+``install()`` at the top, and ``add_arguments`` as ``extra_args_provider``. The file does not
+change. A further line before the script's main part calls :func:`record`. This function appends a
+line to ``RESULTS.RANK`` after each step and evaluation, with all numbers as hexadecimal floats and
+a digest of the rank's weights.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _EDITS = (
 
 
 def allow_old_python() -> None:
-    """Makes Megatron-LM importable in Python 3.11, although 0.17 and newer require 3.12."""
+    """Makes Megatron-LM importable with Python 3.11, although release 0.17 and newer need 3.12."""
     if not hasattr(typing, "override"):
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
 
 
 def edited(text: str) -> str:
-    """Returns the script ``text`` with the lines of docs/plugin.md inserted."""
+    """Returns the text of a script with the lines of docs/plugin.md inserted."""
     for old, new in _EDITS:
         assert text.count(old) == 1, f"the script must contain exactly once: {old}"
         text = text.replace(old, new)
@@ -79,7 +79,7 @@ def _numbers(values: Any) -> dict[str, str]:
 
 
 def _number(value: Any) -> str:
-    # The list contains a sum and the number of tokens in the sum.
+    # A list contains a sum and the number of tokens in this sum.
     if isinstance(value, list | tuple):
         return " ".join(map(_number, value))
     if hasattr(value, "numel") and value.numel() > 1:
@@ -97,7 +97,8 @@ def _digest(chunks: Any) -> str:
 
 
 def main() -> None:
-    # If a rank hangs, print its stacks and exit, because no other process may be able to stop it.
+    # If a rank hangs, it prints its stacks and exits, because no other process may be able to stop
+    # it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     script, results = Path(sys.argv[1]), Path(sys.argv[2])
     allow_old_python()

@@ -1,8 +1,8 @@
 """Defines a training program in the style of Megatron-LM, which does not use this package.
 
-Like ``megatron.training.training``, it imports ``get_forward_backward_func`` from megatron-core,
-calls it before training and again before each evaluation, and calls the returned function with
-Megatron-LM's arguments. Models are megatron-core's own.
+Like ``megatron.training.training``, the program imports ``get_forward_backward_func`` from
+megatron-core. It calls this function before training and before each evaluation, and calls the
+returned function with Megatron-LM's arguments. The models are those of megatron-core.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VOCAB_SIZE = 64
 MICRO_BATCH_SIZE = 2
 NUM_MICROBATCHES = 4
 Batch = dict[str, torch.Tensor]
-# megatron-core 0.15 does not have this argument.
+# Release 0.15 of megatron-core does not have this argument.
 _KNOWN = signature(schedules.forward_backward_no_pipelining).parameters
 LAST_ARGUMENTS = {name: False for name in ("force_all_reduce",) if name in _KNOWN}
 
@@ -94,7 +94,7 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Job:
-    """Model that is ready for training, with the objects that are needed in a step."""
+    """Model that is ready for training, and the objects that a step needs."""
 
     shape: Shape
     config: Any
@@ -104,7 +104,7 @@ class Job:
 
 
 def setup(shape: Shape) -> Job:
-    """Creates process groups, model and optimizer. The weights are the same in every call."""
+    """Creates process groups, a model and an optimizer. Every call creates the same weights."""
     parallel_state.initialize_model_parallel(
         shape.tp,
         shape.pp,
@@ -141,7 +141,7 @@ def setup(shape: Shape) -> Job:
 
 
 def configuration(shape: Shape) -> TransformerConfig:
-    """Returns megatron-core's configuration of a model with the given ``shape``."""
+    """Returns megatron-core's configuration for a model with the sizes in ``shape``."""
     llama: dict[str, Any] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -162,8 +162,8 @@ def configuration(shape: Shape) -> TransformerConfig:
         "pipeline_dtype": torch.float32,
         "calculate_per_token_loss": shape.per_token,
         "deallocate_pipeline_outputs": shape.deallocate,
-        # Without these settings, gloo would confuse the two messages between a pair of ranks that
-        # have two chunks.
+        # Otherwise, gloo would confuse the two messages between a pair of ranks with two chunks
+        # each.
         "overlap_p2p_comm": shape.chunks > 1,
         "batch_p2p_comm": shape.chunks == 1,
         "bias_activation_fusion": False,
@@ -177,7 +177,7 @@ def configuration(shape: Shape) -> TransformerConfig:
 
 
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
-    """Builds this rank's part of the model as Megatron-LM's ``get_model`` does."""
+    """Builds the part of the model on this rank, as Megatron-LM's ``get_model`` does."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization
     )
@@ -211,7 +211,7 @@ def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
 
 
 def process_groups() -> ProcessGroupCollection:
-    """Returns the process groups of parallel_state as a ``ProcessGroupCollection``."""
+    """Returns the process groups of ``parallel_state`` as a ``ProcessGroupCollection``."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
@@ -219,7 +219,7 @@ def process_groups() -> ProcessGroupCollection:
 
 
 def handed_over(job: Job) -> dict[str, Any]:
-    """Returns all arguments of a step except model and data."""
+    """Returns the arguments of a step that pass process groups, or ``{}`` if none are passed."""
     if not job.shape.groups:
         return {}
     groups = process_groups()
@@ -228,7 +228,7 @@ def handed_over(job: Job) -> dict[str, Any]:
 
 
 def batches(micro_batch_size: int) -> Iterator[Batch]:
-    """Yields random microbatches forever. They differ between replicas."""
+    """Yields random microbatches forever, which differ between replicas."""
     generator = torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank())
     while True:
         size = (micro_batch_size, SEQ_LENGTH + 1)
@@ -239,14 +239,17 @@ def batches(micro_batch_size: int) -> Iterator[Batch]:
 
 
 def iterators(job: Job, micro_batch_size: int) -> Any:
-    """Returns one data iterator, or a list with one per chunk if a rank has several chunks."""
+    """Returns a data iterator, or a list with an iterator for each chunk if there are several."""
     if job.shape.chunks == 1:
         return batches(micro_batch_size)
     return [batches(micro_batch_size) for _ in job.chunks]
 
 
 def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = False) -> Any:
-    """Returns the loss, the number of tokens and the reported values, or only the mean output."""
+    """Returns the loss, the number of tokens and the reported values, or only the mean output.
+
+    The mean output is returned if ``non_loss_data`` is true.
+    """
     if non_loss_data:
         return output.detach().mean().item()
     total = torch.sum(output.float().view(-1) * mask.view(-1))
@@ -266,7 +269,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
             parallel_state.is_pipeline_last_stage,
         )
     )
-    # Megatron-LM's get_batch and get_batch_on_this_tp_rank check the same condition.
+    # get_batch and get_batch_on_this_tp_rank in Megatron-LM check the same condition.
     if not is_end or parallel_state.is_pipeline_first_stage():
         batch["labels"] = batch["mask"] = None
     looks_up_again = is_end and get_attr_wrapped_model(model, "config").mtp_num_layers
@@ -281,7 +284,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
 
 
 def train(job: Job, steps: int) -> dict[str, list[float]]:
-    """Runs ``steps`` steps, and returns losses (on the last stage) and gradient norms."""
+    """Runs ``steps`` steps, and returns the losses (on the last stage) and the gradient norms."""
     for chunk in job.chunks:
         chunk.train()
     data = iterators(job, MICRO_BATCH_SIZE)
@@ -313,7 +316,7 @@ def train(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
-    """Runs forward passes only, and returns losses and results of ``collect_non_loss_data``."""
+    """Runs forward passes, and returns losses and results of ``collect_non_loss_data``."""
     for chunk in job.chunks:
         chunk.eval()
     arguments = {
@@ -338,7 +341,7 @@ def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Returns the mean losses of the microbatches on the last stage, or ``[]`` on other stages."""
+    """Returns the mean loss of the microbatches on the last stage, or ``[]`` on other stages."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         assert reduced == []
         return []
@@ -348,7 +351,7 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
 
 
 def weights_norm(job: Job) -> float:
-    """Returns the norm of the weights of all ranks. Copies of a weight count several times."""
+    """Returns the norm of the weights of all ranks. Each copy of a weight counts."""
     weights = [weight for chunk in job.chunks for weight in chunk.parameters()]
     total = torch.stack([weight.detach().double().pow(2).sum() for weight in weights]).sum()
     dist.all_reduce(total)
@@ -371,7 +374,7 @@ def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any
 
 
 def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Writes a checkpoint as Megatron-LM does. Each replica writes a part."""
+    """Writes a checkpoint as Megatron-LM does. Each replica writes a part of it."""
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True)
     dist.barrier()
@@ -382,7 +385,7 @@ def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
 
 
 def load(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Loads weights and, if ``with_optimizer`` is true, the optimizer's state from a checkpoint."""
+    """Loads weights from a checkpoint, and the optimizer's state if ``with_optimizer`` is true."""
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     state = dist_checkpointing.load(_state(job, with_optimizer, is_loading=True), folder, strategy)
     for number, chunk in enumerate(unwrap_model(job.chunks)):

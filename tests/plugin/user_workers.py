@@ -1,16 +1,15 @@
-"""Defines two more programs with their own training loop, like workers that Ray starts.
+"""Defines two more programs with their own training loop. They resemble workers that Ray starts.
 
-The programs do not use this package, and build their models with :mod:`user_callers`:
+The programs do not use this package. They build their models with :mod:`user_callers`:
 
-- :func:`run_replay` is like slime's actor. The weights of one model are exchanged between policy
-  and reference. A call without gradients records choices of each layer. Training replays these
-  choices in the order of the forward passes, and recomputation replays them in the order of the
-  backward passes.
-- :func:`run_threads` is like a worker with several threads. Each call is made by a new thread.
-  Calls without gradients, including the first call, run in torch's inference mode.
+- :func:`run_replay` is like the actor of slime. The policy and the reference exchange the weights
+  of one model. A call without gradients records a choice of each layer. Training replays these
+  choices: forward passes in their order, and recomputation in the order of the backward passes.
+- :func:`run_threads` is like a worker with several threads. A new thread makes each call. Calls
+  without gradients, including the first call, run in torch's inference mode.
 
-Each program returns a rank's results: results of loss functions, gradient norms, and a digest of
-the weights.
+Each program returns the results of a rank: results of loss functions, gradient norms, and a digest
+of the weights.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from user_callers import (
 )
 
 KEPT = 24
-"""Number of a layer's 32 outputs that the layer keeps."""
+"""Number of outputs that a layer keeps. Each layer has 32 outputs."""
 ATTEMPT_S = 100.0
-"""Maximum time of a call in seconds."""
+"""Timeout of a call in seconds."""
 
 
 def _call(model: Model, batches: list[Batch], step: Any, *, forward_only: bool) -> list[Any]:
-    """Calls the schedule with microbatches that have equal lengths."""
+    """Calls the schedule with ``batches``, which are microbatches of equal length."""
     samples, length = batches[0]["tokens"].shape
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
@@ -79,13 +78,13 @@ def _plain(loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
 
 
 class Replay:
-    """Lets each layer select some of its outputs, records the selection, and replays it.
+    """Lets each layer select some of its outputs, records the selections, and replays them.
 
     Args:
-        model: Model whose layers select outputs.
+        model: Model whose layers select some of their outputs.
 
     Attributes:
-        mode: ``"record"``, ``"forward"`` or ``"backward"``, the kind of call that is running.
+        mode: Kind of the current call: ``"record"``, ``"forward"`` or ``"backward"``.
     """
 
     def __init__(self, model: Model) -> None:
@@ -113,7 +112,7 @@ class Replay:
         return output * torch.zeros_like(output).scatter(-1, indices, 1.0), bias
 
     def step(self, loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
-        """Runs a microbatch through ``model``. Recomputation later replays the same choices."""
+        """Runs a microbatch through ``model``. Its recomputation later replays the same choices."""
         if self.mode != "record":
             self.mode = "forward"
         outputs = _plain(loss, iterator, model)
@@ -148,7 +147,7 @@ def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
             with torch.no_grad():
                 looked = _call(model, batches, partial(replay.step, _look), forward_only=True)
             seen.append([result["log_probs"].flatten().tolist() for result in looked])
-        # The number of microbatches differs between the two updates.
+        # The two updates have different numbers of microbatches.
         for part in (batches[:4], batches[4:]):
             replay.mode = "forward"
             _begin(model)
@@ -183,7 +182,7 @@ def _in_new_thread(action: Callable[[], Any]) -> Any:
 
 
 def run_threads(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a model. A different thread makes each call."""
+    """Trains a model, and makes each call in a new thread. Returns the results."""
     model = make_model(program, make_groups(program), seed=29)
     prepare({"model": model})
 

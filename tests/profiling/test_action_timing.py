@@ -1,4 +1,4 @@
-"""Tests which times of actions are used, and how their spread is computed."""
+"""Tests which measured times of actions are used, and how their spread is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Stages:
-    """Fake stages that record the names of the called methods."""
+    """Replaces the stages of a rank, and records the names of the methods that are called."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

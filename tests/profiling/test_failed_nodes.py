@@ -1,4 +1,4 @@
-"""Tests that the outliers of a probe identify the failed node and its limits."""
+"""Tests that the outliers of a probe show which node failed, and with which limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def failed(figures: list[Figure], nodes: str) -> list[FailedNode]:
 
 
 def links(times_s: list[float]) -> list[Figure]:
-    """Returns measurements of messages between neighbours that take ``times_s`` seconds."""
+    """Returns measurements of large messages between neighbours, one for each of ``times_s``."""
     return [
         Figure(measure=LARGE_MESSAGE, ranks=(rank, rank + 1), peers="tcp", value=value)
         for rank, value in enumerate(times_s)
@@ -48,9 +48,11 @@ def test_a_slow_rank_is_the_fault_of_its_node_and_gives_the_limit() -> None:
     ("times_ms", "nodes", "at_fault"),
     [
         ([1, 1, 9, 9, 1, 1, 1, 1], "abcdefghi", ["d"]),
-        ([1, 1, 9, 1, 1, 1], "abcdefg", []),  # Either c or d may be slow.
-        ([9, 1, 1, 1, 1], "abcdef", ["a"]),  # Node a has no other link, and node b has a fast link.
-        ([9, 1, 1, 1, 1], "aabcde", ["a"]),  # Both ranks of the slow link are on the same node.
+        # The slow link connects c and d, and either node may be slow.
+        ([1, 1, 9, 1, 1, 1], "abcdefg", []),
+        # Node a has no other link. Node b has a fast link, so a is slow.
+        ([9, 1, 1, 1, 1], "abcdef", ["a"]),
+        ([9, 1, 1, 1, 1], "aabcde", ["a"]),  # Both ends of the slow link are on node a.
     ],
 )
 def test_a_slow_link_is_the_fault_of_the_node_with_more_slow_links(
@@ -58,7 +60,7 @@ def test_a_slow_link_is_the_fault_of_the_node_with_more_slow_links(
 ) -> None:
     blamed = failed(links([value * 1e-3 for value in times_ms]), nodes)
     assert [node.node for node in blamed] == at_fault
-    # A node cannot measure links alone, so there are no limits.
+    # A node cannot measure links by itself, so there are no limits.
     assert all(node.limits == {} for node in blamed)
 
 

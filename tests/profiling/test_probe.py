@@ -1,4 +1,4 @@
-"""Tests the measurements of a probe, their order, and the detection of outliers."""
+"""Tests what a probe measures, in which order, and how it detects outliers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports the fixtures for tests that create a trainer."""
+"""Makes the fixtures that create a trainer available to the tests in this folder."""
 
 from __future__ import annotations
 

@@ -27,16 +27,14 @@ MS = 1e6
 
 
 def lanes(milliseconds: float, chunk: int = 0) -> Lanes:
-    """Returns times of a chunk whose forward takes this long and whose backward takes twice as
-    long.
-    """
+    """Returns the times of a chunk: F takes ``milliseconds``, and B takes twice as long."""
     return {(F, chunk): milliseconds * MS, (B, chunk): 2 * milliseconds * MS}
 
 
 def measured(
     rank: int, *steps: Lanes, shares: tuple[float, ...] = (1.0,), **more: object
 ) -> StepMeasurements:
-    """Returns measurements of the rank ``rank``."""
+    """Returns measurements of ``steps`` on the rank ``rank``, with equal spans."""
     spans = (1.0,) * len(steps)
     return StepMeasurements(pp_rank=rank, steps=steps, spans_s=spans, shares=shares, **more)  # type: ignore[arg-type]
 
@@ -82,8 +80,8 @@ def test_chunks_of_a_rank_measure_together_what_its_layers_take() -> None:
 def test_memory_limits_the_layers_of_a_rank() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (40,)}
     samples = [
-        # The two layers keep 3 x 20 bytes, so 840 of 900 bytes are free. A third layer needs 20 +
-        # 30 bytes.
+        # The two layers store 3 x 20 bytes, so 840 of 900 bytes are free. A third layer would need
+        # 20 + 30 bytes.
         measured(0, lanes(2), free_bytes=1000, **memory),
         measured(1, lanes(2), free_bytes=10, **memory),
         measured(2, lanes(2)),
@@ -93,9 +91,7 @@ def test_memory_limits_the_layers_of_a_rank() -> None:
 
 
 def test_kinds_of_layers_are_separated_from_ranks() -> None:
-    """Checks that times are separated into the cost of each kind of layer and the speed of each
-    rank.
-    """
+    """Checks that times are separated into costs of kinds of layers and speeds of ranks."""
     samples = [
         measured(
             0, lanes(16), layer_bytes=((40, 40, 90, 90),), parts=((1 / 8, 1 / 8, 3 / 8, 3 / 8),)
@@ -106,20 +102,21 @@ def test_kinds_of_layers_are_separated_from_ranks() -> None:
     loads = loads_of(samples, LOOP, (4, 2, 1), units=3)
     assert loads.kinds == (1, 1, 2, 2, 2, 2, 0)
     times = [[sum(kind) * 1e3 / 3 for kind in rank] for rank in loads.layer_s]
-    # The last rank is the only rank with these layers, so it is assumed to have normal speed.
+    # Only the last rank has layers of this kind, so it is assumed to have normal speed.
     assert times == [
         pytest.approx(expected, rel=1e-3) for expected in ([4, 2, 6], [2, 1, 3], [2, 1, 3])
     ]
     assert loads.paces((4, 2, 1)) == pytest.approx([48e-3, 24e-3, 6e-3])
-    # The second rank gets two more layers. Each takes 1 ms there, and took twice as long before.
+    # The second rank gets two more layers. A layer now takes 1 ms on this rank, half as long as
+    # before.
     assert loads.paces((0, 6, 1)) == pytest.approx([0, 48e-3, 6e-3], rel=1e-3)
 
 
 def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (80,)}
     samples = [
-        # A layer keeps 3 x 20 / 2 bytes. An average layer needs 30 + 40 bytes, and a large layer
-        # needs 30 + 60 bytes.
+        # A layer stores 3 x 20 / 2 bytes. A layer of mean size needs 30 + 40 bytes, and a large
+        # layer needs 30 + 60 bytes.
         measured(
             0, lanes(2), free_bytes=300, layer_bytes=((20, 60),), parts=((0.5, 0.5),), **memory
         ),
@@ -129,12 +126,12 @@ def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
     loads = loads_of(samples, LOOP, (2, 2, 2), units=3)
     assert loads.most_layers[0] == 2 + (270 - 60) // 70
     assert loads.sizes[0] == pytest.approx((50 / 70, 90 / 70))
-    assert loads.fits((5, 0, 1))  # 2 x 90 + 3 x 50
+    assert loads.fits((5, 0, 1))  # Rank 0 needs 2 x 90 + 3 x 50 bytes.
     assert not loads.fits((6, 0, 0))
 
 
 class _Share:
-    """Fake object instead of ``LayerShare``, which these tests do not need."""
+    """Replaces ``LayerShare``, which these tests do not need."""
 
     def begin(self) -> None:
         pass
@@ -175,7 +172,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
     assert (move is not None) == goes_back
     if move is not None:
         assert (move.partition, move.former, move.is_return) == ((3, 3), (4, 2), True)
-    # The move that undoes the last move is not checked again.
+    # A move that undoes the previous move is not checked again.
     assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4) is None
     assert len(lines) == 1
 
@@ -216,17 +213,18 @@ def test_steps_with_other_numbers_of_slices_are_scaled_and_simulated_by_slices(
     slices = SimpleNamespace(count=1)
     run: Any = SimpleNamespace(job=SimpleNamespace(config=config), slices=slices)
     repartitioner = Repartitioner(run, print)
-    # A step of twice as many slices takes twice as long. The first step is not measured.
+    # A step with twice as many slices takes twice as long. The first step is not measured.
     for count, span_s in (((1, 1, 1), 9.0), ((3, 2, 1), 6.0), ((8, 1, 3), 12.0), (4, 12.0)):
         slices.count = count
         repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 3)
     assert [span_s for _, span_s in repartitioner._steps] == [6.0, 6.0, 6.0]
     candidate = Candidate(name="adaptive", placement=LOOP, cap=1.5, num_slices=1)
-    # The last step has 4 slices per row, but a rank has room for the longest row of all steps.
+    # The last step has 4 slices per row, but a rank must have room for the longest row of all
+    # steps.
     assert repartitioner._in_slices(candidate).cap == 8.0
     wide = Candidate(name="adaptive", placement=LOOP, cap=3.0, num_slices=1)
     assert repartitioner._in_slices(wide).cap == 12.0
-    # Steps without packed documents are equal, so their times are not scaled.
+    # Without packed documents, all steps are equal. So their times do not have to be scaled.
     config.data.variable_seq_lengths = False
     other = Repartitioner(run, print)
     assert other._step_scale(3) == 1.0

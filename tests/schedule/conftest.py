@@ -1,4 +1,4 @@
-"""Disables the deadline of hypothesis for property tests, because the machine may be busy."""
+"""Disables the deadline of hypothesis in property tests, because the machine may be busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ settings.load_profile("megatron-adaptive")
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """Parses actions from ``text``, such as ``F0-0+ B0-1 W0-0.1``."""
+    """Parses the actions in ``text``, such as ``F0-0+ B0-1 W0-0.1``, and returns a tuple."""
     actions = []
     for word in text.split():
         paired, word = word.endswith("+"), word.rstrip("+")
@@ -22,7 +22,7 @@ def actions(text: str) -> tuple[Action, ...]:
 
 
 def run(state: RankState, *todo: Action | str) -> None:
-    """Starts and finishes the actions ``todo``, which are objects or strings."""
+    """Starts and finishes each action of ``todo`` on the rank of ``state``. Actions may be text."""
     for action in (actions(item) if isinstance(item, str) else (item,) for item in todo):
         for each in action:
             assert state.start(each), state.why_not(each)

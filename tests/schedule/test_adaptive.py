@@ -1,4 +1,4 @@
-"""Tests that the rule ``adaptive`` is fast in pipelines with and without random delays."""
+"""Tests that the rule ``adaptive`` produces short steps, with and without random delays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 class FlatCap:
-    """A variant of ``adaptive`` whose forward passes only need enough memory for themselves."""
+    """A variant of ``adaptive`` whose cap reserves no memory for later chunks."""
 
     name = "flat"
 
@@ -43,7 +43,7 @@ def step(policy: Policy, ranks: int, chunks: int, microbatches: int, cap: float)
 
 
 def test_a_flat_cap_deadlocks_where_the_graded_does_not() -> None:
-    """Checks that a flat cap deadlocks, because chunk 0 leaves no memory for chunk 1."""
+    """Checks that a flat cap deadlocks, because chunk 0 uses up the memory that chunk 1 needs."""
     with pytest.raises(
         ScheduleError, match=r"deadlock.*rank 0 waits for .*memory for F1-0 \(holds 1, cap 1\)"
     ):
@@ -83,7 +83,7 @@ def test_a_quiet_pipeline_is_never_slower_than_the_best_static_schedule(
 
 @pytest.mark.parametrize(("chunks", "gain"), [(1, 0.95), (2, 1.0)])
 def test_jitter_is_absorbed(chunks: int, gain: float) -> None:
-    """Checks the total time of eight random steps, because a single step may favour either rule."""
+    """Checks the total time of eight random steps. A single step may favour either schedule."""
     placement = Placement(num_ranks=4, num_chunks=chunks)
     times = StageTimes.equal(placement.num_stages, forward_s=1.0, backward_s=2.0)
     static = "1f1b" if chunks == 1 else "interleaved"
@@ -105,7 +105,7 @@ def test_jitter_is_absorbed(chunks: int, gain: float) -> None:
 
 
 def lower_bound_ps(placement: Placement, workload: Workload) -> int:
-    """Returns a lower bound on the step time in picoseconds."""
+    """Returns a lower bound on the step time of ``workload`` in picoseconds."""
     forward = workload.durations_ps[0, :, 0]
     total = workload.durations_ps.sum(axis=(0, 2))
     bounds = []

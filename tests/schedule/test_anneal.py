@@ -1,4 +1,4 @@
-"""Tests that improved orders are valid, stay within memory, and are never slower."""
+"""Tests that annealed orders are valid, stay within the memory cap, and are never slower."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def followed_s(schedule: Schedule, work: Workload) -> float:
     ).makespan_s
 
 
-# A loop and a V connect stages differently. Links differ and are busy for some time.
+# Loop and V placements connect stages differently. The links have different latencies, and each
+# link is busy during a transfer.
 @pytest.mark.parametrize(
     ("kind", "chunks", "pieces", "cap", "name"),
     [
@@ -89,7 +90,8 @@ def test_it_finds_a_proven_optimum() -> None:
     assert choice.outcomes[0].mean_s == pytest.approx(442.0)
     assert "auto takes annealed (v, 2 chunks, W in 1, cap 4)" in choice.reason
     assert "best fixed order zb-v" in choice.reason
-    # The order is for five microbatches. Steps of other lengths choose actions at run time.
+    # The order is for five microbatches. Steps with a different number of microbatches choose
+    # actions at run time.
     for count, kind in ((5, Follow), (6, RulePolicy)):
         policies = make_policies(ANNEALED, placement, count, cap=4.0, hint=choice.best.hint)
         assert {type(policy) for policy in policies} == {kind}

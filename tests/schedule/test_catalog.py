@@ -1,4 +1,4 @@
-"""Tests the names of schedules, and that errors about unknown names list the known names."""
+"""Tests the names of schedules, and that the error about an unknown name lists the known names."""
 
 from __future__ import annotations
 

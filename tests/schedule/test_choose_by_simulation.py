@@ -1,4 +1,4 @@
-"""Tests that ``auto`` chooses rules only if they are faster than fixed orders, within memory."""
+"""Tests that ``auto`` chooses a rule only if it beats fixed orders within the memory cap."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_unknown_names_and_no_draws() -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulates a machine without compiled code, on which compiling fails the test."""
+    """Simulates a machine without compiled code. Any attempt to compile fails the test."""
     monkeypatch.setattr(numba_kernels, "_loops", dict)
     monkeypatch.setattr(numba_kernels, "is_cached", lambda loop: False)
     monkeypatch.setattr(anneal, "is_cached", lambda loop: False)
@@ -174,7 +174,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_orders_to_anneal_are_compared_without_compiling() -> None:
-    # Compiling loops only to compare them would take 32 s instead of 3 s.
+    # Compiling loops only for this comparison would take 32 s. Without compiling, it takes 3 s.
     choice = pick()
     assert any(outcome.candidate.hint for outcome in choice.outcomes)
 

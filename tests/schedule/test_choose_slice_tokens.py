@@ -1,4 +1,4 @@
-"""Tests that slice lengths are chosen from measured times of two other lengths."""
+"""Tests that a slice length is chosen from the measured times of two other slice lengths."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]
 
 
 def measured(parts: CostParts, *lengths: int) -> dict[tuple[ActionKind, int], list[Timed]]:
-    """Returns the times of all slices of ``lengths`` tokens, equal for all kinds and stages."""
+    """Returns times of slices of ``lengths`` tokens, equal for all kinds of actions and stages."""
     works = [
         cut.work(index)
         for tokens in lengths
@@ -68,7 +68,7 @@ def choice(parts: CostParts, setting: Setting = SETTING, until_s: float = math.i
 def test_slices_of_two_lengths_tell_all_parts_of_the_time(parts: CostParts) -> None:
     rows = measured(parts, 64, 128)[ActionKind.F, 0]
     assert fit(rows) == pytest.approx(parts, abs=1e-12)
-    # An interrupted action is ignored.
+    # The fit must ignore the time of an action that was interrupted.
     late = [*rows, Timed(64, 64**2, 1.0)]
     assert fit(late) == pytest.approx(parts, abs=1e-12)
 
@@ -93,7 +93,7 @@ def test_short_slices_are_chosen_if_they_cost_nothing_and_long_ones_if_they_do()
     dear = choice(CostParts(1e-2, 1e-5, 0.0))
     assert dear.tokens >= 256
     assert dear.candidate is not None
-    assert dear.candidate.cap is None  # A larger cap has no advantage.
+    assert dear.candidate.cap is None  # A larger cap would have no advantage.
 
 
 def test_the_faster_placement_is_chosen() -> None:
@@ -114,7 +114,7 @@ def test_nothing_is_chosen_that_does_not_fit_into_memory() -> None:
 
     assert choice(parts, replace(SETTING, room=room)).tokens == 64
 
-    # Two rows of 64 tokens fit, but the default cap is three rows.
+    # Two rows of 64 tokens fit into memory, but the default cap needs memory for three rows.
     chosen = choose_tokens(
         [128, 64],
         measured(parts, 64, 128),

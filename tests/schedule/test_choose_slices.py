@@ -1,4 +1,4 @@
-"""Tests that numbers of slices are chosen from measured times of two other numbers."""
+"""Tests that the number of slices is chosen from the measured times of two other numbers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NUMBERS = (4, 1, 8)
 
 
 def profile(slice_s: float, share: float = 0.4) -> StageProfile:
-    """Returns a profile whose stages take different times, with ``slice_s`` per extra slice."""
+    """Returns a profile with unequal stages. Each extra slice takes ``slice_s`` more seconds."""
     forward = tuple(0.1 + 0.001 * stage for stage in range(8))
     times = StageTimes(forward_s=forward, backward_s=forward, weight_s=forward)
     return StageProfile(times=times, attention_share=share, slice_s=slice_s)
 
 
 def measured(whole: StageProfile, num_slices: int) -> SliceTrial:
-    """Returns the times of a random microbatch that is cut into ``num_slices`` slices."""
+    """Returns the stage times of a random microbatch that is cut into ``num_slices`` slices."""
     work = draw(PLACEMENT, 1, whole, num_slices=num_slices)
     forward, backward, weight = (work.durations_ps.sum(axis=2) / PS_PER_S).tolist()
     times = StageTimes(forward_s=tuple(forward), backward_s=tuple(backward), weight_s=tuple(weight))
@@ -64,7 +64,7 @@ def test_noise_never_makes_work_vanish() -> None:
 
 
 def chosen(whole: StageProfile) -> int:
-    """Returns the number of slices chosen for a step with half as many microbatches as ranks."""
+    """Returns the number of slices that is chosen for half as many microbatches as ranks."""
 
     def choose_for(number: int) -> ScheduleChoice:
         return choose(
@@ -99,7 +99,7 @@ def test_numbers_that_do_not_fit_are_left_out() -> None:
         return Simulated(step_s)  # type: ignore[return-value]
 
     choice = choose_number((4, 1, 2, 8), choose_for, math.inf)
-    # Steps of 2, 4 and 8 slices take about equally long, so the smallest number is chosen.
+    # Steps with 2, 4 and 8 slices take almost the same time, so the smallest number is chosen.
     assert choice.num_slices == 2
     assert choice.schedule.step_s == 2.01
     assert choice.text == "simulated steps by number of slices: 2: 2010 ms, 4: 2000 ms, 8: 1995 ms"

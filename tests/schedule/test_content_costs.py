@@ -1,4 +1,4 @@
-"""Tests that the costs of microbatches are fitted to numbers that describe their content."""
+"""Tests that the costs of microbatches are fitted to numbers that describe the microbatches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def rows_of(seed: int, count: int) -> list[Numbers]:
-    """Returns ``count`` random microbatches, described by tokens, token pairs, pixels and 1."""
+    """Returns ``count`` random microbatches as (tokens, token pairs, pixels, 1)."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -33,7 +33,7 @@ def dot(factors: Numbers, row: Numbers) -> float:
 
 
 def test_a_stage_learns_what_its_time_depends_on() -> None:
-    """Checks that the costs of three stages are fitted to noisy times."""
+    """Checks that the fitted costs of three stages match their true costs for noisy times."""
     truths = [(0.0, 0.0, 3e-9, 2e-4), (2e-6, 0.0, 0.0, 0.0), (1e-6, 1e-9, 0.0, 1e-4)]
     placement = Placement(num_ranks=3, num_chunks=1, kind="loop")
     costs = ContentCosts(placement, (1, 1, 1), [StageFit(4)] * 3)
@@ -74,7 +74,7 @@ def test_factors_are_never_negative_and_numbers_that_grow_together_share_the_cos
 
 
 def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
-    """Checks that texts without images have a cost after a single sample with images."""
+    """Checks that texts have a cost after only one sample with images was measured."""
     fit = StageFit(3)
     sample: list[Numbers] = [(3e5, 700.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [6.0]))
@@ -84,7 +84,7 @@ def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
 
 
 def test_of_a_single_microbatch_the_first_numbers_share_the_cost() -> None:
-    """Checks that entries of equal size in all microbatches do not hide different costs."""
+    """Checks that numbers that are equal in all microbatches do not hide differences in cost."""
     fit = StageFit(6)
     sample: list[Numbers] = [(64.0, 48.0, 10.0, 100.0, 9.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [60.0]))

@@ -1,4 +1,4 @@
-"""Tests pipelines whose first stages are frozen: no gradient flows through them."""
+"""Tests pipelines whose first stages are frozen, so that no gradient flows through these stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_state(
     microbatches: int = 6,
     pieces: int = 1,
 ) -> RankState:
-    """Returns the state of a rank of 2, whose first chunks are frozen."""
+    """Returns the state of ``rank`` in a pipeline of two ranks, whose first chunks are frozen."""
     return RankState(
         placement=Placement(num_ranks=2, num_chunks=chunks),
         rank=rank,
@@ -64,7 +64,7 @@ def test_a_frozen_chunk_has_forward_passes_only_and_keeps_nothing() -> None:
     assert state.why_not(Action(B, 0, 0)) == "no gradient flows through its stage"
     arrive(state, "F1-0 B1-0")
     run(state, "F1-0")
-    # The rank keeps activations of one chunk, so a microbatch of this chunk is a whole one.
+    # The rank stores activations of only one chunk, so a microbatch in this chunk counts as 1.
     assert state.in_flight == 1
     run(state, "B1-0 W1-0")
     assert state.in_flight == 0
@@ -139,7 +139,7 @@ def test_a_frozen_forward_fills_waits_and_never_delays_what_others_wait_for() ->
     run(state, "B1-0")
     assert pick(state) == "F1-1"
     run(state, "F1-1")
-    # The next stages need the output of a frozen stage, but no stage needs a weight gradient.
+    # Other stages need the output of a frozen stage, but no stage needs a weight gradient.
     assert pick(state) == "F0-0"
     run(state, "F0-0 F0-1")
     assert pick(state) == "W1-0"
@@ -171,7 +171,7 @@ def simulated(
 
 
 def random_times(stages: int, frozen: int, seed: int) -> StageTimes:
-    """Returns random times, in which backward passes of frozen stages take no time."""
+    """Returns random times for ``stages`` stages. Backward passes of frozen stages take no time."""
     rng = random.Random(seed)
 
     def times(first: int) -> tuple[float, ...]:
@@ -234,7 +234,7 @@ def test_the_compiled_simulation_is_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_static_schedule_keeps_its_order(name: str) -> None:
-    """Checks that empty backward passes limit how far a frozen stage runs ahead."""
+    """Checks that a frozen stage keeps its order, including its empty backward passes."""
     candidate = make_candidate(name, 4, 1, 8)
     frozen = replace(candidate, frozen_stages=1)
     assert frozen.skipped_stages == 0
@@ -244,7 +244,7 @@ def test_a_static_schedule_keeps_its_order(name: str) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_an_encoder_that_runs_ahead_shortens_the_step(chunks: int) -> None:
-    """Checks that a frozen encoder is not held back by the cap, which limits activations."""
+    """Checks that the cap, which limits activations, does not delay a frozen encoder."""
     placement = Placement(num_ranks=4, num_chunks=chunks)
     stages, frozen = placement.num_stages, chunks
     forward = tuple(0.5 if stage < frozen else 1.0 for stage in range(stages))

@@ -1,7 +1,7 @@
 """Tests random pipelines, many of which have overlapping actions or unequal microbatches.
 
-``python tests/schedule/test_fuzz.py`` runs ten thousand pipelines with whole microbatches, and the
-same number with sequences that are cut into slices. The tests run a tenth of these.
+``python tests/schedule/test_fuzz.py`` runs ten thousand pipelines with whole microbatches, and ten
+thousand pipelines whose sequences are cut into slices. The tests run a tenth of these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CASES |= {"adaptive": 500, "hinted": 200, "any": 15}
 
 @dataclass
 class AnyThatFits:
-    """Chooses any ready action that fits into memory, to test the memory rule with any policy."""
+    """Chooses any ready action that fits into memory. The memory rule must hold for any policy."""
 
     rng: random.Random
     name: str = "any"

@@ -1,4 +1,4 @@
-"""Tests that the policy ``hinted`` follows its hint, stays within the cap, and saves time."""
+"""Tests that the policy ``hinted`` follows its hint within the cap, and shortens steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that every microbatch is assigned once, with valid counts and balanced times."""
+"""Tests that every microbatch is assigned to one replica, and that replicas take equal times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Measured, Size, deal
 from tests.support.sliced_run import SlicedRun
 
-# Each pipeline rank takes this many milliseconds per microbatch, per token and per pair of tokens.
+# Each row lists the milliseconds that a pipeline rank takes per microbatch, per token and per pair
+# of tokens.
 COSTS = ((5.0, 0.02, 1e-5), (3.0, 0.02, 1e-5))
 
 
@@ -38,7 +39,7 @@ def test_all_are_dealt_once_in_groups_and_no_replica_goes_without(seed: int) -> 
 
 
 class Job:
-    """Runs steps on replicas with two ranks each, whose actions take their cost plus noise."""
+    """Simulates steps on replicas of two ranks. Actions take the time in ``COSTS`` plus noise."""
 
     def __init__(self, mode: str, *, replicas: int = 2, noise: float = 0.03, seed: int = 1) -> None:
         self.rng, self.noise, self.replicas = random.Random(seed), noise, replicas
@@ -97,8 +98,9 @@ def test_a_slow_replica_gets_less_within_three_steps_and_back(
         for step in range(40)
     ]
     counts = [count for count, _ in seen]
-    # Noise must not change the assignment. Microbatches of one size are split 24/24/24 over three
-    # equally fast replicas, and 27/18/27 if the second replica is slower.
+    # Noise must not change the assignment. With equally fast replicas, each of the three replicas
+    # gets 24 microbatches. If the second replica is slower, the replicas get 27, 18 and 27
+    # microbatches.
     if mode == "speed":
         assert all(count == [24, 24, 24] for count in counts[4:11])
         assert all(17 <= count[1] <= 19 for count in counts[13:25])
@@ -151,7 +153,7 @@ def test_a_replica_takes_rows_of_more_slices_than_ranks_first() -> None:
 
 
 def mean_step_s(chunks: int, tokens: int, *, by_slices: bool) -> float:
-    """Returns the mean seconds of simulated steps on four ranks, with a few long documents."""
+    """Returns the mean step time in seconds on four simulated ranks, with few long documents."""
     rng = np.random.default_rng(1)
     seconds = []
     for _ in range(8):

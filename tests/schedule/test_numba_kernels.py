@@ -1,4 +1,4 @@
-"""Tests that the compiled loop is fast, and gives exactly the same results as the plain loop."""
+"""Tests that the compiled loop is fast, and gives exactly the same results as the Python loop."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def test_a_hint_is_simulated_with_loaded_code_and_stays_the_same(
     placement = Placement(num_ranks=3, num_chunks=2, kind="v")
     hint_for.cache_clear()
     plain = hint_for(placement, 3, 4.0, **arguments)
-    assert not loops  # Loading the code would take longer than these few actions.
+    # The code is not loaded, because loading takes longer than simulating these few actions.
+    assert not loops
     runs = []
     for rule in (runtime_rules.ready_first, runtime_rules.hinted):
         loop = numba_kernels.compiled_loop(rule)
@@ -155,7 +156,8 @@ def test_code_is_compiled_only_if_that_saves_time(
     assert not numba_kernels.saves_time(rule, many)
     assert numba_kernels.saves_time(rule, most)
     (tmp_path / "simulator.run_ready_first_1-353.py311.nbi").touch()
-    assert numba_kernels.saves_time(rule, many)  # The code is on disk.
+    # The compiled code is on disk, so only loading takes time.
+    assert numba_kernels.saves_time(rule, many)
     assert not numba_kernels.saves_time(rule, few)
     loops[rule].signatures.append("compiled")
     assert numba_kernels.saves_time(rule, few)
@@ -181,7 +183,7 @@ assert numba_kernels.saves_time(runtime_rules.ready_first, numba_kernels.COMPILE
 
 
 def test_numba_may_be_told_not_to_compile() -> None:
-    """Checks that ``auto`` runs with NUMBA_DISABLE_JIT, which is set for debugging."""
+    """Checks that ``auto`` works with NUMBA_DISABLE_JIT, which users set for debugging."""
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     command = [sys.executable, "-c", PLAIN]
     done = subprocess.run(

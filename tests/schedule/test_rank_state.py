@@ -1,4 +1,4 @@
-"""Tests how the state of a rank tracks ready actions, arrived inputs and memory."""
+"""Tests how the state of a rank tracks ready actions, received inputs and memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_one_microbatch_through_a_rank_that_holds_both_ends() -> None:
     for expected, arrival in (
         ("F0-0", None),
         ("F1-0", (F, 1, 0)),
-        ("B1-0", None),  # The last stage's backward pass starts from its loss.
+        ("B1-0", None),  # The backward pass of the last stage starts from its own loss.
         ("W1-0", None),
         ("W1-0.1", None),
         ("B0-0", (B, 0, 0)),

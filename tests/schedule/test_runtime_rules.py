@@ -1,4 +1,4 @@
-"""Tests which actions run-time rules choose in small examples."""
+"""Tests which actions the run-time rules choose in small examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F = ActionKind.F
 def state(
     kind: str = "v", *, rank: int = 1, cap: float | None = None, pieces: int = 2
 ) -> RankState:
-    """Returns the state of ``rank`` of 3 ranks with two chunks each, before any input arrived."""
+    """Returns the state of ``rank`` of 3 ranks with two chunks each. No input has arrived yet."""
     placement = Placement(num_ranks=3, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     return RankState(
         placement=placement, rank=rank, num_microbatches=6, cap=cap, weight_pieces=pieces
@@ -48,7 +48,7 @@ def test_adaptive_alternates_and_fills_with_weight_gradients() -> None:
     assert pick(runtime_rules.ready_first, s) == "W0-0"
     run(s, "W0-0")
     assert pick(runtime_rules.ready_first, s) == "W0-0.1"
-    # A weight gradient in between does not affect which kind comes next.
+    # A weight gradient in between does not affect whether F or B comes next.
     arrive(s, "B0-2", "F0-3")
     assert pick(runtime_rules.ready_first, s) == "B0-2"
 
@@ -68,7 +68,7 @@ def test_adaptive_takes_forwards_in_groups_in_a_loop() -> None:
 
 
 def test_adaptive_takes_the_longest_way_in_a_v() -> None:
-    s = state()  # The rank has stages 1 and 4.
+    s = state()  # The rank runs stages 1 and 4.
     arrive(s, "F1-0", *(f"F0-{index}" for index in range(5)))
     # F1-0 and F0-3 have equally long paths, so the deeper action F1-0 is chosen.
     for expected in ("F0-0", "F0-1", "F0-2", "F1-0"):
@@ -135,5 +135,5 @@ def test_hinted_overtakes_only_where_the_remaining_hint_fits() -> None:
         return s  # The next action of the hint is F0-1, but only the input of F1-0 has arrived.
 
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.5)) == Action(F, 1, 0)
-    # The rank holds F0-0 and F0-1, so another chunk would exceed a cap of 1.
+    # The rank stores activations of F0-0 and F0-1, so another chunk would exceed a cap of 1.
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.0)) is None

@@ -21,7 +21,8 @@ from megatron.adaptive.schedule.schedule_file import load, save
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import render_schedule
 
-# Run this in a separate process, because neither the package nor these tests may require torch.
+# This script runs in a separate process, because neither the package nor these tests may require
+# torch.
 TORCH_WRITES_ITS_SCHEDULES = """
 import sys
 from types import SimpleNamespace
@@ -75,7 +76,7 @@ def refused(tmp_path: Path, text: str, suffix: str = ".json") -> list[str]:
 
 
 def content(**changes: object) -> str:
-    """Returns a valid file of one rank with changes; ``None`` removes an entry."""
+    """Returns a valid file of one rank, updated with ``changes``. ``None`` removes an entry."""
     good: dict[str, object] = {
         "version": 1,
         "name": "mine",

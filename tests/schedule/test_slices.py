@@ -1,4 +1,4 @@
-"""Tests the order, memory and cost of slices of sequences, and their gain in simulations."""
+"""Tests the order, memory and cost of slices of sequences, and the time that slices save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ONE = Placement(num_ranks=1, num_chunks=1)
 
 
 def whole_step(share: float, cut: SliceCut = "equal-cost", jitter: float = 0.0) -> StageProfile:
-    """Returns times of 32 stages whose F, B and W take 96 s in total over all pipeline ranks."""
+    """Returns a profile of 32 stages, in which F, B and W of a microbatch take 96 s in total."""
     return StageProfile(
         times=StageTimes.equal(32, forward_s=1.0, backward_s=1 + share, weight_s=1 - share),
         attention_share=share,
@@ -93,7 +93,8 @@ def test_a_backward_waits_for_the_last_slice_of_its_microbatch() -> None:
     run(state, "F0-0")
     state.arrive(ActionKind.F, 1, 0)
     run(state, "F1-0")
-    # The end of a forward pass on the last stage provides the input of the slice's backward pass.
+    # The end of the forward pass on the last stage provides the input of this slice's backward
+    # pass.
     assert state.ready() == (Action(ActionKind.F, 0, 1),)
     lacking = state.lacking()
     assert lacking == [Action(ActionKind.F, 1, 1)]
@@ -114,7 +115,7 @@ def test_only_the_first_slice_of_a_microbatch_must_fit_with_all_the_others() -> 
     run(state, "B0-3")
     assert not state.fits(Action(ActionKind.F, 0, 4))
     run(state, "B0-2")
-    # Half of a microbatch is held, and the cap has room for a whole microbatch.
+    # The rank holds half of a microbatch, and the cap allows another whole microbatch.
     assert state.fits(Action(ActionKind.F, 0, 4))
 
 
@@ -125,8 +126,8 @@ def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
     run(state, "F1-0")
     assert state.fits(Action(ActionKind.F, 0, 3))
     run(state, "F0-3")
-    # Five of nine units are held, and one is reserved. The third microbatch needs two units, and a
-    # microbatch in the later chunk also needs two.
+    # The rank holds five of nine units, and one unit is reserved. The third microbatch needs two
+    # units, and so does a microbatch in the later chunk.
     assert not state.fits(Action(ActionKind.F, 0, 4))
     assert state.fits(Action(ActionKind.F, 1, 1))
 
@@ -188,8 +189,8 @@ def test_slices_share_the_time_of_the_microbatch() -> None:
     of_microbatches = cut.durations_ps.reshape(3, 4, 2, 4).sum(axis=-1)
     assert abs(of_microbatches - whole.durations_ps).max() < 10
     forward, backward, weight = cut.durations_ps[:, 0, :4]
-    # Attention takes 0.6 of a forward pass and 1.2 of 1.6 of a backward pass. Weight gradients have
-    # no attention.
+    # Attention takes 0.6 of the 1.0 s of a forward pass, and 1.2 of the 1.6 s of a backward pass.
+    # Weight gradients do not include attention.
     assert forward[3] / forward[0] == pytest.approx((0.4 / 4 + 0.6 * 7 / 16) / (0.1 + 0.6 / 16))
     assert backward[3] / backward[0] == pytest.approx((0.1 + 1.2 * 7 / 16) / (0.1 + 1.2 / 16))
     assert len(set(weight.tolist())) == 1

@@ -1,4 +1,4 @@
-"""Tests the placement of stages on ranks, and the path from stage to stage."""
+"""Tests the placement of stages on ranks, and the path of a microbatch through the stages."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from megatron.adaptive.schedule.workload import StageTimes
 
 from ..multiprocess.launch import forking_every
 
-# The five microbatches form a group of three and a group of two.
+# The five microbatches are split into a group of three and a group of two.
 GROUPS_OF_3 = """\
 rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 F0-3 B1-1 F0-4 B1-2 F1-3 B0-0 F1-4 B0-1 B0-2 B1-3 \
 B1-4 B0-3 B0-4
@@ -102,7 +102,7 @@ PEAKS = {
     "zb-h1": lambda p, r, v, m: min(p, m),
     "zb-v": lambda p, r, v, m: p,
 }
-"""Maximum number of microbatches held by rank r of p with v chunks, or all if not listed."""
+"""Maximum number of microbatches that rank r of p stores with v chunks. The default is all."""
 FULL = {"v-half": 1, "varuna": 4, "zb-v": 2}
 """Number of microbatches per rank before a rank reaches that maximum. Other schedules always do."""
 
@@ -200,7 +200,7 @@ def test_a_step_of_equal_times(name: str, ranks: int, microbatches: int) -> None
 def test_zb_v_with_shorter_weight_gradients_is_idle_in_the_ramp_only(
     ranks: int, rounds: int, half: int, data: st.DataObject
 ) -> None:
-    """Checks the step time of ZB-V if W takes at least half as long as F and B."""
+    """Checks the step time of ZB-V if W takes between half the time of F and the time of F."""
     whole, weight = 2 * half, data.draw(st.integers(half, 2 * half))
     microbatches = rounds * ranks
     times = StageTimes.equal(2 * ranks, forward_s=whole, backward_s=whole, weight_s=weight)
@@ -296,7 +296,8 @@ def test_refusals(
     assert "\n" not in str(caught.value)
 
 
-# Run this in a separate process, because neither the package nor these tests may require torch.
+# This script runs in a separate process, because neither the package nor these tests may require
+# torch.
 COMPARE_WITH_MEGATRON_CORE = """
 from types import SimpleNamespace
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table

@@ -47,7 +47,8 @@ def test_texts_of_transports_name_slices() -> None:
     assert with_slices(text, 7, COUNTS) == text.replace("microbatch 4", "microbatch 2.1")
     assert with_slices(text, 7, 3) == text.replace("microbatch 4", "microbatch 1.1")
     assert with_slices(text, 7, 1) == text
-    assert with_slices(text, 8, COUNTS) == text  # Step 8 may have different numbers of slices.
+    # Step 8 may have other numbers of slices than step 7.
+    assert with_slices(text, 8, COUNTS) == text
     late = text.replace("microbatch 4", "microbatch 6")
     assert with_slices(late, 7, COUNTS) == late
     assert Label(7, Action(F, 3, 4), COUNTS).name == "F3-2.1"
@@ -70,7 +71,7 @@ def test_the_first_backward_of_a_microbatch_waits_for_its_own_slices_only() -> N
 
 
 def run(states: list[RankState], policies: tuple[Policy, ...], rng: random.Random) -> list[str]:
-    """Runs a step with random durations of actions, and returns the labels of rank 0's actions."""
+    """Runs a step with random durations, and returns the labels of rank 0's actions in order."""
     placement = states[0].placement
     free_at = [0.0] * len(states)
     running: list[tuple[float, int, Action]] = []
@@ -149,7 +150,7 @@ def test_the_state_of_a_step_counts_memory_in_microbatches_of_mean_size() -> Non
     orders.recut((1, 4, 1))
     assert mean_slices((1, 4, 1)) == 2
     state = orders.state(3, forward_only=False, sizes=[16.0] * 6)
-    assert state.cap == 2.0  # The largest microbatch must fit.
+    assert state.cap == 2.0  # The cap is raised so that the largest microbatch fits.
     assert state.num_items == 6
     orders.recut(2)
     state = orders.state(3, forward_only=False, sizes=[16.0] * 6)

@@ -1,4 +1,4 @@
-"""Tests the random durations of simulated steps, and profiles that are read from files."""
+"""Tests the random durations of simulated actions, and profiles that are read from files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_a_message_waits_for_its_link() -> None:
     workload = draw(TWO, 2, times, link=Link(latency_s=0.5, occupancy_s=3.0))
     result = simulate(TWO, 2, make_policies("gpipe", TWO, 2), workload)
     second = [span.start_s for span in result.spans[1] if str(span.action).startswith("F")]
-    # The messages are sent at 1 and 2, and the link is busy from 1 to 4 and from 4 to 7.
+    # The messages are sent at 1 s and at 2 s, and the link is busy from 1 s to 4 s and from 4 s to
+    # 7 s.
     assert second == [4.5, 7.5]
 
 

@@ -16,10 +16,10 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Limit:
-    """Resource limit for versions 1 and 2 of control groups.
+    """Resource limit that can be set in versions 1 and 2 of control groups.
 
     Attributes:
-        controller: Name of the controller in version 1.
+        controller: Name of the controller in version 1 of control groups.
         first: Name and content of the file that sets the limit in version 1.
         second: Name and content of the file that sets the limit in version 2.
     """
@@ -30,13 +30,13 @@ class Limit:
 
 
 def processor_quota(part: float) -> Limit:
-    """Returns a limit on processor time; ``part`` is a number or a fraction of processors."""
+    """Returns a limit on processor time. ``part`` is a number of processors, such as 0.5."""
     quota_us = str(round(PERIOD_US * part))
     return Limit("cpu", ("cpu.cfs_quota_us", quota_us), ("cpu.max", f"{quota_us} {PERIOD_US}"))
 
 
 def disk_speed(path: Path, bytes_per_s: int) -> Limit:
-    """Returns a limit on the speed of reading from the disk that contains ``path``."""
+    """Returns a limit on the read speed of the disk that contains ``path``, in bytes per second."""
     device = os.stat(path).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     return Limit(
@@ -47,13 +47,13 @@ def disk_speed(path: Path, bytes_per_s: int) -> Limit:
 
 
 def memory_size() -> Limit:
-    """Returns a limit on memory; a process in the group sets the size later."""
+    """Returns a limit on memory. A process in the group must set the size later."""
     return Limit("memory", ("memory.limit_in_bytes", "-1"), ("memory.high", "max"))
 
 
 @contextlib.contextmanager
 def limited_group(limit: Limit) -> Iterator[Path | None]:
-    """Yields the folder of a new control group with ``limit``, or ``None`` if that fails."""
+    """Yields the folder of a new control group with ``limit``, or ``None`` if there are none."""
     name = f"megatron-adaptive-test-{os.getpid()}-{next(_NUMBERS)}"
     for root in (MOUNTED / limit.controller, MOUNTED):
         folder = root / name

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 UNPACKED = Path(__file__).resolve().parents[2] / "build/megatron-core"
-"""Folder in which ``prerequisite.sh --versions`` unpacks releases."""
+"""Folder to which ``prerequisite.sh --versions`` unpacks releases of megatron-core."""
 FETCHED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
-"""Releases that ``prerequisite.sh --versions`` unpacks, and the pinned release."""
+"""Releases of megatron-core that ``prerequisite.sh --versions`` unpacks, and the pinned release."""
 
 
 def trees_of_others() -> list[str]:
-    """Returns the names of trees that the user has added, for example a checkout of main.
+    """Returns the names of trees that the user has added, such as a checkout of the main branch.
 
-    A tree (or a link to it) at ``build/megatron-core/megatron-core==NAME`` has the name NAME.
+    A tree, or a link to a tree, at ``build/megatron-core/megatron-core==NAME`` has the name NAME.
     """
     names = (path.name.partition("==")[2] for path in sorted(UNPACKED.glob("megatron-core==*")))
     return [name for name in names if name not in FETCHED]

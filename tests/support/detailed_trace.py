@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 NUMBER = 20
-"""Number of collectives of each group in each iteration."""
+"""Number of collectives that each group calls in each iteration."""
 
 Times = Callable[[int, int], tuple[float, float]]
-"""Function from iteration and rank to the arrival delay and the transfer time, in ms."""
+"""Function of iteration and rank that returns arrival delay and transfer time, in ms."""
 
 _MARKER = '{"begin_iteration": '
 
 
 def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
-    """Applies ``change`` to the markers of all iterations in the trace of ``rank``."""
+    """Applies ``change`` to the marker of each iteration in the trace of ``rank``."""
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     lines = path.read_text().splitlines()
     for index, line in enumerate(lines):
@@ -44,14 +44,14 @@ def _starts_ns(folder: Path, rank: int) -> dict[int, int]:
 def add_collectives(
     folder: Path, kind: str, groups: Sequence[tuple[int, ...]], times_ms: Times, seed: int = 5
 ) -> None:
-    """Adds all-reduces to the traces of a run in which all ranks share a clock.
+    """Adds all-reduces to the traces of a run whose ranks share a clock.
 
     Args:
         folder: Folder of the traces.
         kind: Kind of the process groups.
         groups: Ranks of each group.
-        times_ms: Function that returns the arrival delay and transfer time of a collective. Small
-            random times are added.
+        times_ms: Function that returns the arrival delay and the transfer time of a collective in
+            ms. Small random times are added.
         seed: Seed of the random times.
     """
     numbers = random.Random(seed)
@@ -84,7 +84,7 @@ def add_collectives(
 def _add_group(
     kind: str, members: tuple[int, ...], rows: dict[int, list[list[int]]], marker: dict[str, Any]
 ) -> None:
-    """Adds ``rows`` of a rank, as a process group, to the ``marker`` of their iteration."""
+    """Adds ``rows``, a rank's collectives in one group, to the ``marker`` of their iteration."""
     kept = rows[marker["begin_iteration"]]
     group = {
         "kind": kind,
@@ -98,12 +98,12 @@ def _add_group(
 
 
 def add_layers(folder: Path, rank: int, times_ms: Sequence[float], seed: int = 5) -> None:
-    """Adds layer times with random deviations of 1% to the trace of a rank.
+    """Adds layer times to the trace of a rank, with random deviations of 1%.
 
     Args:
         folder: Folder of the traces.
         rank: Global rank.
-        times_ms: Time of each layer in a step, in ms. A third of it is spent in the forward pass.
+        times_ms: Time that each layer takes in a step, in ms. A third of it is the forward pass.
         seed: Seed of the random deviations.
     """
     numbers = random.Random(seed)

@@ -1,7 +1,7 @@
-"""Enlarges synthetic traces by copying replicas and repeating iterations.
+"""Enlarges synthetic traces: copies replicas and repeats iterations.
 
 Simulating 10,000 ranks or 12,000 iterations takes minutes, but copying text takes seconds. The
-ranks of the enlarged run are on hosts with separate clocks.
+hosts of the enlarged run have separate clocks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def write_enlarged(
 ) -> int:
     """Writes the traces of a run with more replicas and iterations than were simulated.
 
-    The durations of each copied rank are increased by up to 2%.
+    The durations of each copied rank are increased by at most 2%.
 
     Args:
         folder: Folder of the traces.
-        run: Run to simulate. Its replicas are copied in rotation.
+        run: Run to simulate. Its replicas are copied one after another, repeatedly.
         replicas: Number of replicas of the enlarged run.
-        repetitions: Number of times that the iterations are written.
-        ranks_per_host: Number of ranks on each host; ranks of a host share its clock.
+        repetitions: Number of times that the simulated iterations are written.
+        ranks_per_host: Number of ranks on each host. The ranks of a host share its clock.
 
     Returns:
         The number of ranks of the enlarged run.
@@ -66,7 +66,7 @@ def write_enlarged(
 def _blocks(
     lines: list[str], old: int, new: int, dp_rank: int, factor: float
 ) -> list[tuple[dict[str, int], list[str]]]:
-    """Returns the markers and spans of replica ``dp_rank``, with new peers and longer durations."""
+    """Returns markers and spans for replica ``dp_rank``, with other peers and longer durations."""
     blocks: list[tuple[dict[str, int], list[str]]] = []
     for line in lines:
         if line.startswith("{"):

@@ -1,4 +1,4 @@
-"""Calls collectives as one of three ranks; rank 1 does not call the last collective.
+"""Calls collectives as one of three ranks. Rank 1 omits the last collective.
 
 Each rank writes a dump of torch's flight recorder to the folder ``DUMPS``.
 """
@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
-    """Waits until ``holds`` returns true."""
+    """Waits until ``holds()`` returns true."""
     end_s = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < end_s, "timed out waiting for the other ranks"
@@ -28,7 +28,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    """Calls the collectives of one rank, and writes the dumps."""
+    """Calls the collectives as one rank, and writes the dumps."""
     folder = Path(os.environ["DUMPS"])
     dist.init_process_group("gloo")
     rank, count = dist.get_rank(), dist.get_world_size()
@@ -51,12 +51,12 @@ def main() -> None:
 
 
 def dump() -> bytes:
-    """Returns the flight recorder's dump of this process in pickle format."""
+    """Returns the dump of torch's flight recorder in this process, in pickle format."""
     return bytes(_distributed_c10d._dump_fr_trace())
 
 
 def dump_as_json() -> bytes:
-    """Returns the flight recorder's dump of this process in JSON format."""
+    """Returns the dump of torch's flight recorder in this process, in JSON format."""
     text = _distributed_c10d._dump_fr_trace_json()
     return text if isinstance(text, bytes) else text.encode()
 
@@ -68,7 +68,7 @@ def has_begun_last() -> bool:
 
 
 def has_ended_others() -> bool:
-    """Returns whether gloo has completed all collectives other than the second all-reduce."""
+    """Returns whether gloo has completed all collectives except the second all-reduce."""
     return all(
         entry["retired"]
         for entry in pickle.loads(dump())["entries"]

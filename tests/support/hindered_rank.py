@@ -1,4 +1,4 @@
-"""Trains GPT like ``pretrain_gpt.py``, but slows down one rank.
+"""Trains GPT like ``pretrain_gpt.py``, but slows down one of the ranks.
 
 Environment variables:
 
@@ -41,7 +41,7 @@ MEMORY_FILES = {"memory.usage_in_bytes": "memory.limit_in_bytes", "memory.curren
 
 
 def read_slowly(seconds: float) -> None:
-    """Delays the reading of each sample by ``seconds``."""
+    """Makes reading each sample take ``seconds`` longer."""
     read = MockGPTDataset.__getitem__
 
     def slow(dataset: Any, index: Any) -> Any:
@@ -52,7 +52,7 @@ def read_slowly(seconds: float) -> None:
 
 
 def read_from_disk(path: str) -> None:
-    """Makes each sample also read a part of the file ``path`` that is not in the page cache."""
+    """Makes each sample also read an uncached part of the file ``path``."""
     read = MockGPTDataset.__getitem__
     file = os.open(path, os.O_RDONLY)
     offsets = itertools.cycle(range(0, os.fstat(file).st_size, PART_BYTES))
@@ -81,7 +81,8 @@ def read_mapped(path: str, group: Path) -> None:
         result = forward(stages, *arguments)
         for offset in range(0, len(content), mmap.PAGESIZE):
             content[offset]
-        # The optimizer allocates memory in the first steps, so the limit is set only afterwards.
+        # Set the limit only after the first steps, because the optimizer allocates memory in these
+        # steps.
         if next(calls) == FREE_FORWARDS:
             room = int(len(content) * (1 - ROOM_OF_FILE))
             limit.write_text(str(int(usage.read_text()) - room))
@@ -104,7 +105,7 @@ class _Pause(torch.autograd.Function):
 
 
 def slow_down_layer(index: int, seconds: float) -> None:
-    """Makes the layer ``index`` take ``seconds`` longer in its forward and its backward pass."""
+    """Makes layer ``index`` take ``seconds`` longer in its forward and its backward pass."""
     forward = TransformerLayer.forward
 
     def slow(layer: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -116,7 +117,7 @@ def slow_down_layer(index: int, seconds: float) -> None:
 
 
 def hinder() -> None:
-    """Slows down this process according to the environment variables."""
+    """Slows down this process as the environment variables require."""
     variables = os.environ
     if "PINNED" in variables:
         os.sched_setaffinity(0, {int(variables["PINNED"])})

@@ -52,16 +52,16 @@ _NUMBERS = {
     "--clock-drift": ("clock_drift_ppm", "largest drift of a clock, in parts per million"),
     "--seed": ("seed", "seed of all random numbers"),
 }
-"""Each option sets a field of the run; the values are the field's name and the help text."""
+"""Options that set a field of the run. A value contains the field's name and the help text."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the traces that ``argv`` describes, and prints the number of spans.
+    """Writes the traces that the arguments ``argv`` describe, and prints their number of spans.
 
     Raises:
         ConfigError: An option is invalid.
         ScheduleError: The schedule does not support the pipeline.
-        TraceError: A fault's rank does not exist, or a file cannot be written.
+        TraceError: The rank of a fault does not exist, or a file cannot be written.
     """
     options = _parser().parse_args(argv)
     if options.ranks % options.pipeline:
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parses ``text``, a fault in the format of :data:`FAULT_HELP`.
+    """Parses a fault in the format of :data:`FAULT_HELP`, and returns it.
 
     Raises:
         ConfigError: The text does not have this format.
@@ -124,9 +124,9 @@ def parse_fault(text: str) -> Fault:
 
 
 def _iterations(run: SyntheticRun, spans: int) -> int:
-    """Returns the number of iterations that have approximately ``spans`` spans."""
+    """Returns the number of iterations with which ``run`` has approximately ``spans`` spans."""
     with TemporaryDirectory() as folder:
-        # All replicas have the same number of spans.
+        # Simulate one replica, because all replicas have the same number of spans.
         probe = replace(run, replicas=1, iterations=1, faults=(), hosts=1)
         each = write_synthetic(folder, probe).spans * run.replicas
     return max(1, round(spans / each))

@@ -1,4 +1,4 @@
-"""Emulates the nodes of a job on one machine, using namespaces, a switch and shared folders.
+"""Emulates the nodes of a job on one machine, with namespaces, a switch and shared folders.
 
 ::
 
@@ -7,8 +7,8 @@
              └── node 2   ...
 
 Each node has separate processes, a host name and a network. The first process of a node keeps
-running after the job's process has exited, so that leftover processes can be detected. It exits
-together with this program, and then all other processes of the node exit too. The emulation
+running after the job's process has exited, so that tests can detect leftover processes. When this
+program exits, the first process and all other processes of the node exit too. The emulation
 requires root.
 """
 
@@ -36,14 +36,14 @@ echo "$?" > "$status.new"
 mv "$status.new" "$status"
 read -r _
 """
-"""Script of a node's first process, which runs until this program closes its standard input."""
+"""Script of a node's first process. It runs until this program closes its standard input."""
 _PROGRAMS = ("ip", "unshare", "mount", "umount")
 _FORKSERVER = "megatron.adaptive.cluster.rank_forkserver"
 _LIMIT_S = 20.0
 
 
 def why_not() -> str | None:
-    """Returns the reason why this machine cannot emulate nodes, or ``None`` if it can do so."""
+    """Returns the reason why this machine cannot emulate nodes, or ``None`` if it can."""
     if os.geteuid() != 0:
         return "emulating nodes requires root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -60,12 +60,12 @@ def why_not() -> str | None:
 
 
 class Node:
-    """Emulated node, initially powered off.
+    """Emulated node, which is initially powered off.
 
     Args:
         number: Index of the node, counted from 0.
         slots: Number of ranks that the node can run.
-        folder: Folder for the node's log and exit status.
+        folder: Folder for the log and the exit status of the node.
         switch: Name of the switch's network namespace.
     """
 
@@ -76,7 +76,7 @@ class Node:
         self.log = folder / f"{self.name}.txt"
         self.space = f"{switch}n{number}"
         self.is_cut = False
-        self.begun_at = 0  # This offset in the log is where the output since the last start begins.
+        self.begun_at = 0  # The output since the last start begins at this offset in the log.
         self._folder = folder
         self._status = folder / f"{self.name}.status"
         self._switch = switch
@@ -84,7 +84,7 @@ class Node:
         self._init: subprocess.Popen[bytes] | None = None
 
     def plug(self) -> None:
-        """Creates the node's network. This method must be called once, before the node boots."""
+        """Creates the network of the node. Call this method once, before the node boots."""
         name, ends = self.space, ("netns", self._switch, "type", "veth", "peer", "name", "net0")
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
@@ -95,7 +95,7 @@ class Node:
         self.mend()
 
     def boot(self, command: Sequence[str], variables: dict[str, str]) -> None:
-        """Runs ``command`` on the node, after killing all its processes if it is running."""
+        """Runs ``command`` on the node, and first kills all of its processes if it is running."""
         self.off()
         self.mend()
         self._status.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ class Node:
         init, self._init = self._init, None
         if init is None:
             return
-        init.kill()  # The kernel then kills all processes of the namespace.
+        init.kill()  # The kernel then kills all other processes of the namespace.
         init.wait(_LIMIT_S)
         assert init.stdin is not None
         init.stdin.close()
@@ -129,14 +129,14 @@ class Node:
     def cut(self, *, silently: bool) -> None:
         """Disconnects the node from the switch.
 
-        Unless ``silently`` is set, its network interface also loses the carrier.
+        Unless ``silently`` is true, the node's network interface also loses its carrier.
         """
         self.is_cut = True
         state = ("nomaster",) if silently else ("down",)
         _ip("-n", self._switch, "link", "set", self._port, *state)
 
     def mend(self) -> None:
-        """Reconnects the node to the switch. It is safe to call this method more than once."""
+        """Reconnects the node to the switch. It is safe to call this method several times."""
         self.is_cut = False
         _ip("-n", self._switch, "link", "set", self._port, "master", "net0", "up")
 
@@ -163,7 +163,7 @@ class Node:
             return log.read().decode(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """Returns the running processes of the node, except its first process."""
+        """Returns the processes that run on the node, except its first process."""
         if self._init is None:
             return []
         processes = []
@@ -176,12 +176,12 @@ class Node:
         return processes
 
     def ranks(self) -> list[psutil.Process]:
-        """Returns the node's ranks, in the order in which they were forked."""
+        """Returns the ranks on the node, in the order in which they were forked."""
         forked = [process for process in self.processes() if _is_forkserver(process)]
         return [process for process in forked if _is_forkserver(process.parent())]
 
     def helpers(self) -> list[psutil.Process]:
-        """Returns the processes of the node that manage, start and stop ranks."""
+        """Returns the processes on the node that manage, start and stop ranks."""
         ranks = {process.pid for process in self.ranks()}
         return [
             process
@@ -197,7 +197,7 @@ class Node:
 
 
 class Nodes:
-    """All nodes (initially powered off), and two folders of limited size that they share.
+    """All nodes of a job, which are initially powered off, and two shared folders of limited size.
 
     Args:
         folder: Folder for the logs and the shared folders.
@@ -242,12 +242,12 @@ class Nodes:
         (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
 
     def close(self) -> None:
-        """Removes all nodes, and unmounts the shared folders. Repeated calls have no effect."""
+        """Removes all nodes, and unmounts the shared folders. Further calls have no effect."""
         self._closing.close()
 
 
 def fill(path: Path) -> None:
-    """Fills the file system that contains ``path``, by extending this file."""
+    """Extends the file ``path`` until its file system is full."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         for size in (1 << 20, 1 << 12):
@@ -259,7 +259,7 @@ def fill(path: Path) -> None:
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Sends the signal ``number`` to those ``processes`` that still exist."""
+    """Sends the signal ``number`` to each of ``processes`` that still exists."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)

@@ -1,4 +1,4 @@
-"""Receives OpenTelemetry spans over HTTP on the loopback interface, and stores them."""
+"""Receives OpenTelemetry spans over HTTP on the loopback interface, and stores these spans."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 @dataclass
 class Collector:
-    """Stores the requests that it receives.
+    """Stores the requests that the collector receives.
 
     Attributes:
         url: URL of the collector.
         requests: Requests that were answered with status 200, as parsed JSON.
-        answer: Status and body of the answers.
-        held: Event that permits answers. Requests wait until it is set.
+        answer: Status and body with which requests are answered.
+        held: Event without which requests are not answered.
         logins: Logins of requests with basic authentication, as ``user:password``.
         gets: Number of GET requests.
     """
@@ -34,7 +34,7 @@ class Collector:
 
     @property
     def spans(self) -> list[dict[str, Any]]:
-        """Spans of all requests."""
+        """Spans of all stored requests."""
         return [
             span
             for request in [*self.requests]
@@ -45,7 +45,7 @@ class Collector:
 
     @property
     def ranks(self) -> set[str]:
-        """Values of the resource attribute ``dl.rank`` in all requests."""
+        """Values of the resource attribute ``dl.rank`` in all stored requests."""
         return {
             attribute["value"]["intValue"]
             for request in [*self.requests]
@@ -57,7 +57,7 @@ class Collector:
 
 @contextmanager
 def serving(port: int = 0) -> Iterator[Collector]:
-    """Yields a collector that serves on ``port`` until the ``with`` block ends."""
+    """Yields a collector that listens on ``port`` until the ``with`` block ends."""
     state = Collector()
     state.held.set()
 

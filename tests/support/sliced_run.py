@@ -1,8 +1,8 @@
 """Writes traces of synthetic runs with ``--slice-tokens``.
 
-The documents of a step are packed into rows, and rows are cut into slices of equal length. Steps
+The documents of a step are packed into rows, and each row is cut into slices of equal length. Steps
 are simulated under the schedule ``adaptive``. The time of a slice is a linear function of its
-number of tokens and its number of token pairs.
+numbers of tokens and token pairs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ class SlicedRun:
     """Settings of a synthetic run.
 
     Attributes:
-        documents: Number of tokens of each document; every step has the same documents.
-        tokens: Number of tokens of a slice.
+        documents: Number of tokens in each document. Every step has the same documents.
+        tokens: Number of tokens in a slice.
         num_ranks: Number of pipeline ranks.
         num_chunks: Number of chunks per rank.
         iterations: Number of steps.
         schedule: Name of the schedule in the header.
-        fixed_s: Time in seconds that is added to the time of each action's tokens and pairs.
+        fixed_s: Time in seconds of an action in addition to the time for its tokens and token
+            pairs.
     """
 
     documents: tuple[int, ...]
@@ -65,7 +66,7 @@ class SlicedRun:
 
     @property
     def cuts(self) -> list[Cut]:
-        """Cuts that divide each row into slices."""
+        """Objects that describe how each row is cut into slices."""
         return [self._cut(row) for row in self.rows]
 
     def _cut(self, row: Sequence[int]) -> Cut:
@@ -81,11 +82,11 @@ class SlicedRun:
         return -(-sum(row) // self.tokens) * self.tokens
 
     def step_s(self, rows: Sequence[Sequence[int]]) -> float:
-        """Returns the simulated time of a step with ``rows`` of documents, in seconds."""
+        """Returns the simulated step time in seconds for ``rows`` of document lengths."""
         return self._simulated([self._cut(row) for row in rows])[0].makespan_s
 
     def write(self, folder: Path) -> float:
-        """Writes a trace file per rank to ``folder``, and returns the time of a step in seconds."""
+        """Writes a trace file for each rank to ``folder``, and returns the step time in seconds."""
         result, policies = self._simulated(self.cuts)
         data_ns = np.ones(len(self.counts), dtype=np.int64)
         rows = step_rows(result, policies, data_ns=data_ns)
@@ -106,7 +107,7 @@ class SlicedRun:
         return result.makespan_s
 
     def _simulated(self, cuts: Sequence[Cut]) -> tuple[SimResult, Sequence[Policy]]:
-        """Returns a simulated step with ``cuts``, and the policies of its ranks."""
+        """Simulates a step with rows that are cut as ``cuts``. Also returns the ranks' policies."""
         counts = tuple(len(cut.ends) for cut in cuts)
         work = [cut.work(n) for cut in cuts for n in range(len(cut.ends))]
         slice_s = [self.fixed_s + t * TOKEN_S + p * PAIR_S for t, p in work]

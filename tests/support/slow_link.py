@@ -19,7 +19,7 @@ from megatron.adaptive.transport.kind import Opening
 
 
 class SlowLink(GlooKind):
-    """Opens gloo transports that delay messages on the slow link."""
+    """Opens gloo transports that delay each message on the slow link."""
 
     def open(self, opening: Opening) -> Transport | None:
         transport = super().open(opening)

@@ -1,4 +1,4 @@
-"""Generates small random planning problems, and finds their best plans by trying all plans."""
+"""Generates small random planning problems, and finds the best plan of a problem by brute force."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron.adaptive.planner.search_options import SearchOptions, SearchResult
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(PlanInputs):
-    """Inputs and options of a search."""
+    """Inputs and options of a search for a plan."""
 
     global_batch: int
     options: SearchOptions
 
 
 def random_problem(seed: int) -> Problem:
-    """Returns a random problem with up to four nodes, three node types and seven layers."""
+    """Returns a random problem with at most four nodes, three node types and seven layers."""
     rng, more = random.Random(seed), random.Random(-seed - 1)
     kinds = {
         name: LayerKind(
@@ -112,7 +112,7 @@ def searcher_of(problem: Problem) -> Searcher:
 
 
 def brute_force(problem: Problem) -> float:
-    """Returns the predicted time of the best plan for ``problem``; infinity if no plan fits."""
+    """Returns the predicted step time of the best plan in seconds, or infinity if no plan fits."""
     best = float("inf")
     for plan in _plans(problem):
         prediction = predict(plan, problem)
@@ -153,9 +153,9 @@ def _plans(problem: Problem) -> Iterator[Plan]:
 
 
 def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Yields the orders of nodes of all subsets of ``cluster``.
+    """Yields all orders of all subsets of the nodes of ``cluster``.
 
-    Nodes of the same type are interchangeable.
+    Nodes of the same type are interchangeable, so each order of types occurs once.
     """
     seen = set()
     numbers = range(len(cluster.nodes))
@@ -168,7 +168,7 @@ def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def better(problem: Problem, seed: int) -> Problem:
-    """Returns ``problem`` with more memory, a faster link or a faster GPU type."""
+    """Returns a copy of ``problem`` with more memory, a faster link or a faster type of GPU."""
     rng = random.Random(seed)
     groups = list(problem.cluster.groups)
     index = rng.randrange(len(groups))

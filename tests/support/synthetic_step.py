@@ -1,4 +1,4 @@
-"""Generates the trace rows that the ranks of a pipeline would record in a simulated step.
+"""Generates the trace rows that the ranks of a pipeline would write in a simulated step.
 
 Times are in nanoseconds from the start of the step. Peers are pipeline ranks.
 """
@@ -18,11 +18,11 @@ from megatron.adaptive.trace.span_columns import KIND, REASON, Ints
 from megatron.adaptive.trace.trace_format import COLUMNS
 
 SEND_NS = 5_000
-"""Time for passing a message to the transport, in nanoseconds."""
+"""Time to pass a message to the transport, in nanoseconds."""
 
 MESSAGE_BYTES = 4 << 20
 ACTIVATION_BYTES = 64 << 20
-"""Size of the activations that a forward pass keeps, in bytes."""
+"""Size of the activations that a forward pass stores, in bytes."""
 
 PS_PER_NS = 1000
 Place = tuple[int, int, int]
@@ -31,12 +31,12 @@ _USUAL = {"chunk": -1, "microbatch": -1, "peer": -1, "of": -1}
 
 
 def step_rows(result: SimResult, policies: Sequence[Policy], *, data_ns: Ints) -> list[Ints]:
-    """Returns the trace rows of each rank, ``[spans, 12] int64``.
+    """Returns an ``[spans, 12] int64`` array of trace rows for each rank.
 
     Args:
         result: Simulated step.
         policies: Policies that chose the order of the actions, by rank.
-        data_ns: Time to load each microbatch on the first stage, ``[microbatches]``.
+        data_ns: Time to load each microbatch on the first stage in nanoseconds, ``[microbatches]``.
     """
     step = _Step(result)
     return [
@@ -51,7 +51,7 @@ def _row(kind: str, start_ns: int, end_ns: int, **columns: int) -> tuple[int, ..
 
 
 class _Step:
-    """Computes the times of all actions and messages of a step, and generates trace rows."""
+    """Computes the times of all actions and messages in a step, and generates trace rows."""
 
     def __init__(self, result: SimResult) -> None:
         self._result = result
@@ -59,8 +59,8 @@ class _Step:
         self._rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         self._times: dict[Place, tuple[int, int]] = {}
         self._actions = [self._of_rank(rank) for rank in range(placement.num_ranks)]
-        # Each message waits until its link is free, occupies the link for some time, and then
-        # arrives after a delay.
+        # Each message waits until its link is free, occupies the link for some time, and arrives
+        # after a further delay.
         self._messages: dict[Place, tuple[int, int]] = {}
         work, free_ns = result.workload, dict[tuple[int, int], int]()
         delays_ns, busy_ns = work.delays_ps // PS_PER_NS, work.occupancy_ps // PS_PER_NS
@@ -83,7 +83,7 @@ class _Step:
         return to if is_message else None
 
     def _of_rank(self, rank: int) -> list[tuple[int, int, int, int, int, int]]:
-        """Returns (kind, chunk, microbatch, piece, start, end) of each action of ``rank``."""
+        """Returns (kind, chunk, microbatch, piece, start, end) for each action of ``rank``."""
         result = self._result
         actions = []
         for action, start_ps, end_ps in zip(
@@ -100,7 +100,7 @@ class _Step:
         return actions
 
     def rows(self, rank: int, policy: Policy, data_ns: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns the rows of ``rank`` for data loading, waits, receives, sends and actions."""
+        """Returns the trace rows of ``rank``: data loading, waits, receives, sends and actions."""
         placement, reasons = self._placement, REASON
         data, waits, actions = [], [], []
         receives = [
@@ -146,7 +146,7 @@ class _Step:
             action = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
             source, arrived = self._messages.get((kind, stage, microbatch), (-1, -1))
             if start > free:
-                # A wait is attributed to the input if the action starts when its input arrives.
+                # The cause of a wait is the input if the action starts when its input arrives.
                 cause = "input" if source >= 0 and arrived >= start - 2 else "order"
                 if kind == F and cause != "input":
                     cause = "memory"

@@ -1,9 +1,9 @@
-"""Generates the traces of synthetic runs of any size, with known faults.
+"""Generates the traces of synthetic runs of any size with known faults.
 
 Each step is simulated (``schedule.simulate``) with new random durations, so spans, waits and
-messages are consistent, as in a real job. Replicas synchronize in the gradient reduction. Each host
-has a separate clock, and measures its offset from the clock of the first host. A fault changes the
-work of a rank, the latency of a link, or the data loading.
+messages are consistent, as in a real job. Replicas synchronize when they reduce gradients. Each
+host has a separate clock, and measures its offset from the clock of the first host. A fault changes
+the work of a rank, the latency of a link, or the loading of data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
 
 COMPILE_FROM = 200_000
-"""If a run has more actions than this, the compiled simulator is faster, including its startup."""
+"""For runs with more actions than this, the compiled simulator is faster despite its startup."""
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 START_NS = 5_000_000_000_000
@@ -56,18 +56,18 @@ class Fault:
     """Fault of a synthetic run.
 
     Attributes:
-        kind: Kind of the fault. With ``slow-rank``, all work of a rank takes ``factor`` times as
+        kind: Kind of the fault. With ``slow-rank``, all actions of a rank take ``factor`` times as
             long. With ``slow-link``, messages from a rank to another rank take ``seconds`` longer.
             With ``spikes``, each action of a rank takes ``factor`` times as long with the given
-            probability. With ``slow-data``, loading each microbatch on the first stage of the
-            rank's pipeline takes ``seconds`` longer.
+            probability. With ``slow-data``, loading a microbatch on the first stage of the rank's
+            pipeline takes ``seconds`` longer.
         rank: Global rank that has the fault.
-        to: Global rank at the other end of a slow link.
+        to: Global rank that receives on a slow link.
         factor: Factor by which durations are multiplied, at least 1.
-        seconds: Time that is added, in seconds; non-negative.
+        seconds: Time in seconds that is added to a duration; non-negative.
         probability: Probability that an action is slow if the kind is ``spikes``.
         first: First iteration that has the fault.
-        last: Last iteration that has the fault, or ``None`` for the last iteration of the run.
+        last: Last iteration that has the fault. If it is ``None``, the fault lasts until the end.
 
     Raises:
         TraceError: An attribute is out of range.
@@ -102,35 +102,39 @@ class SyntheticRun:
     Attributes:
         num_ranks: Number of pipeline ranks.
         replicas: Number of data-parallel replicas.
-        num_chunks: Number of chunks per rank, unless the schedule determines it.
+        num_chunks: Number of chunks per rank, unless the schedule determines this number.
         num_microbatches: Number of microbatches per step of each replica.
         iterations: Number of iterations, which are numbered from 1.
         schedule: Name of a schedule or run-time rule.
-        weight_pieces: Number of pieces into which a run-time rule divides a weight gradient; 0 if
-            backward passes are not divided.
-        forward_s: Mean time of a rank's forward pass, in seconds.
-        backward_s: Mean time in seconds in which a rank computes the gradients of its inputs.
-        weight_s: Mean time in seconds in which a rank computes its weight gradients.
+        weight_pieces: Number of pieces into which a run-time rule divides each weight gradient. If
+            it is 0, backward passes are not divided.
+        forward_s: Mean time of a forward pass through a rank, in seconds.
+        backward_s: Mean time that a rank takes to compute the gradients of its inputs, in seconds.
+        weight_s: Mean time that a rank takes to compute its weight gradients, in seconds.
         latency_s: Latency of a message, in seconds.
         occupancy_s: Time for which a message occupies its link, in seconds.
         data_s: Time to load a microbatch, in seconds.
         optimizer_s: Time of the optimizer's update, in seconds.
-        action_sigma: Standard deviation of the logarithm of a random factor of each action's time.
-        microbatch_sigma: Standard deviation of the logarithm of a random factor per microbatch.
-        rank_sigma: Standard deviation of the logarithm of a random factor of each rank's times,
-            which is the same in all iterations.
-        iteration_sigma: Standard deviation of the logarithm of a random factor of each rank's
-            times, which differs between iterations.
-        stray_probability: Probability that an action takes 1.5 to 4 times as long, on every rank.
-        stage_factors: Factors by which the planned work of each rank is multiplied; empty for equal
-            stages.
-        layers: Number of transformer layers of each stage, as written to the headers.
+        action_sigma: Standard deviation of the logarithm of a random factor, which differs between
+            actions.
+        microbatch_sigma: Standard deviation of the logarithm of a random factor, which differs
+            between microbatches.
+        rank_sigma: Standard deviation of the logarithm of a random factor, which differs between
+            ranks but not between iterations.
+        iteration_sigma: Standard deviation of the logarithm of a random factor, which differs
+            between ranks and between iterations.
+        stray_probability: Probability that an action on any rank takes 1.5 to 4 times as long.
+        stage_factors: Factors by which the planned work of each rank is multiplied. If empty, all
+            stages have equal work.
+        layers: Number of transformer layers of each stage, which is written to the headers.
         head: Additional work of the last stage, as a number of layers.
-        planned_head: Additional work of the last stage that is written to the headers, or ``None``
-            to write ``head``.
-        hosts: Number of machines. Each has a separate clock and an equal share of the ranks.
-        clock_offset_s: Largest difference between a clock and the first host's clock, in seconds.
-        clock_drift_ppm: Largest drift of a clock, in parts per million.
+        planned_head: Additional work of the last stage according to the headers. ``None`` stands
+            for ``head``.
+        hosts: Number of machines. Each machine has a separate clock and an equal share of the
+            ranks.
+        clock_offset_s: Maximum difference between a clock and the clock of the first host, in
+            seconds.
+        clock_drift_ppm: Maximum drift of a clock, in parts per million.
         faults: Faults of the run.
         is_dealt: Whether microbatches are distributed over replicas by cost; used only in real
             runs.
@@ -171,20 +175,21 @@ class SyntheticRun:
 
     @property
     def world_size(self) -> int:
-        """Number of global ranks; replicas of the same pipeline position have adjacent ranks."""
+        """Number of global ranks. Replicas of the same pipeline rank have adjacent global ranks."""
         return self.num_ranks * self.replicas
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Truth:
-    """Ground truth of a synthetic run, with which measurements are compared.
+    """Ground truth of a synthetic run, which tests compare with measurements.
 
     Attributes:
         bubble_fraction: Fraction of idle time, ``[iterations, ranks]``.
         step_s: Time in seconds from the first action to the last, ``[iterations, replicas]``.
-        start_ns: Start of the first replica's steps, in the first host's time, ``[iterations]``.
-        spans: Number of spans.
-        clocks: Offset in nanoseconds at ``START_NS`` and drift of each host's clock.
+        start_ns: Start of each step of the first replica in nanoseconds, on the first host's clock,
+            ``[iterations]``.
+        spans: Number of spans in all traces.
+        clocks: Offset in nanoseconds at ``START_NS``, and drift, of the clock of each host.
     """
 
     bubble_fraction: Any
@@ -199,7 +204,7 @@ def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
 
     Raises:
         ScheduleError: The schedule does not support the pipeline.
-        TraceError: A fault's rank does not exist, or a file cannot be written.
+        TraceError: The rank of a fault does not exist, or a file cannot be written.
     """
     writer = _Writer(Path(folder), run)
     try:
@@ -268,7 +273,7 @@ class _Writer:
         return rank * self._run.hosts // self._run.world_size
 
     def _local(self, host: int, times_ns: Any) -> Any:
-        """Converts ``times_ns`` from the first host's clock to the clock of ``host``."""
+        """Converts ``times_ns`` on the first host's clock to times on the clock of ``host``."""
         offset_ns, drift = self._clocks[host]
         if not host:
             return times_ns
@@ -309,7 +314,7 @@ class _Writer:
         return tuple(work)
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
-        """Simulates a step of ``replica``; the peers in the returned rows are global ranks."""
+        """Simulates a step of ``replica``. In the returned rows, peers are global ranks."""
         run, seed = self._run, int(self._rng.integers(2**31))
         work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
         work.durations_ps[F, 0, :: run.num_slices] += np.rint(data_s * PS_PER_S).astype(np.int64)
@@ -332,7 +337,7 @@ class _Writer:
     def _iteration(
         self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
     ) -> int:
-        """Writes ``iteration`` of all ranks, and returns the start of the next iteration in ns."""
+        """Writes ``iteration`` for all ranks, and returns the start of the next iteration in ns."""
         run = self._run
         longest_s = max(result.makespan_s for result, _ in results)
         done_ns = begin_ns + round(longest_s * 1e9)
@@ -365,7 +370,7 @@ class _Writer:
         return updated_ns + 1_000_000
 
     def _exchanges(self, host: int, at_ns: int) -> ClockSamples:
-        """Returns several samples of the clock of ``host``, in which some messages are delayed."""
+        """Returns several samples of the clock of ``host``, some of which are delayed."""
         samples = []
         for number in range(SAMPLES_PER_BURST):
             there, back = 15_000 + self._rng.exponential((30_000, 30_000))
@@ -387,7 +392,7 @@ class _Writer:
 def draw_step(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int, seed: int
 ) -> tuple[Workload, Any]:
-    """Draws random durations for a step of one replica, and applies the replica's faults.
+    """Draws random durations for a step of one replica, and applies the faults of the replica.
 
     Args:
         run: Description of the run.
@@ -397,8 +402,8 @@ def draw_step(
         seed: Seed of the random factors of actions.
 
     Returns:
-        Durations for the simulator, and the time in seconds to load each microbatch, which the
-        caller adds to the first stage's forward passes.
+        Durations for the simulator, and the time to load each microbatch in seconds. The caller
+        must add this time to the forward passes of the first stage.
     """
     faults = [f for f in run.faults if f.rank % run.replicas == replica and f.holds(iteration)]
     rng = np.random.default_rng((run.seed, iteration, replica))

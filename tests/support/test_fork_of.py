@@ -1,4 +1,4 @@
-"""Tests which programs are forked instead of started, and that reused process IDs are detected."""
+"""Tests which programs are forked instead of started, and that reused PIDs are detected."""
 
 from __future__ import annotations
 

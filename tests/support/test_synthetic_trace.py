@@ -1,4 +1,4 @@
-"""Tests that synthetic runs are complete and consistent, apart from the faults added on purpose."""
+"""Tests that synthetic runs are complete and consistent, except for faults that were added."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ Make = Callable[..., tuple[RunTrace, RunFigures]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Returns a function that writes a run, and returns its trace and its measured values."""
+    """Returns a function that writes a run and returns its trace and its measured figures."""
 
     def write(**options: Any) -> tuple[RunTrace, RunFigures]:
         write_synthetic(tmp_path, SyntheticRun(**{"iterations": 4, **options}))

@@ -1,6 +1,6 @@
 """Trains GPT like ``pretrain_gpt.py``, but layers sleep until they have taken a chosen time.
 
-Ranks that share a processor can thereby have different speeds, as on separate devices. The layers
+So ranks that share a processor can have different speeds, as on separate devices. The layers
 compute the same values as without sleeping. The program reads these environment variables:
 
 ``LAYER_MS``       milliseconds of each layer's forward pass; the backward pass takes twice as long.
@@ -54,7 +54,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
-_PATIENCE = 20  # After this many steps without a move, the current partition is chosen.
+_PATIENCE = 20  # After this number of steps without a move, the job keeps the current partition.
 
 
 def time_layers(seconds: float, slow: float) -> None:
@@ -69,7 +69,7 @@ def time_layers(seconds: float, slow: float) -> None:
 
 
 def is_slow(stages: Any) -> bool:
-    """Returns whether the current step of ``stages`` is in ``SLOW_STEPS``."""
+    """Returns whether the current step of ``stages`` is in the range ``SLOW_STEPS``."""
     if not hasattr(stages, "number_of_step"):
         stages.number_of_step = next(_STEPS)
     first, end = map(int, os.environ.get("SLOW_STEPS", "0-1000000").split("-"))
@@ -77,7 +77,7 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Makes each layer's forward pass take ``seconds``, multiplied by its :func:`factor_of`."""
+    """Makes the forward pass of each layer take ``seconds`` times its :func:`factor_of`."""
     work = TransformerLayer.forward
 
     @functools.wraps(work)
@@ -91,10 +91,10 @@ def time_each_layer(seconds: float) -> None:
 
 
 def report_exact_times(layer_s: float) -> None:
-    """Makes ``--pipeline-schedule auto`` use the chosen action times instead of measured times.
+    """Makes ``--pipeline-schedule auto`` use the chosen times of actions, not the measured times.
 
     On a busy machine, some actions take many times as long as chosen. The job fails if a measured
-    time is shorter than the chosen time.
+    time is shorter than a chosen time.
 
     Args:
         layer_s: Time of a layer's forward pass, in seconds.
@@ -122,7 +122,7 @@ def factor_of(module: Any) -> float:
 
 
 def keep_microbatches() -> None:
-    """Makes the trainer store the microbatches of each step for :func:`share_of`."""
+    """Makes the trainer store the microbatches of each step, which :func:`share_of` reads."""
 
     def keep(microbatches: Any, count: int) -> Any:
         _of_step[:] = [microbatches]
@@ -156,7 +156,7 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
-    """Makes the job move layers only after the iterations in ``moves``, to these partitions."""
+    """Makes the job move layers only after the iterations in ``moves``, to the partitions there."""
     done = 0
 
     def after_step(
@@ -170,12 +170,12 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
 
 
 def compare(others: list[tuple[int, ...]], steps: int, rounds: int, moves_file: Path) -> None:
-    """Makes the job alternate between the first partition that it chooses and ``others``.
+    """Makes the job alternate between ``others`` and the first partition that it chooses.
 
     Args:
         others: Partitions to compare with the chosen partition.
         steps: Number of steps of each timed run.
-        rounds: Number of runs of each partition.
+        rounds: Number of runs with each partition.
         moves_file: Path of a JSON file to which the first iteration and the partition of each run
             are written.
     """

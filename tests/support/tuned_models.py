@@ -65,7 +65,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_processor() -> Any:
-    """Returns a processor for images of 8 by 8 pixels, which become four tokens per image."""
+    """Returns a processor for images of 8 by 8 pixels. Each image becomes four tokens."""
     return LlavaProcessor(
         image_processor=CLIPImageProcessorPil(
             size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
@@ -90,7 +90,10 @@ def write_text_model(folder: Path) -> None:
 
 
 def write_image_model(folder: Path) -> None:
-    """Writes a model for text and images of 8 by 8 pixels, in patches of 4 by 4, to ``folder``."""
+    """Writes a model for text and images to ``folder``.
+
+    Images have 8 by 8 pixels, which the model splits into patches of 4 by 4.
+    """
     processor = make_processor()
     processor.save_pretrained(folder)
     torch.manual_seed(1)
@@ -118,7 +121,7 @@ def write_text_data(path: Path) -> None:
 
 
 def write_image_data(folder: Path, count: int = 20) -> Path:
-    """Writes ``count`` conversations about the colors of images, in all supported line formats."""
+    """Writes ``count`` conversations about colors of images. All formats of lines occur."""
     (folder / "images").mkdir(parents=True)
     for name, color in COLORS.items():
         Image.new("RGB", (20, 12), color).save(folder / "images" / f"{name}.png")
@@ -152,13 +155,13 @@ def write_image_data(folder: Path, count: int = 20) -> Path:
 def loss_of_transformers(
     model: Path, data: Path, indices: Sequence[int], *, adapters: Path | None = None
 ) -> float:
-    """Returns the mean loss over all learned tokens of some samples, as transformers computes it.
+    """Returns the mean loss of transformers over all tokens to learn in some samples.
 
     Args:
         model: Folder of the model.
         data: File of samples.
-        indices: Indices of samples; samples without learned tokens are not counted.
-        adapters: Folder of adapters, or ``None`` to use no adapters.
+        indices: Indices of the samples. Samples without tokens to learn are ignored.
+        adapters: Folder of adapters, or ``None`` for the model without adapters.
     """
     processor = load_processor(model)
     has_images = hasattr(processor, "image_processor")

@@ -1,4 +1,4 @@
-"""Imports the fixtures that create the documents for training runs."""
+"""Makes the fixtures that write documents for training runs available to these tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that existing tools can parse the log, and tests TensorBoard's files."""
+"""Tests that existing tools can parse the log, and tests the files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMALL = (
     "--lr 1e-3 --mock-data --vocab-size 100 --log-interval 2"
 )
 CPU = Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU")
-# Only the name of this accelerator is used, so the machine needs no GPU.
+# The tests use only the name of this accelerator, so they do not need a GPU.
 H200 = Accelerator(device=torch.device("cuda", 0), backend="nccl", name="NVIDIA H200")
 
 Scalars = dict[str, list[tuple[int, float]]]
@@ -101,13 +101,14 @@ def test_averages_go_on_where_another_rank_writes() -> None:
         log.iteration(report(2))
     assert streams[0].getvalue() == ""
     assert "iteration        2/" in streams[1].getvalue()
-    assert "lm loss: 1.050000E+01" in streams[1].getvalue()  # The loss is the mean of 10 and 11.
+    # The logged loss is the mean of 10 and 11.
+    assert "lm loss: 1.050000E+01" in streams[1].getvalue()
 
 
 def printed(
     *reports: IterationReport, flags: str = "", world_size: int = 1, accelerator: Accelerator = CPU
 ) -> list[str]:
-    """Returns the lines that the log prints for these reports."""
+    """Returns the lines that the log prints for ``reports``, with the trainer flags ``flags``."""
     stream = io.StringIO()
     log = make_log(settings(flags, world_size), stream, accelerator=accelerator)
     for each in reports:
@@ -117,7 +118,7 @@ def printed(
 
 
 def fields(line: str) -> dict[str, str]:
-    """Returns the values in a log line by their names."""
+    """Returns a dict of the values in the log line ``line``, by their names."""
     parts = line.removesuffix(" |").split(" | ")[1:]
     return {name: value.strip() for name, value in (part.split(": ", 1) for part in parts)}
 
@@ -168,7 +169,8 @@ class TestLine:
         assert logged["elapsed time per iteration (ms)"] == "500.0"
         assert logged["lm loss"] == "1.250000E+01"
         assert logged["number of skipped iterations"] == "0"
-        (resumed,) = printed(report(6, elapsed_s=0.25))  # The line contains only one iteration.
+        # After a resume, the line covers only one iteration.
+        (resumed,) = printed(report(6, elapsed_s=0.25))
         assert fields(resumed)["elapsed time per iteration (ms)"] == "250.0"
         assert fields(resumed)["lm loss"] == "1.500000E+01"
 
@@ -191,7 +193,7 @@ class TestLine:
         assert [name for name in fields(line) if name in order] == order
         assert fields(line)["num zeros"] == "7"
         assert fields(line)["params norm"] == "3.500"
-        assert line.endswith("| bubble: 15.0% |")  # The bubble is the mean of the known values.
+        assert line.endswith("| bubble: 15.0% |")  # The line contains the mean of the known values.
 
     def test_tokens_of_a_batch_that_grows(self) -> None:
         logged = fields(
@@ -258,7 +260,7 @@ def test_only_the_writer_writes(tmp_path: Path) -> None:
 
 
 def test_lines_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that lines go to standard output, and that a progress bar needs a terminal."""
+    """Checks that the log uses standard output, and that a progress bar needs a terminal."""
     log = TrainingLog(
         settings(), is_writer=True, accelerator=CPU, total_iterations=1, start_iteration=0
     )
@@ -344,7 +346,8 @@ class TestBar:
         """Replaces standard error by a terminal. Returns a function that closes it and returns its
         text.
 
-        This is not a fixture, because pytest replaces standard error after fixtures are set up.
+        This is not a fixture, because pytest replaces standard error after it has set up the
+        fixtures.
         """
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
@@ -353,7 +356,7 @@ class TestBar:
         def read() -> str:
             sys.stderr.close()
             text = b""
-            # Reading beyond the end of a terminal's output raises an error.
+            # Linux raises an error if a program reads beyond the end of a terminal's output.
             with contextlib.suppress(OSError):
                 while part := os.read(master, 1 << 16):
                     text += part
@@ -366,7 +369,7 @@ class TestBar:
         terminal = self.open_terminal(monkeypatch)
         stream = io.StringIO()
         log = make_log(settings(), stream, start_iteration=10)
-        time.sleep(0.15)  # Wait, because the bar is drawn at most every tenth of a second.
+        time.sleep(0.15)  # Wait, because the bar is drawn at most ten times a second.
         log.iteration(report(11))
         log.message("in between")
         log.close()
@@ -385,7 +388,7 @@ class TestBar:
         for iteration in range(1, 5):
             log.iteration(report(iteration))
         log.close()
-        # A carriage return moves a terminal's cursor to the start of the line.
+        # A carriage return moves the cursor of a terminal to the start of the line.
         lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in terminal().split("\n")]
         reports = [line for line in lines if "consumed samples" in line]
         assert len(reports) == 2
@@ -409,7 +412,8 @@ class TestOtherLoggers:
         monkeypatch.setenv("WANDB_SILENT", "true")
         self.log(f"--wandb-project made --wandb-exp-name first --wandb-save-dir {tmp_path}")
         (file,) = tmp_path.rglob("*.wandb")
-        end_s = time.monotonic() + 60  # A separate process writes the file, so wait for it.
+        # A separate process writes the file, so wait until it has done so.
+        end_s = time.monotonic() + 60
         while b"lm loss" not in (content := file.read_bytes()) and time.monotonic() < end_s:
             time.sleep(0.1)
         for word in (b"lm loss", b"gain/slow rank 1", b"findings", b"made", b"first"):

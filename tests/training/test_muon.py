@@ -1,7 +1,7 @@
-"""Compares ``--optimizer muon`` with megatron-core's own loop, also after stages moved.
+"""Compares ``--optimizer muon`` with megatron-core's own loop, also after stages have moved.
 
-megatron-core uses muon from a package for Python 3.12 and newer. Older Pythons lack one name that
-the package imports, so ``muon_path`` adds this name.
+megatron-core gets muon from a package for Python 3.12 and newer. Older versions of Python lack a
+name that this package imports, so ``muon_path`` adds the name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 WORKER = Path(__file__).parents[1] / "multiprocess" / "worker.py"
 RELEASE = "0.19.2"
-# Muon works on whole weights, although each tensor-parallel rank has only a part of them.
+# Muon needs whole weights, but each tensor-parallel rank has only a part of each weight.
 LLAMA = Model(
     flags=f"{GATED_FLAGS} {UNTIED} --ffn-hidden-size 64 --group-query-attention"
     " --num-query-groups 2 --mtp-num-layers 1 --tensor-model-parallel-size 2"
@@ -51,7 +51,7 @@ FLAGS = """
 
 @pytest.fixture(scope="module")
 def muon_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yields the folders from which ranks import megatron-core and muon."""
+    """Yields a value for PYTHONPATH with which ranks import megatron-core and muon."""
     package = UNPACKED / "emerging-optimizers==0.3.0"
     if find_spec("emerging_optimizers") is None and not package.exists():
         pytest.skip("emerging-optimizers is missing; run bash prerequisite.sh --versions")

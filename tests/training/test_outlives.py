@@ -1,6 +1,6 @@
-"""Checks that training continues after a rank was paused, and if the disk for traces is full.
+"""Tests that training continues after a rank was paused, and while the disk for traces is full.
 
-All jobs train the same model with the same data, so their losses must be equal.
+All jobs train the same model on the same data, so their losses must be equal.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ TRAINER = ROOT / "pretrain_gpt.py"
 WATCHDOG_S = 80.0
 LIMIT_S = 4.0
 LOSSES: dict[int, str] = {}
-"""Loss of each iteration, from the first job that reached it."""
+"""Loss of each iteration, from the first job that has run this iteration."""
 
 
 class Job:
-    """Runs a job of two ranks, which train until they are stopped.
+    """Runs a job with two ranks, which train until they are stopped.
 
     Args:
-        folder: Folder in which the job runs.
+        folder: Working directory of the job.
         flags: Flags of the trainer.
-        output: Path of the file for its output.
+        output: Path of the file to which the job's output is written.
     """
 
     def __init__(self, folder: Path, flags: str, output: Path) -> None:
@@ -69,7 +69,7 @@ class Job:
         return max(self.losses(), default=0)
 
     def rank(self, number: int) -> psutil.Process:
-        """Returns the process of the rank ``number``, which was forked for the launcher."""
+        """Returns the process of rank ``number``, which a fork server forked for the launcher."""
         forks = forkserver().nodes()[0]
         (asked,) = (
             process
@@ -129,14 +129,14 @@ def test_a_stopped_rank_goes_on_within_the_limit_and_ends_the_job_beyond_it(
     stopped.send_signal(signal.SIGSTOP)
     begin_s = time.monotonic()
     status = job.process.wait(WATCHDOG_S)
-    # The launcher would wait 30 s for the paused rank to exit.
+    # Without the error, the launcher would wait 30 s for the paused rank to exit.
     assert LIMIT_S - 1 < time.monotonic() - begin_s < LIMIT_S + 20
     assert status in (1, 2)
     stopped.wait(10.0)
     (line,) = [line for line in job.said().splitlines() if "rank 1 (stage 1" in line]
     assert line.startswith("error: ")
     assert re.search(r"for \d+(\.\d)? s \(limit 4 s, --transport-silence-s\)", line), line
-    # The error comes from a channel, or from the watcher if this rank waited in a collective.
+    # A channel raises the error. If this rank waits in a collective, its watcher raises it.
     seen = (
         r"was [BF] chunk 0 microbatch \d of step \d+; seen by rank 0|; this is rank 0 \(stage 0\)"
     )

@@ -1,11 +1,12 @@
-"""Compares the trainer's steps with megatron-core's own loop, for each supported release.
+"""Compares the trainer's steps with those of megatron-core's own loop, for each release.
 
-The loop is a program like those that users write with megatron-core alone (``own_loop.py``). It
-runs in one process, in the order of megatron-core's own schedule, and continues from the trainer's
-first checkpoint, which it reads with megatron-core's own functions. A comparison of releases with
-each other (``test_releases.py``) would not reveal a fault that all releases share.
+The loop (``own_loop.py``) is a program like those that users write with megatron-core alone. It
+runs in one process, in the order of megatron-core's own schedule. It continues from the first
+checkpoint of the trainer, which it reads with functions of megatron-core. ``test_releases.py``
+compares releases with each other, which would not reveal an error that all releases share.
 
-With ``OWN_LOOP=all``, every model is compared with every release, instead of one model per release.
+With ``OWN_LOOP=all``, every model is compared with every release. By default, one model is compared
+with each release.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ ROTARY = {"share_embeddings_and_output_weights": False, "position_embedding_type
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Model that is described by trainer flags and by megatron-core settings.
+    """Model, which is described by flags of the trainer and by settings of megatron-core.
 
     Attributes:
         flags: Flags of the trainer.
         ranks: Number of ranks on which the trainer runs.
-        settings: Settings of megatron-core's configuration, in addition to ``SIZES``.
-        gpt: Arguments of megatron-core's model.
-        optimizer: Settings of megatron-core's optimizer.
+        settings: Settings of megatron-core's model configuration, in addition to ``SIZES``.
+        gpt: Arguments of megatron-core's model class.
+        optimizer: Settings of megatron-core's optimizer configuration.
         bf16: Whether weights are in bfloat16.
-        rel: Maximum relative difference between losses that rounding may cause.
+        rel: Maximum relative difference between losses, which rounding may cause.
     """
 
     flags: str
@@ -83,7 +84,7 @@ MODELS = {
         " --num-virtual-stages-per-pipeline-rank 2",
         settings={**GATED, "num_query_groups": 2, "ffn_hidden_size": 64, "mtp_num_layers": 1},
     ),
-    # megatron-core supports these two settings of prediction layers from release 0.19.
+    # megatron-core supports these two settings of prediction layers since release 0.19.
     "repeated": Model(
         flags=f"{GATED_FLAGS} {UNTIED} --ffn-hidden-size 64 --mtp-num-layers 2"
         " --mtp-use-repeated-layer --mtp-detach-heads",
@@ -114,9 +115,9 @@ MODELS = {
 }
 RELEASES = (INSTALLED, "0.17.1", "0.18.2", "0.19.2", *trees_of_others())
 CHOSEN = dict(zip(RELEASES, ("gpt", "half", "experts", "repeated"), strict=False))
-"""Default model for each release."""
+"""Model that is compared for each release by default."""
 NEWEST = "repeated"
-"""Model that releases older than 0.19 cannot build."""
+"""Model for all other releases. Releases before 0.19 cannot build it."""
 
 
 def cases() -> list[tuple[str, str]]:
@@ -133,7 +134,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def run(command: list[str], ranks: int, log: Path, path: str) -> None:
-    """Runs ``command`` with the megatron-core release in ``path``. Fails if a rank fails."""
+    """Runs ``command`` with the megatron-core in ``path``, and fails the test if a rank fails."""
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)
 
@@ -149,13 +150,13 @@ def test_steps_are_those_of_its_own_loop(
 
 
 def compare(described: Model, path: str, folder: Path, write_tokens: Callable[..., str]) -> None:
-    """Checks that the trainer and megatron-core's own loop compute the same losses for a model.
+    """Checks that the trainer and megatron-core's own loop compute the same losses of a model.
 
     Args:
         described: Model to train.
-        path: Folders from which ranks import megatron-core.
-        folder: Folder for files.
-        write_tokens: Function that writes documents.
+        path: Value of PYTHONPATH with which ranks import megatron-core.
+        folder: Folder for all files of the comparison.
+        write_tokens: Function that writes documents as a token file.
     """
     numbers = random.Random(7)
     documents = [
@@ -188,5 +189,5 @@ def compare(described: Model, path: str, folder: Path, write_tokens: Callable[..
     assert len(reference) == STEPS_TAKEN - 1
     for step, expected in zip(trained[1:], reference, strict=True):
         assert step[0] == pytest.approx(expected[0], rel=described.rel, abs=0)
-        # The log rounds the norm to three decimal places.
+        # The log rounds gradient norms to three decimal places.
         assert step[1] == pytest.approx(expected[1], abs=0.00051 + 10 * described.rel)

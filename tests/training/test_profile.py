@@ -1,4 +1,4 @@
-"""Tests how the measurements of a profiling run are evaluated, without running it."""
+"""Tests how the measurements of a profiling run are evaluated, without such a run."""
 
 from __future__ import annotations
 

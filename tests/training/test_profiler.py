@@ -1,4 +1,4 @@
-"""Tests that a few iterations of a real computation are profiled, using the profiles on disk."""
+"""Tests that a few iterations of a real computation are profiled, based on the written profiles."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(flags: str = "", world_size: int = 1) -> TrainerConfig:
 
 
 def work(iteration: int) -> None:
-    """Multiplies matrices whose shapes identify ``iteration``."""
+    """Multiplies matrices. The shape of the matrices identifies ``iteration``."""
     torch.mm(torch.ones(iteration + 1, 3), torch.ones(3, 2))
 
 

@@ -1,4 +1,4 @@
-"""Compares the trainer's steps and checkpoints between the supported megatron-core releases."""
+"""Compares the trainer's steps and checkpoints between the supported releases of megatron-core."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATENT = """
     --position-embedding-type rope --untie-embeddings-and-output-weights
 """
 MODELS: Mapping[str, tuple[int, str]] = {
-    # The model has a tied embedding, dropout, a V with split backward passes, sequence parallelism,
+    # This model has a tied embedding, dropout, a V with split backward passes, sequence parallelism
     # and a sharded optimizer.
     "gpt": (
         4,
@@ -45,22 +45,23 @@ MODELS: Mapping[str, tuple[int, str]] = {
     # The numbering of multi-token prediction layers differs between releases of megatron-core.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
-    # DeepSeek-V2-Lite has compressed and normalized keys and values, but uncompressed queries.
+    # Like DeepSeek-V2-Lite, this model has compressed and normalized keys and values, but
+    # uncompressed queries.
     "whole queries": (2, LATENT.replace("--q-lora-rank 8", "--qk-layernorm")),
     "latent": (4, f"{LATENT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
-"""Number of ranks and flags of each model."""
+"""Number of ranks and flags of the trainer, for each model."""
 CASES = [
     *(("0.17.1", model) for model in ("gpt", "llama")),
     *(("0.18.2", model) for model in ("experts", "latent")),
     *((release, model) for release in ("0.19.2", *trees_of_others()) for model in MODELS),
 ]
-"""Releases and models to train. The newest release and checkouts of users train all models."""
+"""Releases and models to train. The newest release and users' own checkouts train all models."""
 STEPS = re.compile(r"lm loss: (\S+) .*grad norm: (\S+)")
 
 
 def path_of(release: str) -> str:
-    """Returns the path from which ranks import ``release``. Skips the test if it is missing."""
+    """Returns the PYTHONPATH for ``release``. Skips the test if the release is missing."""
     if release == INSTALLED:
         return str(ROOT)
     core = UNPACKED / f"megatron-core=={release}"
@@ -73,7 +74,7 @@ def path_of(release: str) -> str:
 def train(
     release: str, model: str, folder: Path, flags: str, *, rate: str = "1e-3"
 ) -> list[tuple[str, ...]]:
-    """Trains a model with ``release``, and returns the loss and gradient norm of each step."""
+    """Trains a model with ``release``. Returns the loss and the gradient norm of each step."""
     ranks, settings = MODELS[model]
     log = folder / f"{release}.txt"
     arguments = f"{COMMON} {settings} {flags} --lr {rate}".split()
@@ -103,7 +104,7 @@ def test_steps_and_checkpoints_are_those_of_the_installed_release(
     }
     assert len(first[INSTALLED]) == 2
     assert first[release] == first[INSTALLED]
-    # Each release continues from the other's checkpoint, with a different learning rate.
+    # Each release continues from the checkpoint of the other release, with another learning rate.
     more = "--train-iters 4 --override-opt-param-scheduler"
     rest = {
         name: train(name, model, tmp_path, f"{more} --load {saved[other]}", rate="2e-3")

@@ -12,7 +12,7 @@ from .pool import Pool
 
 
 class Pools:
-    """Keeps the worker pool of a test module, and creates a new pool if a test has stopped it."""
+    """Keeps the worker pool of a test module, and creates a new pool after a test stopped it."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
@@ -43,7 +43,7 @@ def pool(pools: Pools) -> Pool:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
-    """Returns a function that starts a program on a new pool of worker processes."""
+    """Yields a function that starts a program on a new pool of worker processes."""
     made: list[Pool] = []
 
     def start_program(program: str, num_ranks: int, **arguments: Any) -> Pool:

@@ -1,8 +1,8 @@
-"""Contains the programs of the contract suite, which ``test_contract.py`` runs.
+"""Contains the programs that ``test_contract.py`` runs to test the contract of transports.
 
-A program takes a :class:`Rank` and its arguments, contains assertions, and returns further results
-for the test to check. By default, rank 0 sends and rank 1 receives. Transports that a program
-leaves open are closed when it returns.
+A program takes a :class:`Rank` and its arguments, and contains assertions. It may return results
+that the test checks. By default, rank 0 sends and rank 1 receives. Transports that a program leaves
+open are closed when it returns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES = (
 
 
 def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
-    """Returns messages of every dtype and of many shapes, some much larger than the channel."""
+    """Returns messages of every dtype and many shapes. Some are much larger than the channel."""
     messages = []
     for number, dtype in enumerate(CODE_OF):
         for index, shape in enumerate(SHAPES):
@@ -61,7 +61,7 @@ def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
 
 
 def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]:
-    """Returns 30 messages of ``shape``, whose content depends on ``sender``."""
+    """Returns 30 messages of shape ``shape``. Their content depends on the rank ``sender``."""
     kinds = (ActionKind.F, ActionKind.B)
     return [
         (
@@ -75,7 +75,7 @@ def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]
 def exchange(
     rank: Rank, kind: str, crc: bool = False, shape: tuple[int, ...] | None = None
 ) -> None:
-    """Checks that all dtypes, shapes and sizes arrive in order, while both sides send at once."""
+    """Checks that messages of all dtypes and sizes arrive in order if both sides send at once."""
     dtype = torch.float32 if shape is None else torch.bfloat16
     transport, peer = rank.open(kind, transport_crc=crc, shape=shape, dtype=dtype)
     sent, due = (
@@ -92,7 +92,7 @@ def exchange(
 
 
 def wrap_around(rank: Rank, kind: str) -> None:
-    """Checks sizes around slot boundaries, many wrap-arounds, and views released in any order."""
+    """Checks message sizes near slot boundaries, and receivers that release views in any order."""
     transport, peer = rank.open(kind)
     rng = random.Random(5)
     around = [SLOT_BYTES * k + d for k in (1, 2, SLOTS, SLOTS + 1) for d in (-1, 0, 1)]
@@ -114,10 +114,10 @@ def wrap_around(rank: Rank, kind: str) -> None:
 def far_ahead(
     rank: Rank, kind: str, count: int, nbytes: int, is_bounded: bool = False, fixed: bool = False
 ) -> None:
-    """Checks that a send never waits, even if the receiver takes messages only after the last send.
+    """Checks that no send waits, even if the receiver takes messages only after the last send.
 
-    With ``is_bounded``, waiting messages do not use the receiver's memory. With ``fixed``, the
-    shape is known in advance.
+    With ``is_bounded``, waiting messages must not use the receiver's memory. With ``fixed``, the
+    channel knows the shape in advance.
     """
     transport, peer = rank.open(
         kind,
@@ -130,7 +130,7 @@ def far_ahead(
         for number in range(count):
             begin_s = time.monotonic()
             transport.send(peer, label(number), tensor)
-            assert time.monotonic() - begin_s < 5.0  # ``send`` does not wait for the receiver.
+            assert time.monotonic() - begin_s < 5.0  # The call must not wait for the receiver.
         rank.mark("sent")
         return
     before = psutil.Process().memory_info().rss
@@ -145,7 +145,7 @@ def far_ahead(
 
 
 def hold(rank: Rank, kind: str) -> None:
-    """Checks that a receiver can keep more payloads than there are slots, and release them."""
+    """Checks that a receiver can keep and release more payloads than the channel has slots."""
     transport, peer = rank.open(kind)
     count = 6 * SLOTS
     if rank.rank == 0:
@@ -158,7 +158,7 @@ def hold(rank: Rank, kind: str) -> None:
         require_equal(held[number], numbers(500, number))
         tensor = held.pop(number)
         if number % 2:
-            # Another thread releases the last reference.
+            # Release the last reference in another thread.
             threads.append(threading.Thread(target=lambda *_: None, args=([tensor],)))
             threads[-1].start()
         del tensor
@@ -167,7 +167,7 @@ def hold(rank: Rank, kind: str) -> None:
 
 
 def train(rank: Rank, kind: str) -> None:
-    """Checks that received tensors work as leaves, in graphs, and with ``.data``."""
+    """Checks that received tensors work as leaves of autograd, in graphs, and with ``.data``."""
     transport, peer = rank.open(kind)
     count = 60
     if rank.rank == 0:
@@ -190,10 +190,11 @@ def train(rank: Rank, kind: str) -> None:
 def _backward(
     graphs: list[tuple[torch.Tensor, torch.Tensor]], transport: Transport, peer: int
 ) -> None:
-    """Runs the backward passes of ``graphs``, sends the gradients, and clears the list."""
+    """Runs the backward passes of ``graphs``, sends gradients to ``peer``, and clears the list."""
     for received, output in graphs:
         value = output.detach().clone()
-        output.data = torch.empty(1)  # deallocate_output_tensor and custom_backward do the same.
+        # megatron-core's deallocate_output_tensor and custom_backward do the same.
+        output.data = torch.empty(1)
         torch.autograd.Variable._execution_engine.run_backward(
             (output,), (torch.ones_like(value),), False, False, (), True, True
         )
@@ -205,7 +206,7 @@ def _backward(
 
 
 def deadline(rank: Rank, kind: str) -> None:
-    """Checks that waits time out if nothing is sent, and that a later message still arrives."""
+    """Checks that waits time out if nothing was sent, and that a later message still arrives."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         rank.await_mark("waited")
@@ -221,7 +222,7 @@ def deadline(rank: Rank, kind: str) -> None:
 
 
 def slow_flush(rank: Rank, kind: str) -> None:
-    """Checks that a flush times out with the peer's name if the receiver takes no messages."""
+    """Checks that a flush times out with an error that names a receiver that takes no messages."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(3 * SLOTS):
@@ -237,7 +238,7 @@ def slow_flush(rank: Rank, kind: str) -> None:
 
 
 def reuse(rank: Rank, kind: str) -> None:
-    """Checks that the sender may replace tensors right after sending, even if they are queued."""
+    """Checks that the sender may overwrite tensors right after a send, even if they are queued."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(4 * SLOTS):
@@ -245,7 +246,8 @@ def reuse(rank: Rank, kind: str) -> None:
             transport.send(peer, label(number), tensor)
             tensor.data = torch.empty(1)
             del tensor
-            torch.full((1000,), -1.0)  # This tensor uses the memory if the memory is free.
+            # This tensor reuses the memory of the sent tensor if that memory is free.
+            torch.full((1000,), -1.0)
         rank.mark("sent")
         return
     rank.await_mark("sent")
@@ -254,7 +256,7 @@ def reuse(rank: Rank, kind: str) -> None:
 
 
 def reserve(rank: Rank, kind: str) -> None:
-    """Checks payloads in the channel's memory that are sent, dropped, or more than the slots."""
+    """Checks reserved payloads that are sent or dropped, also if there are more than slots."""
     transport, peer = rank.open(kind)
     shapes = [(1000,), (10, 20), (), (0, 3), (SLOT_BYTES,), (64, 3)]
     if rank.rank == 0:
@@ -284,13 +286,13 @@ def reserve(rank: Rank, kind: str) -> None:
 
 
 def reserved_is_shared(rank: Rank, kind: str) -> None:
-    """Checks that a reserved tensor is sent without a copy, so that both sides share its memory."""
+    """Checks that a reserved tensor is sent without a copy: both sides must share its memory."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         tensor = transport.reserve(peer, (256,), torch.float32).fill_(1.0)
         transport.send(peer, label(0), tensor)
         rank.await_mark("arrived")
-        tensor.fill_(2.0)  # This is not allowed, but shows that the memory is shared.
+        tensor.fill_(2.0)  # Senders must not do this, but it shows that the memory is shared.
         rank.mark("changed")
         return
     tensor = wait(transport).take()
@@ -301,7 +303,7 @@ def reserved_is_shared(rank: Rank, kind: str) -> None:
 
 
 def drain(rank: Rank, kind: str) -> None:
-    """Checks that the receiver gets all messages without errors if the sender closes at once."""
+    """Checks that the receiver gets all messages even if the sender closes right after sending."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(4 * SLOTS):
@@ -312,7 +314,8 @@ def drain(rank: Rank, kind: str) -> None:
         return
     time.sleep(0.2)
     kept = [wait(transport).take() for _ in range(4 * SLOTS)]
-    if kind not in OVER_TORCH:  # ``close`` of these transports waits for the peer.
+    # ``close`` of these transports waits until the peer has received everything.
+    if kind not in OVER_TORCH:
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
     transport.close()
@@ -321,14 +324,14 @@ def drain(rank: Rank, kind: str) -> None:
     ]
     gc.collect()
     for number, tensor in enumerate(kept):
-        # The payloads must be intact even after the channel was closed.
+        # The payloads must stay intact after the channel was closed.
         require_equal(tensor, numbers(900, number))
 
 
 def child(rank: Rank, kind: str) -> None:
-    """Checks that a forked child that releases inherited tensors does not free slots in the parent.
+    """Checks that tensors that a forked child inherits and releases do not free the parent's slots.
 
-    The child must not send.
+    The child itself must not send.
     """
     transport, peer = rank.open(kind)
     if rank.rank == 0:
@@ -338,8 +341,8 @@ def child(rank: Rank, kind: str) -> None:
             transport.send(peer, label(number), numbers(1000, number))
         return
     held = wait(transport).take()
-    # Freeing the process groups of earlier programs waits for threads, which do not exist in a
-    # child.
+    # Free the process groups of earlier programs before the fork. Freeing them waits for threads,
+    # which do not exist in a child.
     gc.collect()
     pid = os.fork()
     if pid == 0:
@@ -355,7 +358,7 @@ def child(rank: Rank, kind: str) -> None:
 
 
 def refused(rank: Rank, kind: str) -> None:
-    """Checks that the sender rejects unsupported tensors, and that the channel still works."""
+    """Checks that the sender rejects unsupported tensors, and that the channel works afterwards."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for tensor, message in (
@@ -370,7 +373,7 @@ def refused(rank: Rank, kind: str) -> None:
 
 
 def pieces(rank: Rank, kind: str) -> None:
-    """Checks that messages of many pieces arrive complete after a receive has timed out."""
+    """Checks that messages in many pieces arrive completely after a receive has timed out."""
     transport, peer = rank.open(kind)
     for number in range(20):
         message = numbers(3 * SLOTS * SLOT_BYTES // 4, number)
@@ -387,7 +390,7 @@ def pieces(rank: Rank, kind: str) -> None:
 
 
 def listen(rank: Rank, kind: str) -> None:
-    """Checks that a listener on rank 1 is called while the main thread takes no messages."""
+    """Checks that a listener on rank 1 is called although the main thread takes no messages."""
     transport, peer = rank.open(kind)
     count = 20
     if rank.rank == 0:
@@ -416,7 +419,7 @@ def listen(rank: Rank, kind: str) -> None:
 
 
 def arrivals(rank: Rank, kind: str) -> None:
-    """Checks that network transports, which have a receiver thread, notice arrivals immediately."""
+    """Checks that network transports notice arrivals at once, in their receiver thread."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(8):
@@ -424,7 +427,7 @@ def arrivals(rank: Rank, kind: str) -> None:
         rank.mark("sent")
         return
     rank.await_mark("sent")
-    time.sleep(0.3)  # All messages arrive in the meantime.
+    time.sleep(0.3)  # All messages arrive during this time.
     looked_ns = time.monotonic_ns()
     for number in range(8):
         arrival = wait(transport)
@@ -437,7 +440,7 @@ def arrivals(rank: Rank, kind: str) -> None:
 
 
 def all_to_all(rank: Rank, kind: str) -> None:
-    """Checks that every rank can send to all other ranks, and knows each message's sender."""
+    """Checks that every rank can send to all other ranks, and knows the sender of each message."""
     transport, _ = rank.open(kind)
     peers = [peer for peer in range(rank.num_ranks) if peer != rank.rank]
     count = 40
@@ -457,10 +460,10 @@ def all_to_all(rank: Rank, kind: str) -> None:
 
 
 def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
-    """Checks the behaviour if the test suspends a peer, first briefly and then permanently.
+    """Checks what happens if the test suspends a peer, first briefly and then permanently.
 
     Returns:
-        The last errors on rank 1.
+        Last errors on rank 1.
     """
     transport, peer = rank.open(kind, transport_silence_s=limit_s)
     if rank.rank == 0:
@@ -470,7 +473,7 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
             transport.send(peer, label(microbatch), torch.ones(3))
         time.sleep(LIMIT_S)
     rank.await_mark("stopped")
-    for microbatch in range(2):  # Rank 0 is suspended during the first message.
+    for microbatch in range(2):  # The test suspends rank 0 during the first message.
         transport.send(peer, label(microbatch), torch.ones(SLOT_BYTES * SLOTS * 2))
         wait(transport).take()
     rank.mark("went on")
@@ -480,10 +483,10 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
 
 
 def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
-    """Checks the errors if the test kills rank 0 while rank 1 sends, receives or waits.
+    """Checks the errors on rank 1 if the test kills rank 0. Rank 1 sends, receives or waits.
 
     Returns:
-        The errors on rank 1 from its queue and from further sends, and the time until then.
+        Errors on rank 1 from its queue and from further sends, and the time until the first error.
     """
     transport, _ = rank.open(kind)
     if rank.rank == 0:
@@ -513,7 +516,8 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
             first = error_of(lambda: _take(transport, 1.0))
     noticed_s = time.time()
     if kind not in OVER_TORCH and "of step" not in first[1]:
-        error = error_of(lambda: _take(transport, 5.0))  # The error in the queue has more details.
+        # The error in the queue contains more details.
+        error = error_of(lambda: _take(transport, 5.0))
         first = error if error[0] != "none" else first
     sending = ["none", ""]
     while sending[0] == "none" and time.monotonic() < end_s:
@@ -534,7 +538,7 @@ def _take(transport: Transport, limit_s: float) -> None:
 
 
 def survive(rank: Rank, kind: str) -> None:
-    """Keeps an earlier job's channels open while a new job starts and exits, until it is killed."""
+    """Keeps the channels of an old job open during a new job, until the test kills the process."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(10))

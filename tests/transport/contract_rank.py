@@ -28,7 +28,7 @@ LIMIT_S = 30.0
 CPU = torch.device("cpu")
 SLOT_BYTES, SLOTS = 4096, 4
 OVER_TORCH = ("gloo", "nccl")
-"""Transports over process groups. In these tests, NCCL uses gloo pairs and host streams."""
+"""Transports that use process groups. In these tests, NCCL uses gloo pairs and host streams."""
 
 
 class Rank:
@@ -117,7 +117,7 @@ class Rank:
         self.store.wait([name], datetime.timedelta(seconds=LIMIT_S))
 
     def join_group(self, store: dist.Store | None = None) -> None:
-        """Joins the process group that gloo needs, using ``store`` if given."""
+        """Joins the process group that gloo needs, through ``store`` if it is given."""
         if not dist.is_initialized():
             dist.init_process_group(
                 "gloo",
@@ -145,7 +145,7 @@ class Rank:
 
 
 class StoreGather:
-    """Gathers values through a store, before there is a process group."""
+    """Gathers values from all ranks through a store, because there is no process group yet."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, prefix: str) -> None:
         self._store = dist.PrefixStore(prefix, store)
@@ -163,7 +163,7 @@ class StoreGather:
 
 @dataclass(frozen=True, kw_only=True)
 class LateConnector(Connector):
-    """Joins the process group only if gloo needs it."""
+    """Opens channels, and joins the process group only if gloo needs it."""
 
     rank: Rank
 
@@ -182,13 +182,13 @@ class LateConnector(Connector):
 
 
 class HostNccl(NcclKind):
-    """Opens NCCL's channels on the host, using gloo pairs."""
+    """Opens the channels of the NCCL transport on the host. Gloo replaces NCCL."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
     def streams(self, opening: Opening) -> Streams:
-        """Returns host streams, which never wait for each other."""
+        """Returns host streams. They never have to wait for each other."""
         return self._rank.streams
 
     def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
@@ -224,7 +224,7 @@ def error_of(action: Callable[[], Any]) -> list[str]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of ``tensor`` in order, as bytes."""
+    """Returns the bytes of the elements of ``tensor`` as a flat tensor, in row-major order."""
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -236,7 +236,7 @@ def require_equal(seen: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def make_tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor of random bits, which is equal on both ranks if ``seed`` is equal."""
+    """Returns a tensor of random bits, which depend only on ``seed``, ``shape`` and ``dtype``."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Opens both endpoints of a native channel in one process, for tests of native transports."""
+"""Opens both endpoints of a native channel in a single process, for tests of native transports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS = 8
 
 
 def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
-    """Returns the nodes of ranks 0 and 1, which are connected by a channel."""
+    """Returns the nodes of ranks 0 and 1, connected by a channel of kind ``kind``."""
     module = extension.require("a test")
     low, high = (module.Node(rank, bytes(16), 1, 2) for rank in range(2))
     address = high.listen("unix") if kind == "shm" else high.listen("tcp", "127.0.0.1")
@@ -37,12 +37,12 @@ def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
 def open_transports(
     kind: str = "shm", *, device: torch.device = CPU, staged: bool = False, **options: Any
 ) -> tuple[NativeTransport, NativeTransport]:
-    """Wraps each node in a transport that keeps four slots free for senders.
+    """Opens a channel, and returns the transports of both ends, which keep four slots free.
 
     Args:
         kind: ``shm`` or ``tcp``.
         device: Device of the tensors.
-        staged: Whether tensors are for a GPU, which is simulated by the CPU.
+        staged: Whether tensors are copied as for a GPU, which the CPU simulates.
         options: Options of the channel.
     """
 
@@ -58,7 +58,7 @@ def open_transports(
 
 
 def close_all(transports: Sequence[Any]) -> list[BaseException]:
-    """Closes ``transports`` at the same time, and returns their errors."""
+    """Closes ``transports`` at the same time, and returns a list of the errors that they raised."""
     raised: list[BaseException] = []
 
     def close(transport: Any) -> None:
@@ -81,7 +81,7 @@ def close_all(transports: Sequence[Any]) -> list[BaseException]:
 
 
 def take(transport: Transport) -> Arrival:
-    """Returns the next message that ``transport`` has received."""
+    """Waits for the next message that ``transport`` receives, and returns it."""
     item = transport.completions.wait(time.monotonic() + LIMIT_S)
     assert isinstance(item, Arrival)
     return item
@@ -92,11 +92,12 @@ def label(number: int) -> Label:
 
 
 def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
-    """Returns the names of the events within the ``record_function`` called ``mark``.
+    """Returns the names of the events that ran within the ``record_function`` range ``mark``.
 
-    The profiler itself synchronizes when it stops.
+    Other events are ignored, because the profiler itself synchronizes when it stops.
     """
     events: list[Any] = list(profile.events())
     ranges = [event.time_range for event in events if event.name == mark]
-    inside = min(ranges, key=lambda event: event.start)  # The longer range belongs to the device.
+    # The longer range with this name belongs to the device.
+    inside = min(ranges, key=lambda event: event.start)
     return {event.name for event in events if inside.start <= event.time_range.start <= inside.end}

@@ -1,7 +1,7 @@
-"""Trains two stages of two tensor-parallel ranks, one of which is late.
+"""Trains two pipeline stages of two tensor-parallel ranks each. One of the ranks is late.
 
-The executor and the channels are real. A thread simulates the device of each rank: it runs kernels
-in launch order, long after their launch, and the kernels contain all-reduces.
+The executor and the channels are real. A thread simulates the device of each rank. It runs kernels
+in the order of their launch, but long after their launch. The kernels contain all-reduces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHAPE = (3,)
 
 
 class Device(HostStreams):
-    """Simulates a device whose compute stream is a thread."""
+    """Simulates a device. A thread runs the kernels of its compute stream."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._stream = Worker("computing stream", failed)
@@ -61,10 +61,10 @@ class _End:
 
 
 class Stages:
-    """Simulates chunks in which every action sums its input over the tensor-parallel ranks.
+    """Simulates model chunks. Every action sums its input over the tensor-parallel ranks.
 
     Attributes:
-        results: Result of the last action of each microbatch, by microbatch.
+        results: Result of the last action of each microbatch, by index of the microbatch.
     """
 
     def __init__(self, device: Device, group: Any, is_first: bool, nap: Callable[[], None]) -> None:
@@ -110,10 +110,12 @@ class Stages:
 
 
 def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -> list[list[float]]:
-    """Runs some steps. Rank 1 is late by up to 10 ms before each action, other ranks by up to 1 ms.
+    """Runs ``steps`` steps, in which rank 1 is late by up to 10 ms before each action.
+
+    The other ranks are late by up to 1 ms.
 
     Returns:
-        Results of all microbatches by step, or empty on the second stage.
+        Results of all microbatches, by step. The lists are empty on the second stage.
     """
     errors: list[Exception] = []
     device = Device(errors.append)
@@ -152,7 +154,10 @@ def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -
 
 
 def _agreement(schedule: str, rank: Rank, transport: Transport) -> Agreement:
-    """Creates the agreement between both ranks of a stage, if a policy chooses the order."""
+    """Returns the agreement between the ranks of a stage on the order that a policy chooses.
+
+    The agreement does nothing for 1F1B, whose order is fixed.
+    """
     groups = [dist.new_group([stage * _TP, stage * _TP + 1], backend="gloo") for stage in range(2)]
     if schedule == "1f1b":
         return Agreement()

@@ -1,8 +1,8 @@
 """Runs the programs of the transport tests in worker processes.
 
-Starting a process takes longer than most programs, so a pool keeps processes alive for a whole test
-module. A pool cannot be used after a worker was killed, hung or failed. With a folder, each worker
-runs a single program, and its output and exit status can be read.
+Starting a process takes longer than most programs, so the processes of a pool stay alive for a
+whole test module. A pool cannot be used after a worker was killed, hung or failed. If the pool has
+a folder, each worker runs only one program, and tests can read its output and exit status.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pool:
 
     Args:
         size: Number of workers.
-        folder: Folder for the output of workers that run one program each.
+        folder: Folder for the output of the workers. Each worker then runs only one program.
     """
 
     def __init__(self, size: int, folder: Path | None = None) -> None:
@@ -54,7 +54,7 @@ class Pool:
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether all workers are alive."""
+        """Returns whether all worker processes are alive."""
         return all(process.is_alive() for process in self._processes)
 
     def run(self, program: str, num_ranks: int, **arguments: Any) -> list[Any]:
@@ -63,12 +63,12 @@ class Pool:
         return [self.result(rank) for rank in range(num_ranks)]
 
     def start(self, program: str, workers: Sequence[int], **arguments: Any) -> None:
-        """Starts a program on some workers, which become its ranks in this order.
+        """Starts ``program`` on the given workers, which become its ranks in this order.
 
         Args:
-            program: ``module.function`` in this folder.
+            program: Name of the program, as ``module.function`` in this folder.
             workers: Indices of the workers.
-            arguments: Arguments of the program, besides its :class:`Rank`.
+            arguments: Arguments of the program in addition to its :class:`Rank`.
         """
         self._calls += 1
         for rank, worker in enumerate(workers):
@@ -87,12 +87,12 @@ class Pool:
             self.stop()
             raise AssertionError(f"worker {worker} exited: {self.text(worker)}") from None
         if kind == "failed":
-            self.stop()  # The peers of this worker are blocked.
+            self.stop()  # Stop all workers, because the peers of the failed worker are blocked.
             raise AssertionError(f"worker {worker} failed:\n{value}")
         return value
 
     def status(self, worker: int, limit_s: float = WATCHDOG_S) -> int:
-        """Waits until ``worker`` exits; returns its exit status, which is negative for a signal."""
+        """Waits until ``worker`` exits, and returns its exit status (negative for a signal)."""
         process = self._processes[worker]
         process.join(limit_s)
         status = process.exitcode
@@ -100,7 +100,7 @@ class Pool:
         return status
 
     def text(self, worker: int) -> str:
-        """Returns the output of ``worker`` (stdout and stderr)."""
+        """Returns what ``worker`` has written to stdout and stderr."""
         path = None if self._folder is None else self._folder / f"{worker}.txt"
         return path.read_text() if path is not None and path.exists() else ""
 
@@ -135,7 +135,7 @@ class Pool:
 
 
 def run_calls(connection: Connection, port: int, output: Path | None) -> None:
-    """Runs the programs of a worker one by one, or a single program if ``output`` is given."""
+    """Runs the programs that ``connection`` requests, or one program if ``output`` is a path."""
     torch.set_num_threads(1)
     if output is not None:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

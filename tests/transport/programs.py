@@ -1,4 +1,4 @@
-"""Contains programs for the ranks of some transport tests, in addition to ``contract.py``.
+"""Contains further programs for ranks, which some tests of transports run.
 
 A program takes a :class:`Rank` and its arguments, and returns results for the test to check.
 """
@@ -30,7 +30,7 @@ from .contract_rank import CPU, LIMIT_S, Rank, error_of, label, wait
 
 
 def refused(rank: Rank) -> None:
-    """Checks that the sender rejects messages that a channel does not support."""
+    """Checks that the sender rejects messages that its channel does not support."""
     transport, peer = rank.open("gloo", shape=(2, 3))
     if rank.rank == 1:
         assert wait(transport).label.action.microbatch == 5
@@ -46,7 +46,7 @@ def refused(rank: Rank) -> None:
 
 
 def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> None:
-    """Sends the invalid ``header`` from rank 0, and returns the error on rank 1."""
+    """Sends the invalid ``header`` from rank 0 to rank 1, and returns the error on rank 1."""
     rank.join_group()
     group = dist.new_group(backend="gloo")
     if rank.rank == 1:
@@ -64,7 +64,7 @@ def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> Non
 
 
 def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
-    """Opens the channel on rank 1 for ``shape``, and on rank 0 for another; returns the error."""
+    """Opens a channel for ``shape`` on rank 1, but for another shape on rank 0."""
     transport, peer = rank.open("gloo", shape=shape if rank.rank else (2, 3))
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(2, 3))
@@ -87,17 +87,17 @@ def stuck(rank: Rank) -> None:
     rank.exit_with(error_of(lambda: transport.flush(0.5)))
 
 
-# The following programs are for NCCL, which is replaced by gloo pairs.
+# The following programs are for the NCCL transport. Gloo pairs replace NCCL.
 
 
 class HeldStreams(HostStreams):
-    """Simulates a device whose streams finish their work when the test allows it.
+    """Simulates a device whose streams finish their work only when the test allows it.
 
     Attributes:
-        reached: Events by prefix of the thread name. When an event is set, the streams of these
-            threads finish.
-        users: Names of the threads that used a finished tensor in their streams.
-        within: Names of the threads with a private stream.
+        reached: Events, by prefix of thread names. The streams of threads with this prefix finish
+            when the event is set.
+        users: Names of the threads that used a received tensor in their streams.
+        within: Names of the threads that have a private stream.
     """
 
     def __init__(self, held: str) -> None:
@@ -140,10 +140,11 @@ def _held_messages() -> int:
 
 
 def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
-    """Sends from rank 0. Rank 1 acknowledges after every ``ahead`` messages.
+    """Sends ``count`` messages from rank 0. Rank 1 sends a reply after every ``ahead`` messages.
 
     Returns:
-        Numbers of messages that the sender's process held in addition to messages not yet received.
+        Numbers of messages that the sender's process held in memory, in addition to messages that
+        rank 1 had not received.
     """
     transport, peer = rank.open("nccl")
     if rank.rank == 1:
@@ -163,7 +164,7 @@ def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
 
 
 def late_computation(rank: Rank) -> list[str]:
-    """Checks that a message is sent when it has been computed, instead of when it was launched.
+    """Checks that a message is sent when its computation has ended, not when it was launched.
 
     Returns:
         Names of the threads with private streams.
@@ -179,7 +180,8 @@ def late_computation(rank: Rank) -> list[str]:
         assert wait(transport).take().tolist() == [7.0, 7.0]
         return sorted(streams.within)
     computed = torch.zeros(2)
-    transport.send(peer, label(0), computed)  # This call returns immediately.
+    # The call returns immediately, although the computation has not ended.
+    transport.send(peer, label(0), computed)
     rank.mark("sent")
     rank.await_mark("nothing came")
     computed.fill_(7.0)
@@ -188,7 +190,7 @@ def late_computation(rank: Rank) -> list[str]:
 
 
 def late_data(rank: Rank) -> list[str]:
-    """Checks that an arrival is announced with its data instead of with its header.
+    """Checks that an arrival is announced when its data has arrived, not with its header.
 
     Returns:
         Names of the threads that used the tensor in their streams.
@@ -210,10 +212,10 @@ def late_data(rank: Rank) -> list[str]:
 
 
 def one_takes_nothing(rank: Rank) -> list[str]:
-    """Checks that the sender and its channel to rank 2 continue if rank 1 takes no messages.
+    """Checks that rank 0 can still send to rank 2 if rank 1 takes no messages.
 
     Returns:
-        Error of the sender's flush.
+        Error of the flush on rank 0.
     """
     streams = HeldStreams("receive-from-0")
     rank.streams = streams
@@ -240,7 +242,7 @@ def one_takes_nothing(rank: Rank) -> list[str]:
 
 
 def row(rank: Rank) -> int:
-    """Checks that neighbouring ranks in a row can exchange messages.
+    """Checks that neighbouring ranks in a row of ranks can exchange messages.
 
     Returns:
         Number of channels that this rank opened.
@@ -254,14 +256,14 @@ def row(rank: Rank) -> int:
 
 
 def broken_row(rank: Rank) -> list[str]:
-    """Lets the channel from rank 2 to rank 3 fail to open, and returns the error of this rank."""
+    """Makes the channel from rank 2 to rank 3 fail to open, and returns this rank's error."""
     rank.pair_limit_s = 3.0
     rank.fails_at = 1 if rank.rank == 2 else 0
     peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
     return error_of(lambda: rank.open("nccl", peers))
 
 
-# The following programs test liveness.
+# The following programs test that ranks notice lost peers.
 
 
 def watch(
@@ -279,10 +281,10 @@ def watch(
     Args:
         rank: This rank.
         port: Port of the store.
-        machines: Names of the machines that the ranks pretend to run on.
-        serve: Whether rank 0 serves the store instead of the test.
+        machines: Names of the machines that the ranks claim to run on.
+        serve: Whether rank 0 serves the store. Otherwise, the test serves it.
         with_store: Whether the watcher may use the store.
-        on_lost: Callback of the watcher.
+        on_lost: Function that the watcher calls when a peer is lost.
         options: Additional options of the watcher.
     """
     store = dist.TCPStore("127.0.0.1", port, rank.num_ranks, serve and rank.rank == 0)
@@ -296,7 +298,7 @@ def watch(
 
 
 def blocked(rank: Rank, port: int, **options: Any) -> None:
-    """Blocks all ranks, and rank 0 of three ranks in a collective that rank 2 does not join."""
+    """Blocks all ranks. With three ranks, rank 0 blocks in a collective without rank 2."""
     if options.pop("without_pidfd", False):
         del os.pidfd_open
     stop = StopRequest() if options.pop("with_stop", False) else None
@@ -311,7 +313,7 @@ def blocked(rank: Rank, port: int, **options: Any) -> None:
 
 
 def broken(rank: Rank, port: int) -> None:
-    """Returns the error of a collective that fails on rank 0 because rank 1 is killed."""
+    """Returns the error of a collective that fails on rank 0 because the test kills rank 1."""
     watcher = watch(rank, port, grace_s=5.0)
     rank.mark(f"blocked {rank.rank}")
     if rank.rank == 1:
@@ -324,7 +326,7 @@ def broken(rank: Rank, port: int) -> None:
 
 
 def woken(rank: Rank, port: int, at_exit_s: int) -> None:
-    """Waits for messages in the main thread, which learns of a lost peer and then exits."""
+    """Waits for messages in the main thread until it learns of a lost peer, and then exits."""
     queue = CompletionQueue()
     calls = []
 
@@ -338,13 +340,13 @@ def woken(rank: Rank, port: int, at_exit_s: int) -> None:
     seen += [str(watcher.verdict(0.0)), len(calls)]
     watcher.close()
     if at_exit_s:
-        # This call holds the GIL, so that no Python thread can run.
+        # This call holds the GIL, so that no other Python thread can run.
         ctypes.PyDLL(None).sleep(at_exit_s)
     rank.exit_with(seen)
 
 
 def reporting(rank: Rank, port: int) -> None:
-    """Reports a failure on rank 1, which then exits slowly."""
+    """Reports a failure on rank 1, which takes a long time to exit."""
     watcher = watch(rank, port)
     if rank.rank == 1:
         watcher.report("out of memory on device 0\nwith a second line")
@@ -355,7 +357,7 @@ def reporting(rank: Rank, port: int) -> None:
 
 
 def leaving(rank: Rank, port: int, *, serve: bool) -> list[Any]:
-    """Exits normally on all ranks, but on rank 2 long after rank 1."""
+    """Exits normally on all ranks, but rank 2 exits long after rank 1."""
     watcher = watch(rank, port, serve=serve)
     dist.barrier()
     if rank.rank == 2:
@@ -369,7 +371,7 @@ def leaving(rank: Rank, port: int, *, serve: bool) -> list[Any]:
 
 
 def closed(rank: Rank, port: int) -> None:
-    """Stops watching on rank 0 before rank 1 is killed."""
+    """Stops watching on rank 0 before the test kills rank 1."""
     watcher = watch(rank, port)
     dist.barrier()
     if rank.rank == 1:

@@ -1,10 +1,10 @@
-"""Simulates GPUs that exchange messages over NCCL, to find deadlocks.
+"""Simulates GPUs that exchange messages over NCCL, in order to find deadlocks.
 
 Each rank has a host, which launches actions, and a device with queues of kernels. A kernel begins
 when it is first in its queue and in its stream. A collective ends when all members of its group
-have begun it, and a message when both its endpoints have begun it. Each iteration chooses one
-possible event at random, so each seed is a different skew of the ranks. The job is deadlocked if no
-event is possible before all actions have finished.
+have begun it. A message ends when both endpoints have begun it. Each iteration chooses one of the
+possible events at random, so a different seed gives a different skew between the ranks. The job is
+deadlocked if no event is possible before all actions have finished.
 
 ::
 
@@ -32,7 +32,7 @@ COMPUTE = "computing"
 
 
 class Receiving(Enum):
-    """The methods by which ranks receive messages."""
+    """Methods by which ranks receive messages."""
 
     THREADS = "threads"
     STREAM = "computing stream"
@@ -40,12 +40,12 @@ class Receiving(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Describes the parallel sizes and the behaviour of a job.
+    """Parallel sizes and behaviour of a job.
 
     Attributes:
         pp, tp, ep: Sizes of the parallel axes.
-        microbatches: Number of microbatches in its single step.
-        follows_list: Whether ranks follow 1F1B. Otherwise, the first rank of each stage chooses any
+        microbatches: Number of microbatches in the only step.
+        follows_list: Whether ranks follow 1F1B. Otherwise, the first rank of each stage chooses an
             action whose input has arrived on all ranks of the stage.
         receiving: Method of receiving messages.
         one_queue: Whether messages use the same hardware queue as the compute stream.
@@ -67,8 +67,9 @@ class Kernel:
     Attributes:
         rank: Rank of the device.
         stream: Name of the kernel's stream.
-        partners: Key shared by kernels that end together, or None for a kernel that ends alone.
-        count: Number of kernels that end together.
+        partners: Key that is shared by kernels that end together, or ``None`` for a kernel that
+            ends by itself.
+        count: Number of kernels that end together with this kernel.
         after: Kernel of another stream that must end before this kernel begins.
     """
 
@@ -82,7 +83,7 @@ class Kernel:
 
 @dataclass(eq=False)
 class Message:
-    """A message of a channel, which is the input of an action."""
+    """Message in a channel. The message is the input of an action."""
 
     action: Action
     computed: Kernel
@@ -92,11 +93,11 @@ class Message:
 
 @dataclass(eq=False)
 class Device:
-    """The state of one rank.
+    """State of one rank.
 
     Attributes:
-        queues: Kernels that have not begun, by hardware queue.
-        streams: Kernels that have not ended, by stream.
+        queues: Kernels that have not begun yet, by hardware queue.
+        streams: Kernels that have not ended yet, by stream.
         launched: Actions that were launched.
         inputs: Actions whose input has arrived.
     """
@@ -129,7 +130,7 @@ class Job:
             self.decided = [list(order) for order in self.orders]
 
     def stands_still(self) -> bool:
-        """Runs the step, and returns whether it deadlocked."""
+        """Simulates the step, and returns whether it deadlocked."""
         while True:
             steps = [*self._steps()]
             if not steps:
@@ -139,11 +140,12 @@ class Job:
             step(*arguments)
 
     def _is_unfinished(self, device: Device) -> bool:
-        # A host that does not wait for its device launches all actions even in a deadlock.
+        # A host that does not wait for its device launches all actions even in a deadlock. So also
+        # check for kernels that have not ended.
         return len(device.launched) < 2 * self.shape.microbatches or any(device.streams.values())
 
     def _steps(self) -> Iterator[tuple[int, Any, tuple[Any, ...]]]:
-        """Yields the possible next events as ``(rank, function, arguments)``."""
+        """Yields the events that are possible next, as ``(rank, function, arguments)``."""
         for rank, device in enumerate(self.devices):
             stage = self._stage(rank)
             if rank == self._first(stage) and not self.shape.follows_list:
@@ -229,7 +231,7 @@ class Job:
                 self.devices[partner.rank].streams[partner.stream].pop(0)
 
     def _open(self, stage: int) -> list[Action]:
-        """Returns the actions that the first rank of ``stage`` may choose."""
+        """Returns the actions that the first rank of ``stage`` may choose next."""
         decided = set(self.decided[stage])
         members = range(self._first(stage), self._first(stage + 1))
         return [
@@ -260,5 +262,5 @@ def _orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def standing_still(shape: Shape, seeds: int) -> int:
-    """Returns the number of seeds, from 0 to ``seeds - 1``, with which a job deadlocks."""
+    """Returns the number of seeds below ``seeds`` with which a job of this shape deadlocks."""
     return sum(Job(shape, seed).stands_still() for seed in range(seeds))

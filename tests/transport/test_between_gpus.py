@@ -1,8 +1,8 @@
-"""Tests the GPU part of a native transport whose channel connects device memories.
+"""Tests the GPU part of a native transport whose channel connects the memories of two devices.
 
-The driver is replaced by ``csrc/tests/standin_cuda.cc``, which treats host memory as device memory.
-The torch streams are from ``test_staging.py``. ``tests/gpu/test_cuda_ipc.py`` contains the same
-tests for a GPU.
+``csrc/tests/standin_cuda.cc`` replaces the driver, and treats host memory as device memory. The
+torch streams are those of ``test_staging.py``. ``tests/gpu/test_cuda_ipc.py`` contains the same
+tests for a real GPU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_every_type_comes_back(
 def test_order_is_kept_with_and_without_a_slot(
     pair: tuple[NativeTransport, NativeTransport],
 ) -> None:
-    """Checks the order of tensors that are too large for a slot, empty, or strided."""
+    """Checks that tensors keep their order if some are too large for a slot, empty, or strided."""
     low, high = pair
     tensors = []
     for number in range(40):
@@ -120,7 +120,7 @@ def test_arrivals_of_a_listener_are_copied_out_of_a_full_channel(
 def test_a_job_is_told_which_way_its_tensors_go(
     device: Device, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the log lines about GPU memory for ranks that simulate having a GPU."""
+    """Checks the log lines about GPU memory. The ranks simulate that they have a GPU."""
     monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
     monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
     offered: list[Any] = []

@@ -1,4 +1,4 @@
-"""Tests that all ranks of a job choose the same transports; the ranks are threads here."""
+"""Tests that all ranks of a job choose the same transports. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ needs_extension = pytest.mark.skipif(extension.load() is None, reason=str(extens
 
 
 class Gather:
-    """Exchanges values between ranks that are threads."""
+    """Exchanges values between ranks that run as threads."""
 
     def __init__(self, size: int) -> None:
         self._values: list[Any] = [None] * size
@@ -55,7 +55,7 @@ class Gather:
 
 
 class Wire:
-    """Replaces gloo by adding sent tensors to the peer's queue."""
+    """Replaces gloo. A sent tensor is added to the queue of the peer."""
 
     name = "gloo"
 
@@ -101,12 +101,12 @@ class Wired(Connector):
 
 
 class Outcome:
-    """The results of connecting some ranks.
+    """Results of connecting some ranks.
 
     Attributes:
         made: Transport of each rank, or the error that the rank raised.
         log: Lines that were logged.
-        calls: Rank and kind of each channel over process groups.
+        calls: Pairs of rank and kind, for each channel that uses process groups.
     """
 
     def __init__(self, size: int) -> None:
@@ -211,7 +211,7 @@ def test_without_the_extension_everything_is_gloo() -> None:
 
 @needs_extension
 def test_what_fails_after_all_is_replaced_on_all_ranks() -> None:
-    """Checks that gloo replaces channels of 64 times 4 GiB, which exceed this machine's memory."""
+    """Checks that gloo replaces channels of 64 times 4 GiB, which do not fit into memory."""
     assert psutil.virtual_memory().total < 256 << 30
     outcome = connect_all(ROW, transport_slot_bytes=1 << 32, transport_slots=64)
     assert [made.name for made in outcome.made] == ["gloo"] * 3

@@ -1,6 +1,6 @@
 """Tests channels of gloo for payloads of a single shape, between real processes.
 
-``test_contract.py`` tests gloo with varying shapes.
+``test_contract.py`` tests gloo with messages of varying shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_what_a_channel_does_not_carry_is_refused_by_the_sender(pool: Pool) -> N
 def test_foreign_header_ends_the_channel(
     start: Start, header: list[int], shape: tuple[int, ...] | None
 ) -> None:
-    """Checks the errors about invalid headers and unexpected sequence numbers."""
+    """Checks the errors about headers that are invalid or have unexpected sequence numbers."""
     kind, text = start("programs.foreign", 2, header=header, shape=shape).result(1)
     assert kind == "TransportError"
     assert "rank 0" in text
@@ -46,7 +46,7 @@ def test_foreign_header_ends_the_channel(
 
 @pytest.mark.parametrize("shape", [(3, 2), (4, 4)])
 def test_ranks_that_disagree_about_the_shape_are_told(start: Start, shape: tuple[int, ...]) -> None:
-    """Checks that a payload of a different shape raises an error."""
+    """Checks that a payload of an unexpected shape raises an error on the receiver."""
     kind, text = start("programs.disagree", 2, shape=shape).result(1)
     assert kind == "TransportError"
     assert "(2, 3)" in text
@@ -54,7 +54,7 @@ def test_ranks_that_disagree_about_the_shape_are_told(start: Start, shape: tuple
 
 
 def test_flush_has_a_deadline(start: Start) -> None:
-    """Checks that a flush times out if the peer is suspended and its connection stays open."""
+    """Checks that a flush times out if the peer is suspended with an open connection."""
     job = start("programs.stuck", 2)
     job.await_mark("ready")
     job.signal(1, signal.SIGSTOP)

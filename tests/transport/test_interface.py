@@ -58,7 +58,7 @@ def test_foreign_words_are_refused(word: int, value: int) -> None:
 
 
 def test_a_failed_channel_is_told_in_its_turn() -> None:
-    """Checks that wait and poll return earlier arrivals before the failure."""
+    """Checks that wait() and poll() return earlier arrivals before they raise the failure."""
     queue = CompletionQueue()
     for _ in range(2):
         queue.put(arrival(0))
@@ -72,7 +72,7 @@ def test_a_failed_channel_is_told_in_its_turn() -> None:
 
 
 def test_a_wait_that_is_almost_over_returns() -> None:
-    """Checks that short waits end. Before Python 3.13, those of ``SimpleQueue`` may not."""
+    """Checks that short waits end. Before Python 3.13, short waits of ``SimpleQueue`` may hang."""
     completions = CompletionQueue()
 
     def wait_often() -> None:

@@ -1,4 +1,4 @@
-"""Tests that all ranks stop and report a killed rank, but continue if a rank leaves."""
+"""Tests that all ranks stop and report a rank that was killed, but continue if a rank leaves."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .pool import Pool
 pytestmark = pytest.mark.multiprocess
 
 Start = Callable[..., Pool]
-LIMIT_S = 30.0  # All ranks must exit within this time.
+LIMIT_S = 30.0  # All ranks must exit within this number of seconds.
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Returns the port of a store that outlives every rank, like the store of torchrun."""
+    """Yields the port of a store that outlives all ranks, like the store of torchrun."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     yield store.port
     del store
 
 
 def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host: str = "") -> None:
-    """Checks that the survivor's line about the rank ``dead`` is complete and occurs once."""
+    """Checks that ``text`` has exactly one error line of the survivor about rank ``dead``."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
     name = f"rank {dead} (stage {dead}, pid {pid} on host {host or socket.gethostname()})"
@@ -57,14 +57,15 @@ APART = {"machines": ["east", "west"]}
 KILLS: dict[str, tuple[int, int, dict[str, Any], str, str]] = {
     "first-rank": (3, 0, {}, ENDED, ""),
     "middle-rank": (3, 1, {}, ENDED, ""),
-    # The kernel has no pidfd_open, and the job's watcher has no store.
+    # The kernel has no pidfd_open in the first case. The watchers have no store in the second case.
     "no-pidfd": (2, 1, {"without_pidfd": True}, ENDED, ""),
     "no-store": (2, 1, {"with_store": False}, ENDED, ""),
-    # Rank 0 sees rank 1 exit on its machine. Rank 2 is on another machine and reads the notice.
+    # Rank 0 notices that rank 1 has exited on its machine. Rank 2, on another machine, reads the
+    # notice.
     "elsewhere": (3, 1, {"machines": ["east", "east", "west"]}, ENDED, "east"),
-    # No rank remains on the machine to write a notice.
+    # No rank is left on this machine to write a notice.
     "silent": (2, 1, {**APART, "silent_s": 4.0}, "cannot be reached, nothing was heard", "west"),
-    # The store was in the process of rank 0.
+    # The process of rank 0 has served the store.
     "no-answer": (2, 0, {**APART, "serve": True}, "cannot be reached, the job's store", "east"),
 }
 """Number of ranks, killed rank, options of the watchers, expected message, and expected host."""
@@ -93,7 +94,7 @@ def test_killed_rank_ends_all_that_are_blocked(
 
 
 def test_asking_to_stop_does_not_keep_a_bereaved_rank_alive(start: Start, port: int) -> None:
-    """Checks that a handler that only records a launcher's SIGTERM does not keep a rank alive."""
+    """Checks that a rank exits although its handler only records the SIGTERM of the launcher."""
     job = start("programs.blocked", 3, port=port, with_stop=True)
     for rank in range(3):
         job.await_mark(f"blocked {rank}")
@@ -126,7 +127,7 @@ def test_broken_collective_is_explained(start: Start, port: int) -> None:
 
 
 def test_main_thread_that_hangs_on_its_way_out_is_ended(start: Start, port: int) -> None:
-    """Checks that a main thread that has called ``close`` and blocks all threads is stopped."""
+    """Checks that a main thread that hangs after a call of ``close`` is stopped."""
     job = start("programs.woken", 2, port=port, at_exit_s=50)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 1, job.text(0)
@@ -146,7 +147,7 @@ def test_first_reason_that_is_reported_reaches_all(start: Start, port: int) -> N
 
 @pytest.mark.parametrize("serve", [False, True], ids=["store-elsewhere", "store-in-rank-0"])
 def test_rank_that_leaves_ends_nobody(start: Start, port: int, serve: bool) -> None:
-    """Checks that rank 0 stays until all have left, because its process may serve the store."""
+    """Checks that rank 0 stays until all ranks have left, because it may serve the store."""
     job = start("programs.leaving", 3, port=free_port() if serve else port, serve=serve)
     assert job.status(1) == 0, job.text(1)
     job.mark("one-is-gone")
@@ -196,7 +197,7 @@ else:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
-    """Checks the error lines of all survivors, although torchrun immediately sends SIGTERM."""
+    """Checks the error lines of all survivors, although torchrun sends SIGTERM immediately."""
     script = tmp_path / "watched.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
@@ -212,7 +213,7 @@ def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
         text, _ = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
-            process.terminate()  # torchrun terminates its ranks.
+            process.terminate()  # torchrun then terminates its ranks.
             process.wait(40)
     survivors = re.findall(
         r"^error: rank 1 .* ended unexpectedly; this is rank (\d)", text, re.MULTILINE

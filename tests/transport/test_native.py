@@ -1,4 +1,4 @@
-"""Tests the queue and the channels of the extension, with both endpoints in one process."""
+"""Tests the extension's queue and channels. Both endpoints are in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Ends = tuple[NativeTransport, NativeTransport]
 
 @pytest.fixture(params=[True, False], ids=["exchange", "capsules"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    """Opens channels whose tensors are created by torch's function table, or by DLPack capsules."""
+    """Yields a channel whose tensors are created with torch's function table or DLPack capsules."""
     made = open_transports()
     module = extension.require("a test")
     if not request.param:
@@ -54,7 +54,7 @@ def test_every_type_comes_back(ends: Ends, dtype: torch.dtype) -> None:
 
 
 def test_other_items_keep_their_place(ends: Ends) -> None:
-    """Checks the order of notices, other transports' arrivals and errors in the same queue."""
+    """Checks that notices, errors and other transports' arrivals keep their order in the queue."""
     low, high = ends
     queue = high.completions
     notice = Notice(LABEL, 3)
@@ -74,7 +74,7 @@ def test_other_items_keep_their_place(ends: Ends) -> None:
 
 
 def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
-    """Checks that payloads are copied if all but four slots are held as views."""
+    """Checks that payloads are copied if all but four slots are in use by views."""
     low, high = ends
     node = low._node
     held = []
@@ -94,7 +94,7 @@ def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
 
 
 def test_a_listener_leaves_room_too(ends: Ends) -> None:
-    """Checks that slots do not run out while arrivals of a listener are not taken."""
+    """Checks that slots do not run out while a listener's arrivals are not taken."""
     low, high = ends
     heard = threading.Semaphore(0)
     high.completions.listen(lambda item: heard.release())
@@ -116,7 +116,7 @@ def test_what_was_reserved_is_sent_once(ends: Ends) -> None:
     tensor.view(torch.uint8).fill_(3)
     low.send(1, LABEL, tensor)
     assert take(high).take().view(torch.uint8).unique().tolist() == [3]
-    low.send(1, LABEL, tensor)  # The tensor is no longer reserved.
+    low.send(1, LABEL, tensor)  # The channel must not treat the tensor as reserved any more.
     assert take(high).take().shape == (5, 7)
 
 
@@ -137,7 +137,8 @@ def test_ranks_that_all_close_do_not_wait_for_each_other(kind: str) -> None:
         for _ in range(4 * SLOTS):
             transport.send(1 - index, LABEL, torch.zeros(1000))
     raised = close_all(pair)
-    # The last rank may have no peer left to send to, but no rank waits until the deadline.
+    # The rank that closes last may have no peer to send to, but no rank may wait until the
+    # deadline.
     assert not any(isinstance(error, DeadlineError) for error in raised)
     assert len(raised) < 2
 
@@ -160,16 +161,16 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 def threads_of_messages(begin: Callable[[], None], number: int) -> tuple[set[str], set[str]]:
-    """Starts a communication; returns its threads, and the threads known to the machine counters.
+    """Starts a communication. Returns its threads, and those that the machine counters know.
 
     Args:
-        begin: Function that starts the communication.
-        number: Minimum number of its threads.
+        begin: Function without arguments that starts the communication.
+        number: Minimum number of threads that the communication starts.
     """
     before = set(os.listdir("/proc/self/task"))
     begin()
     end_s = time.monotonic() + LIMIT_S
-    while True:  # A thread has no name until it has set a name.
+    while True:  # A new thread has a default name until it sets its name.
         begun = set(os.listdir("/proc/self/task")) - before
         counters = MachineCounters()
         counters.close()

@@ -1,7 +1,7 @@
-"""Tests the threads of the NCCL transport between real processes without a GPU.
+"""Tests the threads of the NCCL transport between real processes, without a GPU.
 
-Gloo pairs replace NCCL pairs. Host streams, whose work finishes when the test allows it, replace
-GPU streams. ``test_contract.py`` also runs the contract with this transport.
+Gloo pairs replace NCCL pairs. GPU streams are replaced by host streams whose work finishes when a
+test allows it. ``test_contract.py`` runs the contract with this transport too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 
 def test_a_channel_holds_what_is_under_way(pool: Pool) -> None:
-    """Checks that finished sends are released, so that memory does not grow with their number."""
+    """Checks that finished sends are freed, so that memory does not grow with their number."""
     excess, _ = pool.run("programs.many_sends", 2, count=3000, ahead=25)
     assert len(excess) >= 15
     assert max(excess) <= 2
@@ -38,7 +38,7 @@ def test_a_message_leaves_when_it_is_computed(pool: Pool) -> None:
 
 
 def test_an_arrival_is_announced_when_its_data_is_there(pool: Pool) -> None:
-    """Checks that arrivals wait for data, and that memory is kept for the compute stream."""
+    """Checks that arrivals wait for data, and that their memory is kept for the compute stream."""
     assert pool.run("programs.late_data", 2) == [[], ["MainThread"]]
 
 
@@ -49,7 +49,7 @@ def test_who_takes_nothing_holds_up_nobody_else(pool: Pool) -> None:
 
 
 def test_a_rank_opens_its_own_channels_alone(pool: Pool) -> None:
-    """Checks that a rank is not involved in opening the channels of other ranks."""
+    """Checks that a rank takes no part in opening the channels of other ranks."""
     assert pool.run("programs.row", 4) == [2, 4, 4, 2]
 
 
@@ -61,7 +61,7 @@ def test_a_channel_that_cannot_be_opened_is_an_error_on_all_ranks(pool: Pool) ->
 
 
 class Cuda:
-    """Replaces ``torch.cuda``, and records calls with the stream of their thread."""
+    """Replaces ``torch.cuda``. Records calls together with the stream of the calling thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -133,6 +133,7 @@ def test_a_late_tensor_parallel_rank_holds_up_nobody_for_ever(pool: Pool, schedu
     first, late, *others = pool.run(
         "late_rank.train", 4, schedule=schedule, steps=6, microbatches=6, seed=1
     )
-    # Each of two backward passes doubles a microbatch's number, which fills three elements.
+    # Each of the two backward passes doubles the number of a microbatch, which fills three
+    # elements.
     assert first == late == [[3.0 * 2 * 2 * number for number in range(6)]] * 6
     assert others == [[[]] * 6] * 2

@@ -28,7 +28,7 @@ NOT_BUILT = dict.fromkeys(("shm", "rdma", "tcp"), "the extension is not built") 
 
 
 def end(rank: int, **changes: Any) -> Endpoint:
-    """Returns an endpoint of ``rank`` on a machine that has RDMA but no GPU by default."""
+    """Returns an endpoint of ``rank``. By default, its machine has RDMA but no GPU."""
     machine = changes.pop("machine", "a")
     facts: dict[str, Any] = {
         "host": f"host-{machine}",
@@ -146,10 +146,10 @@ def test_the_log_names_every_pair_once() -> None:
         (None, None, MIB, 8),
         (3 * MIB, 6, 3 * MIB, 10),
         (3 * MIB, 1000, 3 * MIB, 64),
-        (10, 2, 4096, 6),  # The slot has the size of one page.
+        (10, 2, 4096, 6),  # Slots are at least as large as a memory page.
         (0, 1, 4096, 5),
-        (32 * MIB, 20, 32 * MIB, 8),  # The slots take 256 MiB together.
-        (200 * MIB, 20, 64 * MIB, 4),  # Each message is sent in several pieces.
+        (32 * MIB, 20, 32 * MIB, 8),  # All slots together take 256 MiB.
+        (200 * MIB, 20, 64 * MIB, 4),  # Each message of this size is sent in several pieces.
     ],
 )
 def test_a_channel_has_a_slot_for_each_microbatch_in_flight(
@@ -162,13 +162,13 @@ def test_a_channel_has_a_slot_for_each_microbatch_in_flight(
 def test_the_user_may_size_channels() -> None:
     size = size_of_channel(MIB, 6, slot_bytes=5000, slots=3)
     assert (size.slot_bytes, size.slots) == (5000, 3)
-    # No slot can be reserved if it might be the last free slot.
+    # A slot must not be reserved if it may be the last free slot.
     assert (size.reservable, size.least_free) == (0, 2)
 
 
 @pytest.mark.parametrize("slots", range(1, 65))
 def test_there_is_always_a_slot_for_the_next_message(slots: int) -> None:
-    """Checks that held and reserved slots leave two slots free for messages in flight."""
+    """Checks that two slots stay free for messages in flight if all others are held or reserved."""
     size = size_of_channel(MIB, 1, slots=slots)
     held = max(0, slots - size.least_free)
     assert held + size.reservable <= max(0, slots - 2)
@@ -179,7 +179,7 @@ def test_there_is_always_a_slot_for_the_next_message(slots: int) -> None:
     [(2, False, 1), (8, False, 2), (8, True, 2), (9, True, 3), (64, True, 2)],
 )
 def test_channels_of_a_row_open_side_by_side(size: int, ring: bool, rounds: int) -> None:
-    """Checks that disjoint pairs open at the same time instead of one after another."""
+    """Checks that disjoint pairs of ranks open their channels at the same time."""
     pairs = [(rank, rank + 1) for rank in range(size - 1)] + [(0, size - 1)] * ring
     order = rounds_of(set(pairs))
     assert sorted(order) == sorted(pairs)
@@ -198,9 +198,9 @@ def test_channels_of_any_ranks_open_in_a_bounded_number_of_rounds() -> None:
 
 
 def last_round(order: list[tuple[int, int]]) -> int:
-    """Returns the number of rounds to connect all pairs if a rank opens one channel per round.
+    """Returns the number of rounds to open all channels if a rank opens one channel per round.
 
-    Ranks open their pairs in the order of ``order``.
+    Each rank opens its channels in the order of ``order``.
     """
     done = dict.fromkeys(itertools.chain(*order), 0)
     for low, high in order:
@@ -213,5 +213,6 @@ def test_ranks_on_processors_of_their_own_do_not_share_them() -> None:
     assert not bound[0].shares_cpus(bound[1])
     assert bound[0].shares_cpus(bound[0])
     assert bound[0].shares_cpus(bound[2])
-    assert bound[0].shares_cpus(bound[3])  # The CPUs of this rank are unknown.
+    # The CPUs of this rank are unknown, so they may be shared.
+    assert bound[0].shares_cpus(bound[3])
     assert not bound[0].shares_cpus(end(4, machine="b", cpus=(0,)))

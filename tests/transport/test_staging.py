@@ -1,7 +1,7 @@
 """Tests which streams wait when tensors are copied between a simulated GPU and the host.
 
-Copies are real, but streams and events are replaced by objects that record calls.
-``tests/gpu/test_transport.py`` contains the same tests for a GPU.
+The tests copy real tensors, but objects that record calls replace streams and events.
+``tests/gpu/test_transport.py`` contains the same tests for a real GPU.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Device:
     """Replaces the streams, events and memory functions of ``torch.cuda``.
 
     Attributes:
-        said: Calls on streams and events, in order.
-        copied: Event that makes all events of streams complete when it is set.
-        registered: Address and size of the memory that was pinned in place.
+        said: Calls on streams and events, in their order.
+        copied: Event that completes the events of all streams when it is set.
+        registered: Address and size of memory that was pinned in place.
         locks: Whether memory can be pinned in place.
         pinned: Shapes of the tensors that were created in pinned memory.
     """
@@ -160,14 +160,14 @@ def test_a_slot_goes_back_when_its_copy_is_there(ends: Ends, device: Device) -> 
     low.flush(LIMIT_S)
     high.flush(LIMIT_S)
     second = take(high)
-    # Only this message's slot is in use, although ``received`` still exists.
+    # Only the slot of this message is in use, although ``received`` still exists.
     assert second._native.free_slots == 7
     assert received.sum() == 10.0
     assert node.pending(1) == 0
 
 
 def test_order_is_kept_with_and_without_a_slot(ends: Ends) -> None:
-    """Checks the order of tensors that are reserved, too large, without a slot, or strided."""
+    """Checks that tensors keep their order, also if they are reserved, large or strided."""
     low, high = ends
     tensors = []
     for number in range(40):
@@ -199,7 +199,7 @@ def test_slots_are_pinned_where_a_channel_tells_them(device: Device) -> None:
 
 
 def test_what_is_not_pinned_is_no_target_of_a_copy(device: Device) -> None:
-    """Checks that the executor does not wait for the computation in a copy to unpinned memory."""
+    """Checks that the executor does not wait for the computation if memory is not pinned."""
     device.locks = False
     low, high = made = open_transports(staged=True, reservable=2)
     low.send(1, label(0), torch.arange(5.0))
@@ -230,7 +230,7 @@ def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.Monkey
 def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the thread selects its GPU, because it may copy payloads out of GPU slots."""
+    """Checks that the thread selects its GPU, because it may copy payloads from GPU slots."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
@@ -247,7 +247,7 @@ def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
 
 
 def test_a_refusal_to_pin_is_no_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the error is cleared, because CUDA would report it again with the next kernel."""
+    """Checks that an error is cleared, because the next kernel would otherwise report it."""
     kernels = []
 
     def launch(*sizes: int, device: torch.device) -> torch.Tensor:

@@ -43,11 +43,11 @@ _BUFFER_BYTES = 4 * 2**20
 
 
 def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleTimes | None:
-    """Computes the times of a plan's pipeline, or returns ``None`` if its schedule is not 1F1B.
+    """Returns the times of a plan's pipeline, or ``None`` if the schedule of the plan is not 1F1B.
 
     With tensor parallelism, each rank sends its slice of the stage's output together with the
-    sizes. The receiver's CPU reads the sizes before it launches kernels, so the launch time is not
-    hidden.
+    sizes. The CPU of the receiver reads the sizes before it launches kernels, so the launch time is
+    not hidden.
     """
     if plan.schedule != "1f1b":
         return None
@@ -66,10 +66,10 @@ def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleT
 
 
 def runtime_of(document: Mapping[str, Any]) -> Runtime:
-    """Returns DeepSpeed's pipeline engine in the publication year of a data set.
+    """Returns DeepSpeed's pipeline engine as it was when a data set was published.
 
-    The document of a data set names the paper and its year. Tensor-parallel ranks send slices of a
-    stage's output (``PartitionedTensor.from_meta``).
+    ``document`` is the data set's document, which names the paper and its year. Tensor-parallel
+    ranks send slices of a stage's output (``PartitionedTensor.from_meta``).
     """
     years = re.findall(r"\b20\d\d\b", str(document.get("source", {}).get("paper", "")))
     newest = not years or int(years[0]) >= _TURNED
@@ -77,7 +77,7 @@ def runtime_of(document: Mapping[str, Any]) -> Runtime:
 
 
 class _Call(NamedTuple):
-    """Computation or message of a rank. The direction is 0 for forward and 1 for backward."""
+    """Computation or message of a rank. ``direction`` is 0 for forward and 1 for backward."""
 
     what: Literal["compute", "send", "receive"]
     peer: int
@@ -94,18 +94,18 @@ def rendezvous_times(
     buffered: Any,
     gradients_first: bool = True,
 ) -> ScheduleTimes:
-    """Computes the times of one step, with one stage on each rank.
+    """Computes the times of a step with one stage on each rank.
 
     Args:
-        num_microbatches: Number of microbatches of the step.
+        num_microbatches: Number of microbatches in the step.
         durations_s: Durations of forward and backward passes in seconds, ``[2, stages]``.
-        message_s: Duration of the message after each forward and backward pass in seconds, ``[2,
+        message_s: Duration of the message that follows each forward and backward pass, in seconds,
+            ``[2, stages]``.
+        launch_s: Part of the durations that is hidden while a rank waits, in seconds, ``[2,
             stages]``.
-        launch_s: Part of the durations in seconds that is hidden while a rank waits, ``[2,
-            stages]``.
-        buffered: Whether the message is sent without waiting for its receiver, ``[2, stages]
+        buffered: Whether the message is sent without waiting for the receiver, ``[2, stages]
             bool``.
-        gradients_first: Whether gradients are sent before activations.
+        gradients_first: Whether ranks send gradients before activations.
     """
     run = _Run(num_microbatches, durations_s, message_s, launch_s, buffered, gradients_first)
     while any(run.advance(rank) for rank in range(durations_s.shape[1])):
@@ -114,7 +114,7 @@ def rendezvous_times(
 
 
 class _Run:
-    """Simulates the calls of all ranks."""
+    """Simulates the calls of all ranks in a step."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Run:
         self.arrived: dict[tuple[int, int, int], float] = {}
 
     def advance(self, rank: int) -> bool:
-        """Runs calls of ``rank`` until it must wait. Returns whether any call was run."""
+        """Runs calls of ``rank`` until the rank must wait. Returns whether any call was run."""
         begin = self.at[rank]
         while self.at[rank] < len(self.calls[rank]):
             call = self.calls[rank][self.at[rank]]
@@ -175,7 +175,7 @@ class _Run:
         return True
 
     def _meets(self, rank: int, call: _Call) -> bool:
-        """Returns whether the peer has reached its call for this message."""
+        """Returns whether the peer has reached the call that belongs to this message."""
         if self.at[call.peer] >= len(self.calls[call.peer]):
             return False
         other = self.calls[call.peer][self.at[call.peer]]
@@ -190,7 +190,7 @@ class _Run:
 def _calls(
     stages: int, stage: int, num_microbatches: int, gradients_first: bool
 ) -> tuple[_Call, ...]:
-    """Returns the calls of the rank that holds ``stage`` in a step."""
+    """Returns the calls of the rank with the stage ``stage`` in a step."""
     found: list[_Call] = []
     for compute, messages in _program(stages, stage, num_microbatches):
         found += messages if gradients_first else reversed(messages)
@@ -201,9 +201,9 @@ def _calls(
 def _program(
     stages: int, stage: int, num_microbatches: int
 ) -> Iterator[tuple[list[_Call], list[_Call]]]:
-    """Yields the computation of a rank in each slot, and the messages before it.
+    """Yields the computation of a rank in each slot, and the messages before the computation.
 
-    Forward passes are in slots with the same parity as the rank, and backward passes in all other
+    Forward passes are in slots with the parity of the rank, and backward passes are in the other
     slots.
     """
     before = -1

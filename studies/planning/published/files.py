@@ -18,12 +18,12 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun(PlanInputs):
-    """Measured run and the inputs of its prediction. The profile was measured separately.
+    """Measured run, and inputs to predict it. The profile was measured separately.
 
     Attributes:
         plan: Plan of the run.
         seconds: Measured step time in seconds, or ``None`` if only the memory is known.
-        peak_bytes: Maximum peak memory of a GPU in bytes, or ``None`` if it is unknown.
+        peak_bytes: Maximum memory of a GPU in bytes, or ``None`` if it is unknown.
         runtime: Properties of the training program that affect the prediction.
     """
 
@@ -33,22 +33,22 @@ class MeasuredRun(PlanInputs):
     runtime: Runtime = OURS
 
     def predicted(self) -> Prediction:
-        """Predicts the step time and memory of the run."""
+        """Returns the predicted step time and memory of the run."""
         return predict(self.plan, self, self.runtime)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file as dictionaries. Raises the errors of :func:`_read`."""
+    """Returns the rows of the CSV file ``path`` as dictionaries. Raises the errors of ``_read``."""
     return _read(path, lambda file: list(csv.DictReader(file)))
 
 
 def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file. Raises the errors of :func:`_read`."""
+    """Returns the content of the JSON file ``path``. Raises the errors of :func:`_read`."""
     return _read(path, json.load)
 
 
 def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
-    """Returns the content of the file ``path``, parsed by ``parse``.
+    """Returns the content of the file ``path``, which ``parse`` parses.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -63,10 +63,10 @@ def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
 
 
 def part(document: Any, keys: Sequence[str], folder: Path) -> Any:
-    """Returns the value under a path of keys in a JSON document.
+    """Returns the value at the path ``keys`` in the JSON document ``document``.
 
     Raises:
-        ConfigError: A key is missing.
+        ConfigError: A key is missing. The message contains ``folder``.
     """
     for at, key in enumerate(keys):
         if not isinstance(document, dict) or key not in document:

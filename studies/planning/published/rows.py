@@ -61,7 +61,7 @@ _ETHERNET = 0.92
 Sailor (SOSP 2025), NCCL reached 0.115 of 0.125 GB/s and 2.86 of 3.125 GB/s."""
 
 _REACHED = 0.8
-"""Fraction of a GPU's memory bandwidth that passes over long vectors reach."""
+"""Fraction of a GPU's memory bandwidth that operations on long vectors reach."""
 
 _OPTIMIZER_BYTES = 52
 """Number of bytes per parameter that a mixed-precision Adam step reads and writes: conversion of
@@ -73,7 +73,7 @@ _LAUNCHED = 0.05
 
 
 def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
-    """Reads the runs of ``measured_NAME.csv`` that have a time.
+    """Reads those runs of ``measured_NAME.csv`` that have a time.
 
     Raises:
         ConfigError: A file is missing, cannot be read, or does not describe the runs.
@@ -117,7 +117,7 @@ def _batch(row: Mapping[str, str]) -> int:
 
 
 def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, folder: Path) -> str:
-    """Returns the name of the model with this number of layers and this batch size."""
+    """Returns the name of the model that has the number of layers and the batch size of ``row``."""
     layers = sum(map(int, row["partition"].split("-")))
     counts = {name: len(found) for (name, _, _), found in times.items()}
     fits = [
@@ -146,11 +146,11 @@ def _times(folder: Path) -> Times:
 
 
 class _SetTimes:
-    """Separates the times of one model's layers into launching, computing and all-reduces.
+    """Splits the times of a model's layers into launching, computing and all-reduces.
 
     Args:
         models: All models of the data set.
-        model: Name of the model.
+        model: Name of the model whose times are split.
         times: Times of all models.
     """
 
@@ -158,7 +158,7 @@ class _SetTimes:
         self.models, self.model, self.times = models, model, times
 
     def of(self, gpu: str, tp: int) -> Iterator[tuple[str, float, float, float]]:
-        """Yields kind, forward time, launch time and all-reduce time of each layer, in seconds."""
+        """Yields the kind of each layer, and its forward, launch and all-reduce time in seconds."""
         launch = self._launch(tp)
         for kind, seconds in self.times[self.model, gpu, tp]:
             fixed = exchange = 0.0
@@ -171,7 +171,7 @@ class _SetTimes:
         return fmean(seconds for one, seconds in self.times[model, gpu, tp] if one == kind)
 
     def _launch(self, tp: int) -> float:
-        """Returns the shortest forward time in seconds that is only launch time, or 0."""
+        """Returns the shortest forward time that consists only of launch time, in seconds, or 0."""
         found = []
         for (model, gpu, width), layers in self.times.items():
             described, card = self.models[model], known_gpu(gpu)
@@ -187,7 +187,7 @@ class _SetTimes:
         return min(found, default=0.0)
 
     def _exchange(self, gpu: str, tp: int, kind: str, hidden: int) -> float:
-        """Returns the part of a forward pass that launching and computing do not explain."""
+        """Returns the seconds of a forward pass that launching and computing do not explain."""
         sharded = math.ceil(hidden / tp / _TILE) / math.ceil(hidden / _TILE)
 
         def left(width: int) -> float:
@@ -197,7 +197,7 @@ class _SetTimes:
 
 
 def _width(described: Mapping[str, Any], kind: str) -> int:
-    """Returns the hidden size of a kind of transformer layer, or 0 for all other layers."""
+    """Returns the hidden size of a kind of transformer layers, or 0 for other kinds of layers."""
     if not kind.startswith("transformer"):
         return 0
     return int(described["hidden_size" + kind.removeprefix("transformer")])
@@ -227,7 +227,7 @@ def _name(index: int, kind: str) -> str:
 def _model(name: str, described: Mapping[str, Any], layers: list[tuple[str, float]]) -> Model:
     sizes = _parameters(described)
     replicated = described.get("parameters_per_layer_from_shapes", {})
-    # Each tensor-parallel rank has a complete copy of these projections.
+    # Each tensor-parallel rank has a full copy of these projections.
     whole = {key: float(value) for key, value in replicated.items() if key != "note"}
     sent = _sent(described, [kind for kind, _ in layers])
     kinds = {}
@@ -258,7 +258,7 @@ _SENT = "boundary_activation_elements_per_sample"
 
 
 def _sizes(described: Mapping[str, Any], key: str) -> dict[str, float]:
-    """Returns the numbers under ``key``, preferring numbers that were derived from shapes."""
+    """Returns the numbers under ``key``. Numbers that were derived from shapes take precedence."""
     given = described.get(f"{key}_from_shapes") or described[key]
     return {name: float(value) for name, value in given.items() if isinstance(value, (int, float))}
 
@@ -272,9 +272,10 @@ def _parameters(described: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
-    """Returns the number of elements that each layer sends. Undescribed layers keep the size."""
+    """Returns the number of elements that each layer sends. Layers without sizes keep the size."""
     sizes, sent = _sizes(described, _SENT), []
-    # The image of a generator grows in an undescribed layer. All such layers get the final size.
+    # The image of a generator grows in a layer whose size is unknown. All such layers get the final
+    # size.
     last = sizes.get(kinds[0], min(sizes.values()))
     for i, kind in enumerate(kinds):
         if kind == "other":
@@ -286,7 +287,7 @@ def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
 
 
 def _cluster(nodes: Sequence[Mapping[str, Any]]) -> tuple[Cluster, list[int]]:
-    """Returns the cluster, and its node indices in the order of the file."""
+    """Returns the cluster, and the indices of its nodes in the order of the file."""
     kinds: list[Mapping[str, Any]] = []
     members: list[list[int]] = []
     for number, node in enumerate(nodes):

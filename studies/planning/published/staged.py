@@ -49,7 +49,7 @@ _LOSS_COPIES = 3
 
 
 def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
-    """Reads the runs of ``measured_NAME.json``, except values that the data set marks as unsound.
+    """Reads the runs of ``measured_NAME.json``, except values that the data set marks as wrong.
 
     Raises:
         ConfigError: A file is missing, cannot be read, or does not describe the runs.
@@ -67,7 +67,7 @@ def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
     )
     precision = Precision.named(part(models, ("training", "precision"), folder))
     runtime = replace(runtime_of(models), **_MEMORY)
-    # Excluded runs may be incomplete, so they are removed before they are read.
+    # Excluded runs may be incomplete, so remove them before reading.
     plans = [plan for plan in part(document, ("plans",), folder) if not _is_left_out(plan)]
     made = {}
     for key in dict.fromkeys(plan["model"] for plan in plans):
@@ -101,7 +101,7 @@ def _run(
 def _model(
     name: str, tokens: int, precision: Precision, memory: Sequence[Mapping[str, str]]
 ) -> Model:
-    """Returns a model. Parameter counts of two sizes show which part is tensor-parallel."""
+    """Returns a model. The parameter counts of two sizes show which part is tensor-parallel."""
     counted = {(int(row["tp"]), int(row["layer_index"])): row for row in memory}
     widths = sorted({tp for tp, _ in counted})
     low, high = widths[0], widths[min(1, len(widths) - 1)]
@@ -144,7 +144,7 @@ def _profile(
             kept_bytes=kept[tp, index] * size,
         )
         if index == 0:
-            # The update time was measured on embedding, two transformer layers and head.
+            # The update time was measured for the embedding, two transformer layers and the head.
             profiled = (0, 1, 2, model.num_layers - 1)
             parts = sum(model.layer(i).held_parameters(tp) for i in profiled)
             update.setdefault(row["gpu"], []).append(float(row["optimizer_step_s"]) / parts)
@@ -162,7 +162,7 @@ def _cluster(
         pair = {(one, other), (other, one)}
         known = [x for x in links if x["scope"] == scope and (x["from_gpu"], x["to_gpu"]) in pair]
         if not known and scope == "inter_node" and one == other and one in single:
-            # This happens if the cluster has only one node of this type.
+            # The link is unknown if the cluster has only one node of this type.
             return found(one, one, "intra_node")
         if not known:
             raise ConfigError(
@@ -193,7 +193,7 @@ def _cluster(
 
 
 def _link(found: Iterable[Mapping[str, Any]]) -> LinkSpeed:
-    """Combines both directions of a link, using the slower direction for each number of pairs."""
+    """Combines both directions of a link. Uses the slower direction for each number of pairs."""
     by_pairs: dict[int, LinkSpeed] = {}
     for one in found:
         speed = _curve(one["log2_poly"])
@@ -217,7 +217,7 @@ def _curve(poly: list[float]) -> LinkSpeed:
 
 def _plan(given: Mapping[str, Any], cluster: Cluster) -> Plan:
     size, pp = int(given["microbatch_size"]), int(given["pp"])
-    # Nodes of a type are assigned to stages in order, and each replica gets a separate node.
+    # Nodes of a type are assigned to the stages in order. Each replica gets a separate node.
     free = {
         one.name: [i for i, node in enumerate(cluster.nodes) if node.name == one.name]
         for one in cluster.types

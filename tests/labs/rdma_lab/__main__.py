@@ -39,7 +39,7 @@ def main() -> int:
     )
     parser.add_argument("command", nargs="*", help="program and its arguments, after --")
     options = parser.parse_args()
-    # Exit with an exception, which terminates the nodes.
+    # Raise an exception on SIGTERM, so that the nodes are terminated.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if options.prepare:

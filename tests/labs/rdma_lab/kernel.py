@@ -1,4 +1,4 @@
-"""Compiles the kernel of the nodes once per combination of the settings in this module."""
+"""Compiles the kernel of the nodes, once for each combination of the settings in this module."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .packages import LabError
 __all__ = ["prepare", "why_not"]
 
 SOURCE = "linux-source-6.12"
-"""Debian package with the kernel source, in the version that Debian currently has."""
+"""Debian package that contains the kernel's source, in the version that Debian currently has."""
 CONFIG = Path(__file__).with_name("kernel.config")
 
-# When a packet arrives, it interrupts the node's processor, but does not preempt a program that
-# polls memory. Such a program would see the data only after the next timer tick. Therefore, an
-# interrupt also reschedules, and ticks are more frequent.
+# An arriving packet interrupts the processor of the node, but does not preempt a program that polls
+# memory. Such a program would see the data only after the next timer tick. Therefore, interrupts
+# also reschedule, and ticks are more frequent.
 _HANDLED = "_sigio_handler(regs, irqs_suspended);\n"
 _TAKE = """\
 	if (need_resched() && current->mm)
 		os_alarm_process(current->mm->context.id.pid);
 """
-# Reserve space for the registers of any processor: on a host with AMX tiles, either all 11,008
-# bytes of registers are restored or no registers at all. The registers are saved on the kernel's
-# stacks, which kernel.config enlarges.
+# Reserve space for the registers of any processor. On a host with AMX tiles, either all 11,008
+# bytes of registers can be restored, or no registers at all. The registers are saved on the
+# kernel's stacks, which kernel.config enlarges.
 _REGISTERS = "DEFINE_LONGS(HOST_FP_SIZE, {});\n".format
 CHANGES = (
     ("arch/um/kernel/irq.c", _HANDLED, _HANDLED + _TAKE),
@@ -39,10 +39,10 @@ replacement.
 
 
 def prepare() -> Path:
-    """Returns the path of the kernel; the first call installs packages and compiles the kernel.
+    """Returns the path of the kernel. The first call installs packages and compiles the kernel.
 
     Raises:
-        LabError: The lab cannot run here.
+        LabError: Nodes cannot run on this machine.
     """
     if reason := why_not():
         raise LabError(reason)
@@ -54,7 +54,7 @@ def prepare() -> Path:
 
 
 def why_not() -> str | None:
-    """Returns the reason why :func:`prepare` cannot succeed, or ``None`` if it can."""
+    """Returns the reason why :func:`prepare` would fail, or ``None`` if it would succeed."""
     if reason := packages.why_not_here():
         return reason
     lacking = _lacking(_kernel())
@@ -73,7 +73,7 @@ def _lacking(kernel: Path) -> list[str]:
 
 
 def _kernel() -> Path:
-    """Returns the path of the kernel for these settings; the file may not exist yet."""
+    """Returns the path of the kernel for these settings. The file may not exist yet."""
     return packages.cache_path("", (SOURCE, CONFIG.read_text(), CHANGES)) / "linux"
 
 
@@ -105,7 +105,7 @@ def _build(folder: Path) -> None:
 
 
 def _archive(work: Path) -> Path:
-    """Returns the source archive of the installed package, or downloads the package to ``work``."""
+    """Returns the source archive of the kernel's package. Downloads the package if necessary."""
     installed = Path("/usr/src", f"{SOURCE}.tar.xz")
     if installed.exists():
         return installed

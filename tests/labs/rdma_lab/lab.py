@@ -26,12 +26,12 @@ MACHINES = ("uml", "qemu")
 """Kinds of nodes: User-mode Linux, or a machine emulated by QEMU."""
 
 TIMED_OUT = 124
-"""Exit status after a timeout."""
+"""Exit status of the lab after a timeout."""
 DIED = 125
-"""Exit status of a node whose kernel exited."""
+"""Exit status that stands for a node whose kernel has exited."""
 
 _SCRIPTS = Path(__file__).parent
-_GRACE_S = 10.0  # If a node fails, the other nodes have this many seconds to finish.
+_GRACE_S = 10.0  # If a node fails, the other nodes have this number of seconds to finish.
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -44,9 +44,10 @@ class Result:
     """Result of a command on all nodes.
 
     Attributes:
-        status: Exit status of the first node that failed, otherwise 0; 124 after a timeout.
-        statuses: Exit statuses by rank, or ``None`` for a command that did not finish.
-        output: Text that was written to stdout and stderr, by rank.
+        status: Exit status of the first node that failed, 124 after a timeout, or 0.
+        statuses: Exit status of each node by rank. The status is ``None`` if the command did not
+            finish.
+        output: Text that each node has written to stdout and stderr, by rank.
         duration_s: Duration of the run in seconds, including the boot.
     """
 
@@ -72,9 +73,9 @@ class _Boot:
 
     Attributes:
         machine: Kind of the nodes, one of :data:`MACHINES`.
-        kernel: Path of the program that runs a node; for QEMU, path of the folder that contains the
+        kernel: Path of the program that runs a node. For QEMU, path of the folder that contains the
             kernel and the initial file system.
-        folder: Folder for files that are exchanged with the nodes, deleted at the end.
+        folder: Folder for files that are exchanged with the nodes. It is deleted at the end.
         share: Folder that the nodes use as ``LAB_SHARE``.
         memory_mib: Memory of a node, in MiB.
     """
@@ -99,7 +100,7 @@ class _Node:
     read_bytes: int = 0
 
     def look(self) -> None:
-        """Reads the node's new output, and its exit status if it has finished."""
+        """Reads new output of the node, and its exit status if it has finished."""
         ended = self.process.poll() is not None
         self.read()
         file = self.folder / f"status.{self.rank}"
@@ -109,9 +110,9 @@ class _Node:
             self.status = DIED
 
     def read(self, *, last: bool = False) -> None:
-        """Reads the output's new complete lines.
+        """Reads the complete lines that the node has written since the last call.
 
-        If ``last`` is set, an incomplete last line is read too.
+        If ``last`` is true, this also reads an incomplete last line.
         """
         with (self.folder / f"output.{self.rank}").open("rb") as output:
             output.seek(self.read_bytes)
@@ -128,13 +129,14 @@ class _Node:
             self.on_line(self.rank, line)
 
     def end(self) -> None:
-        """Kills the node with all its programs, and waits until it has exited."""
-        with contextlib.suppress(ProcessLookupError):  # The node's process may have exited already.
+        """Kills the node and all of its programs, and waits until the node has exited."""
+        # The process of the node may have exited already.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def conclude(self) -> None:
-        """Reads the remaining output, and adds the console's output if the node did not finish."""
+        """Reads the remaining output. Adds the console's output if the node did not finish."""
         self.read(last=True)
         if self.status in (None, DIED):
             console = (self.folder / f"console.{self.rank}").read_text(errors="replace")
@@ -160,16 +162,15 @@ def run(
         nodes: Number of nodes.
         timeout_s: Timeout in seconds. It includes the boot, but not the first compilation of the
             kernel.
-        env: Environment variables to add to the variables of this process.
-        memory_mib: Memory of a node in MiB, which also holds the files that the node writes.
-        share: Existing folder to use as ``LAB_SHARE``; ``None`` to create a folder that is deleted
-            at the end.
-        on_line: Function that is called with the rank and the line whenever a node has written a
-            line.
+        env: Environment variables, in addition to those of this process.
+        memory_mib: Memory of each node in MiB. It also holds the files that the node writes.
+        share: Existing folder that nodes use as ``LAB_SHARE``. If it is ``None``, a new folder is
+            created, and deleted at the end.
+        on_line: Function that is called with the rank and the text of each line that a node writes.
         machine: Kind of the nodes, one of :data:`MACHINES`.
 
     Raises:
-        LabError: The lab cannot run here.
+        LabError: Nodes cannot run on this machine.
     """
     program = qemu.prepare() if machine == "qemu" else kernel.prepare()
     with tempfile.TemporaryDirectory(prefix="rdma-lab-") as name:
@@ -203,7 +204,7 @@ def run(
 
 
 def _watch(nodes: list[_Node], deadline_s: float) -> int:
-    """Waits for all ``nodes`` until ``deadline_s``, and returns the first nonzero status or 0."""
+    """Waits for ``nodes`` until ``deadline_s``. Returns the first nonzero exit status or 0."""
     failure = 0
     while any(node.status is None for node in nodes) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
@@ -217,7 +218,7 @@ def _watch(nodes: list[_Node], deadline_s: float) -> int:
 
 
 def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Writes the files that nodes read at boot, and creates the files to which they write."""
+    """Writes the files that nodes read when they boot, and creates the files that they write."""
     addresses = [f"10.77.0.{rank + 1}" for rank in range(nodes)]
     variables = {
         **os.environ,
@@ -249,12 +250,12 @@ def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[s
 
 
 def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
-    """Connects node 0 to each of the others, and returns the sockets of each node's links."""
+    """Connects node 0 to each other node, and returns the sockets of each node's links."""
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # Links stay open until the run ends, so that other nodes see a dead node as silent.
+        # The links stay open until the run ends. So for other nodes, a dead node is only silent.
         for end in pair:
             stack.enter_context(end)
         first.append(pair[0])
@@ -263,23 +264,24 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
 
 
 def _processors(machine: str) -> list[set[int]]:
-    """Returns the sets of processors to which nodes of the kind ``machine`` are bound in rotation.
+    """Returns sets of processors. Nodes of the kind ``machine`` are bound to them in rotation.
 
     User-mode Linux has one processor, but consists of two processes on the host: the kernel and its
-    programs. Only one of them runs at a time. If they ran on different processors, system calls
-    would take two to three times as long for several seconds, and nodes would differ in speed.
+    programs. Only one of these processes runs at a time. On different processors, system calls
+    would take two to three times as long for several seconds, and the nodes would differ in speed.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if machine != "uml":
         return [set(allowed)]
-    random.shuffle(allowed)  # Several labs may run at the same time.
+    # Shuffle the processors, because several labs may run at the same time.
+    random.shuffle(allowed)
     return [{processor} for processor in allowed]
 
 
 def _start(
     boot: _Boot, rank: int, nodes: int, links: list[socket.socket], processors: set[int]
 ) -> subprocess.Popen[bytes]:
-    """Starts node ``rank`` on ``processors``; it dies when the calling thread exits."""
+    """Starts node ``rank`` on ``processors``. The node dies when the calling thread exits."""
 
     def prepare() -> None:
         os.sched_setaffinity(0, processors)
@@ -297,7 +299,7 @@ def _start(
         )
     else:
         command = _user_mode_linux(boot, variables, links)
-    # The memory of a node is a file in this folder, whose file system must allow execution.
+    # The memory of a node is a file in this folder. The file system must allow execution.
     shm = os.statvfs("/dev/shm")
     free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
     memory = Path("/dev/shm") if free_mib > nodes * boot.memory_mib else boot.folder

@@ -1,4 +1,4 @@
-"""Lists the Debian packages that the lab needs for its programs, and installs them."""
+"""Lists the Debian packages of the programs that the lab needs, and installs them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUNNING: Mapping[str, str] = {
     "ib_write_lat": "perftest",
     "/etc/libibverbs.d/rxe.driver": "ibverbs-providers",
 }
-"""Programs and files that nodes need, with their packages."""
+"""Programs and files that nodes need, with the packages that contain them."""
 
 BUILDING: Mapping[str, str] = {
     "gcc": "gcc",
@@ -45,7 +45,7 @@ BUILDING: Mapping[str, str] = {
     "bc": "bc",
     "xz": "xz-utils",
 }
-"""Programs and files for compiling the kernel, with their packages."""
+"""Programs and files that compiling the kernel needs, with the packages that contain them."""
 
 _SYSTEM = "/usr/sbin:/sbin"
 
@@ -55,21 +55,21 @@ class LabError(Exception):
 
 
 def why_not_here() -> str | None:
-    """Returns the reason why nodes cannot run on this machine, or ``None`` if they can run."""
+    """Returns the reason why this machine cannot run nodes, or ``None`` if it can run them."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return "the RDMA lab needs Linux on x86_64"
     return None
 
 
 def cache_path(kind: str, choices: object) -> Path:
-    """Returns the path in the cache for the result of ``choices``; it may not exist yet."""
+    """Returns the path in the cache for the settings ``choices``. The path may not exist yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:16]
     return cache / "megatron-adaptive" / "rdma-lab" / f"{kind}{digest}"
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Calls ``make(folder)`` unless ``folder`` exists; concurrent callers wait until it exists."""
+    """Calls ``make(folder)`` if ``folder`` is missing. Concurrent callers wait until it exists."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / "lock").open("w") as lock:
@@ -79,7 +79,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def missing(*needs: Mapping[str, str]) -> list[str]:
-    """Returns the packages of the programs and files in ``needs`` that are missing."""
+    """Returns the Debian packages of the programs and files in ``needs`` that are missing."""
     path = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}"
     lacking = {
         package: None
@@ -96,7 +96,7 @@ def can_install() -> bool:
 
 
 def install(packages: list[str]) -> None:
-    """Installs the Debian packages ``packages``; see :func:`can_install`.
+    """Installs the Debian packages ``packages``. See :func:`can_install`.
 
     Raises:
         LabError: The installation failed.
@@ -112,10 +112,10 @@ def call(*command: str | Path, cwd: Path | None = None, stdin: str | None = None
     Args:
         command: Program and its arguments.
         cwd: Working directory of the program.
-        stdin: Text for its standard input.
+        stdin: Text that is passed to the program's standard input.
 
     Raises:
-        LabError: The program failed; the message contains the last line of its stderr.
+        LabError: The program failed. The message contains the last line of its stderr.
     """
     done = subprocess.run(
         command,

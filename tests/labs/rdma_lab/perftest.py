@@ -1,4 +1,4 @@
-"""Measures the link between nodes 0 and 1 with perftest; both nodes call the same functions.
+"""Measures the link between nodes 0 and 1 with perftest. Both nodes call the same functions.
 
     python -m tests.labs.rdma_lab -- /usr/bin/python3 -m tests.labs.rdma_lab.perftest
 
@@ -36,34 +36,34 @@ def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float
 
     Args:
         size_bytes: Size of a write, in bytes.
-        total_bytes: Total size of all writes; there are at least five writes.
+        total_bytes: Total size of all writes in bytes. There are at least five writes.
         timeout_s: Timeout in seconds.
 
     Returns:
-        The average that ``ib_write_bw`` reports, which is the same on both nodes.
+        Average bandwidth that ``ib_write_bw`` reports, which is the same on both nodes.
 
     Raises:
         PerftestError: perftest failed or timed out.
     """
     count = max(5, total_bytes // size_bytes)
     _peak, average = _measure("ib_write_bw", size_bytes, count, timeout_s)[:2]
-    return average * _MIB  # perftest prints MiB, although it labels them MB.
+    return average * _MIB  # perftest prints MiB/s, although it labels the values MB/s.
 
 
 def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> tuple[float, float]:
     """Returns the median and the mean one-way latency of an RDMA write, in microseconds.
 
-    If other programs use the processors, the mean is several times the median, because some writes
-    wait for a whole time slice.
+    If other programs use the processors, the mean is several times the median. The reason is that
+    some writes wait for a whole time slice.
 
     Args:
         size_bytes: Size of a write, in bytes.
-        count: Number of writes in each direction; each write answers the previous one.
+        count: Number of writes in each direction. Each write answers the previous write.
         timeout_s: Timeout in seconds.
 
     Returns:
-        The median of ``ib_write_lat`` (half the round-trip time that node 1 measures) and the mean,
-        which are the same on both nodes.
+        Median and mean of ``ib_write_lat``, which are the same on both nodes. A latency is half of
+        the round-trip time that node 1 measures.
 
     Raises:
         PerftestError: perftest failed or timed out.
@@ -73,13 +73,13 @@ def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> 
 
 
 def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[float]:
-    """Runs ``tool``, and returns the numbers in its table after the size and the count."""
+    """Runs ``tool``, and returns the numbers that follow size and count in its table."""
     rank, result = int(os.environ["RANK"]), Path(os.environ["LAB_SHARE"], "perftest-result")
     if rank > 1:
         raise PerftestError(f"{tool} runs only on nodes 0 and 1, but this is node {rank}")
     deadline_s = time.monotonic() + timeout_s
-    # If other programs use the processors, perftest may fail to measure the processor frequency. In
-    # this case, it prints no valid numbers, so try again.
+    # If other programs use the processors, perftest may fail to measure the processor frequency,
+    # and then prints invalid numbers. So try again in this case.
     for _ in range(_TRIES):
         row = _run(tool, size_bytes, count, deadline_s)
         if rank == 1:
@@ -99,7 +99,7 @@ def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[f
 
 
 def _run(tool: str, size_bytes: int, count: int, deadline_s: float) -> list[str]:
-    """Runs ``tool`` as soon as node 0 listens, and returns the values of its table."""
+    """Runs ``tool`` as soon as node 0 listens, and returns the values in its table."""
     mark = Path(os.environ["LAB_SHARE"], "perftest-listens")
     command = [tool, "-d", os.environ["LAB_RDMA_DEV"], "-x", os.environ["LAB_RDMA_GID"], "-F"]
     command += ["-s", str(size_bytes), "-n", str(count), "-p", str(_PORT)]
@@ -134,14 +134,14 @@ def _await(reached: Callable[[], bool], deadline_s: float) -> None:
 
 
 def _listens() -> bool:
-    """Returns whether a program on this node listens on the port; does not connect to it."""
+    """Returns whether a program on this node listens on the port, without connecting to it."""
     sockets = (Path("/proc/net", name).read_text().split("\n")[1:] for name in ("tcp", "tcp6"))
     rows = [line.split() for lines in sockets for line in lines if line]
     return any(row[1].endswith(f":{_PORT:04X}") and row[3] == _LISTEN for row in rows)
 
 
 def main() -> None:
-    """Prints a table of the results on node 0."""
+    """Measures the link, and prints a table of the results on node 0."""
     quiet = os.environ["RANK"] != "0"
     for size_bytes in BANDWIDTH_SIZES:
         rate = bandwidth(size_bytes)

@@ -1,7 +1,7 @@
-"""Runs nodes as machines emulated by QEMU, which are slow but support sanitizers.
+"""Runs nodes as machines that QEMU emulates, which are slow but support sanitizers.
 
-The machines boot Debian's own kernel with the few modules that a node needs. QEMU emulates the
-processor, so neither privileges nor virtualization are needed.
+The machines boot Debian's kernel with the few modules that a node needs. QEMU emulates the
+processor, so the lab needs neither privileges nor virtualization.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PACKAGES: Mapping[str, str] = {
     "depmod": "kmod",
     "xz": "xz-utils",
 }
-"""Programs and their packages, which the lab does not install itself."""
+"""Programs that the lab does not install itself, with the packages that contain them."""
 
 KERNEL = "linux-image-6.12-amd64"
-"""Package that depends on the newest kernel; cloud kernels lack soft-RoCE and 9p."""
+"""Package that depends on the newest kernel. Kernels for clouds lack soft-RoCE and 9p."""
 MODULES = (
     *("virtio_pci", "virtio_net", "9p", "9pnet_virtio", "overlay", "sch_netem"),
-    # Soft-RoCE loads this module, which computes checksums, by its name.
+    # Soft-RoCE requests the first of these modules, which computes checksums, by its name.
     *("crc32_generic", "rdma_rxe"),
 )
 INIT = Path(__file__).with_name("init-qemu.sh")
@@ -38,7 +38,7 @@ _FOLDERS = ("bin", "modules", "proc", "sys", "dev", "host")
 
 
 def why_not() -> str | None:
-    """Returns the reason why :func:`prepare` cannot succeed, or ``None`` if it can."""
+    """Returns the reason why :func:`prepare` would fail, or ``None`` if it would succeed."""
     if reason := packages.why_not_here():
         return reason
     if lacking := packages.missing(packages.RUNNING, PACKAGES):
@@ -50,10 +50,10 @@ def why_not() -> str | None:
 
 
 def prepare() -> Path:
-    """Returns the folder with ``vmlinuz`` and ``initrd``; the first call downloads the kernel.
+    """Returns the folder with ``vmlinuz`` and ``initrd``. The first call downloads the kernel.
 
     Raises:
-        LabError: The lab cannot run here.
+        LabError: Nodes cannot run on this machine.
     """
     if reason := why_not():
         raise LabError(reason)
@@ -77,7 +77,7 @@ def _make(kernel: Path) -> None:
         for folder in _FOLDERS:
             (root / folder).mkdir(parents=True)
         busybox = shutil.which("busybox")
-        assert busybox is not None  # The function why_not() has checked this.
+        assert busybox is not None  # The function why_not() has checked that busybox exists.
         shutil.copy(busybox, root / "bin/busybox")
         shutil.copy(INIT, root / "init")
         (root / "init").chmod(0o755)
@@ -132,17 +132,18 @@ def arguments(
     """Returns the command that starts node ``rank``.
 
     Args:
-        kernel: Folder that :func:`prepare` returned.
+        kernel: Folder that was returned by :func:`prepare`.
         rank: Index of the node.
-        links: Endpoints of the node's links to other nodes. A hub joins them if there are several.
+        links: Sockets of the node's links to other nodes. A hub joins the links if there are
+            several.
         memory_mib: Memory of the node, in MiB.
-        folders: Folders that the node mounts as writable, by mount tag.
-        variables: Variables of the node's first process, as ``NAME=VALUE``.
+        folders: Folders that the node mounts with write access, by mount tag.
+        variables: Environment variables of the node's first process, as ``NAME=VALUE``.
     """
     command = "qemu-system-x86_64 -accel tcg -cpu max -nodefaults -display none -no-reboot".split()
     command += ["-m", str(memory_mib), "-serial", "stdio"]
     command += ["-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd")]
-    # The kernel's timer check would fail on a busy host.
+    # Turn off the kernel's timer check, because it would fail on a busy host.
     options = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check"
     command += ["-append", f"{options} {' '.join(variables)}"]
     link = "dgram,id={},local.type=fd,local.str={}".format

@@ -42,7 +42,7 @@ def main() -> int:
         if match is None:
             parser.error(f"--kind must be NAME:NODESxGPUS, for example a10:2x2, got {text}")
         kinds.append(Kind(match[1], int(match[2]), int(match[3])))
-    # Exit with an exception, which stops the nodes.
+    # Raise an exception on SIGTERM, so that the nodes are stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:

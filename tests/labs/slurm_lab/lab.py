@@ -70,12 +70,12 @@ StorageHost=127.0.0.1
 
 
 class LabError(Exception):
-    """Raised if the lab cannot run; the message contains the reason."""
+    """Raised if the lab cannot run on this machine. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Group of equal nodes, which form a partition with the same name."""
+    """Group of equal nodes. They form a partition that has the name of the group."""
 
     name: str
     nodes: int
@@ -83,7 +83,7 @@ class Kind:
 
 
 def why_not(*, accounting: bool = False) -> str | None:
-    """Returns the reason why the lab cannot run here, or ``None`` if it can run."""
+    """Returns the reason why the lab cannot run on this machine, or ``None`` if it can run."""
     if os.geteuid() != 0:
         return "the Slurm lab needs root for its namespaces"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -101,8 +101,8 @@ class Lab:
     """Runs a Slurm cluster.
 
     Args:
-        folder: Folder for all files; it must not exist yet.
-        kinds: Kinds of nodes. Nodes are numbered in this order, from ``n1``.
+        folder: Folder for all files of the cluster. It must not exist yet.
+        kinds: Kinds of nodes. Nodes are numbered in this order, starting from ``n1``.
         accounting: Whether to enable accounting (``sacct``).
         settings: Additional lines of ``slurm.conf``.
     """
@@ -165,23 +165,23 @@ class Lab:
         )
 
     def output(self, *command: str) -> str:
-        """Returns the output of ``command`` on the login host; the command must succeed."""
+        """Runs ``command`` on the login host, and returns its output. The command must succeed."""
         done = self.run(command)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def crash(self, name: str) -> None:
-        """Kills all processes of the node ``name`` at once, which closes their connections."""
+        """Kills all processes of the node ``name`` at once. The kernel closes their connections."""
         os.kill(self._init(name), signal.SIGKILL)
         self._hosts.pop(name).wait()
 
     def poweroff(self, name: str) -> None:
-        """Simulates a power loss of the node ``name``, of which other nodes are not notified."""
+        """Simulates a power loss of the node ``name``. Other nodes get no notification."""
         self.unplug(name)
         self.crash(name)
 
     def unplug(self, name: str) -> None:
-        """Disconnects the node ``name`` from the network; its processes continue."""
+        """Disconnects the node ``name`` from the network. Its processes continue."""
         self._in_ctl("ip", "link", "set", name, "down")
 
     def plug(self, name: str) -> None:
@@ -193,23 +193,24 @@ class Lab:
         if name in self._hosts:
             self.crash(name)
         number = int(name[1:])
-        self._booted_s[name] = int(time.time())  # Slurm prints whole seconds.
+        # Remember the time without fractions, because Slurm prints whole seconds.
+        self._booted_s[name] = int(time.time())
         inside = [*_NAMESPACES, "bash", str(_HERE / "node.sh"), str(self.folder), name]
         address = f"10.66.0.{10 + number}"
         command = [*self.enter("ctl", str(self.folder)), "unshare", *inside, address]
         self._start(name, command)
         init = str(self._init(name))
-        # The kernel may not have removed the old network interface yet.
+        # The kernel may not have removed the previous network interface yet.
         with contextlib.suppress(subprocess.CalledProcessError):
             self._in_ctl("ip", "link", "delete", name)
         self._in_ctl(*f"ip link add {name} type veth peer name eth0 netns {init}".split())
         self._in_ctl("ip", "link", "set", name, "master", "hub", "up")
 
     def put_back(self, name: str) -> None:
-        """Boots the node ``name``, which has lost its processes, and returns it to service.
+        """Boots the node ``name``, which has lost its processes, and returns the node to service.
 
         An administrator would do the same. Otherwise, Slurm could assign a job to the node, and
-        cancel the job when the node reports its restart.
+        then cancel the job when the node reports its restart.
         """
 
         def is_registered() -> bool:
@@ -226,7 +227,7 @@ class Lab:
         self.output(*update, "State=RESUME")
 
     def enter(self, name: str, folder: str) -> list[str]:
-        """Returns a prefix for commands that makes them run on the host ``name`` in ``folder``."""
+        """Returns a prefix that makes a command run on the host ``name`` in ``folder``."""
         return [
             *("nsenter", "-t", str(self._init(name)), "-m", "-u", "-n", "-p"),
             *(f"--wdns={folder}", "--", "setpriv", "--pdeathsig", "KILL", "--"),
@@ -245,7 +246,7 @@ class Lab:
         return processes
 
     def close(self) -> None:
-        """Stops all processes of the cluster. It is safe to call this method more than once."""
+        """Stops all processes of the cluster. It is safe to call this method several times."""
         hosts, self._hosts = self._hosts, {}
         for host in reversed(hosts.values()):
             with contextlib.suppress(psutil.Error):
@@ -338,7 +339,7 @@ class Lab:
         raise LabError(f"{name} of the Slurm lab did not start")
 
     def _in_ctl(self, *command: str) -> None:
-        """Runs a command in the login host's network namespace, but outside its PID namespace."""
+        """Runs a command in the network of the login host, but not among its processes."""
         subprocess.run(
             ["nsenter", "-t", str(self._init("ctl")), "-n", "--", *command],
             check=True,
