@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,6 +158,9 @@ def test_a_move_that_gained_nothing_is_taken_back(
         _message=lines.append,
         _interval=1,
         _may_move=True,
+        _partition=(4, 2),
+        _first_partition=(3, 3),
+        _checks=0,
         _gain=0.05,
         _steps=deque(maxlen=4),
         _skip=0,
@@ -175,6 +179,55 @@ def test_a_move_that_gained_nothing_is_taken_back(
     # A move that undoes the previous move is not checked again.
     assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4) is None
     assert len(lines) == 1
+
+
+def test_layers_that_auto_moved_are_checked_until_they_are_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checks the steps after which layers are measured again, and that a later check moves them."""
+    monkeypatch.setattr(repartition, "_layer_bytes", lambda run: ())
+    monkeypatch.setattr(repartition, "_layer_share", lambda run, layer_bytes: _Share())
+    schedule = SimpleNamespace(repartition="off", repartition_interval=50, repartition_gain=0.05)
+    answers: list[Move | None] = []
+    checked_at: list[int] = []
+    steps = 0
+
+    def built(layers_per_stage: tuple[int, ...]) -> Any:
+        config = SimpleNamespace(
+            schedule=schedule, layers_per_stage=layers_per_stage, constant_slices=1
+        )
+        job = SimpleNamespace(config=config, gather=lambda measured: [measured], on_first=decide)
+        return SimpleNamespace(job=job, slices=None, placement=Placement(num_ranks=2, num_chunks=1))
+
+    def decide(_: Any) -> tuple[Move | None, float, bool]:
+        checked_at.append(steps)
+        return answers.pop(0), 1.8, False
+
+    moves = {"present_s": 2.0, "step_s": 1.8, "before_s": 2.0}
+    away = Move(partition=(4, 2), former=(3, 3), why="auto", **moves)
+    back = Move(partition=(3, 3), former=(4, 2), why="equal ranks", **moves)
+    repartitioner = Repartitioner(built((3, 3)), lambda line: None)
+    monkeypatch.setattr(repartitioner, "_measurements", lambda: None)
+    assert not repartitioner.is_needed
+    repartitioner.expect(away, built((4, 2)))
+    answers += [None] * 6 + [back]
+    move = None
+    while move is None:
+        assert repartitioner.is_needed
+        move = repartitioner.after_step(RankTimes(busy_s=1.0, span_s=1.8), 4)
+        steps += 1
+    # The first step after a move is not measured.
+    assert [end - start for start, end in pairwise([0, *checked_at])] == [
+        *(8, 8, 16, 32, 64),
+        *(128, 128),
+    ]
+    assert move is back
+    repartitioner.moved(move, built((3, 3)), 0.1)
+    answers.append(None)
+    for _ in range(9):
+        assert repartitioner.is_needed
+        assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=1.8), 4) is None
+    assert not repartitioner.is_needed
 
 
 def test_the_first_step_of_a_run_that_was_built_again_is_not_measured(

@@ -38,7 +38,11 @@ from tests.multiprocess.launch import TIMED_LAYERS, Ranks, tail  # noqa: E402
 LIMIT_S = 400.0
 ITERATIONS, INTERVAL, BATCH = 48, 6, 20
 PATIENCE = 2 * INTERVAL + 2
-"""Number of iterations within which a move of layers without gain must be undone."""
+AUTO_PATIENCE = 2 * (8 + 1) + 2
+"""Number of iterations within which a move without gain must be undone: two checks.
+
+Under ``auto``, the first checks are 8 measured iterations apart.
+"""
 MOST_MORE = 2
 """Maximum deviation from equal shares in the median step, in microbatches."""
 COMMON = (
@@ -111,11 +115,12 @@ def noise(seed: int) -> Iterator[None]:
         thread.join()
 
 
-def kept_moves(log: str) -> tuple[int, tuple[str, ...]]:
+def kept_moves(log: str, patience: int = PATIENCE) -> tuple[int, tuple[str, ...]]:
     """Returns the number of moves of layers in ``log``, and the moves that were not undone in time.
 
     Args:
         log: Log of a job whose ranks are equally fast.
+        patience: Number of iterations within which a move must be undone.
     """
     iteration = moves = 0
     uneven_since: int | None = None
@@ -124,7 +129,7 @@ def kept_moves(log: str) -> tuple[int, tuple[str, ...]]:
     for match in _MOVED.finditer(log):
         if match[1]:
             iteration = int(match[1])
-            if uneven_since is not None and iteration - uneven_since == PATIENCE:
+            if uneven_since is not None and iteration - uneven_since == patience:
                 kept.append(f"{partition} from iteration {uneven_since} to {iteration}")
             continue
         partition = match[2] or match[3]
@@ -148,12 +153,14 @@ def _of_ranks(layers: list[int], *, is_v: bool) -> bool:
     return 2 * of_first == sum(layers)
 
 
-def moving_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
+def moving_job(
+    flags: list[str], patience: int, folder: Path, seed: int
+) -> tuple[int, tuple[str, ...]]:
     """Trains a job that may move layers.
 
     Returns the number of moves, and descriptions of the moves that were not undone in time.
     """
-    return kept_moves(_train(flags, folder, seed))
+    return kept_moves(_train(flags, folder, seed), patience)
 
 
 def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
@@ -187,8 +194,8 @@ def _train(flags: list[str], folder: Path, seed: int) -> str:
 
 
 KINDS: dict[str, Callable[[Path, int], tuple[int, tuple[str, ...]]]] = {
-    "repartition": partial(moving_job, REPARTITION),
-    "auto": partial(moving_job, AUTO),
+    "repartition": partial(moving_job, REPARTITION, PATIENCE),
+    "auto": partial(moving_job, AUTO, AUTO_PATIENCE),
     "dealing": partial(dealing_job, DEALING),
 }
 """Maps the name of each kind of job to the function that runs it."""

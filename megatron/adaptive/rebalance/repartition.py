@@ -58,10 +58,9 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps after which a move by ``auto`` is checked.
-
-If the check leads to a second move, that move is checked after the same number of steps.
-"""
+"""Number of steps after which a move by ``auto`` is checked, and checked again."""
+_MOST_BETWEEN = 128
+"""Maximum number of steps between two checks of a move by ``auto``."""
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
@@ -116,6 +115,8 @@ class Repartitioner:
         self._steps: deque[tuple[Lanes, float]] = deque(maxlen=MOST_STEPS)
         self._since = 0
         self._promise: Move | None = None
+        self._first_partition = run.job.config.layers_per_stage
+        self._checks = 0
         self._share: LayerShare | None = None
         self._usual_items = 0
         self._most_slices = 0
@@ -127,6 +128,7 @@ class Repartitioner:
         self._run = run
         self._skip = _WARM_UP
         self._partition = run.job.config.layers_per_stage
+        self._checks = 0
         self._layer_bytes = _layer_bytes(run)
         self._share = _layer_share(run, self._layer_bytes)
         self._forget()
@@ -154,8 +156,20 @@ class Repartitioner:
 
     @property
     def is_needed(self) -> bool:
-        """Whether layers may move later, or the last move must still be checked."""
-        return self._may_move or self._promise is not None
+        """Whether layers may move later.
+
+        Layers that ``auto`` has moved may move again, because what slowed a rank may pass.
+        """
+        has_moved = self._partition != self._first_partition
+        return self._may_move or self._promise is not None or has_moved
+
+    @property
+    def _steps_to_check(self) -> int:
+        """Number of steps from the last check, or from a move, to the next check."""
+        if self._may_move:
+            return self._interval
+        # The longer layers have stayed, the less likely it is that they should move.
+        return min(_JUDGED_STEPS << max(0, self._checks - 1), _MOST_BETWEEN)
 
     def promise_of(self, decision: Decision) -> Move | None:
         """Returns the move of layers that ``auto`` decided on, so that it can be checked later.
@@ -185,7 +199,7 @@ class Repartitioner:
         """Starts to measure a run that ``auto`` rebuilt, to check whether moving layers paid off.
 
         A rank that was slow in the first steps may be fast again. Then layers move again, and each
-        move is checked. This ends when a check moves no layers.
+        move is checked. The checks end when all layers are back where they were at first.
 
         Args:
             promise: Move that was made.
@@ -221,9 +235,7 @@ class Repartitioner:
         sample.add(times.actions, self._run.job.config.constant_slices)
         medians = {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
         self._steps.append((medians, times.span_s * self._step_scale(num_microbatches)))
-        if not self.is_needed or self._since < (
-            self._interval if self._may_move else _JUDGED_STEPS
-        ):
+        if not self.is_needed or self._since < self._steps_to_check:
             return None
         measured = self._run.job.gather(self._measurements())
         move, step_s, is_late = self._run.job.on_first(
@@ -236,6 +248,7 @@ class Repartitioner:
                 f"{limit_s:g} s"
             )
         way_back = self._compare(step_s)
+        self._checks += 1
         self._forget()
         return way_back if move is None or move.gain < self._gain else move
 

@@ -367,10 +367,10 @@ class Rebalancing(RunHook):
 
     With ``--pipeline-schedule auto``, this hook decides once, after the first steps. It also
     chooses the number of layers of each stage, unless ``--partition`` sets it. After layers were
-    moved, it measures again, because a rank may have been slow only temporarily. With
-    ``--repartition auto``, it chooses the number of layers again after each interval. With slices,
-    it passes the measured times to the run-time rule ``hinted``. All ranks make the same decisions.
-    A decision takes effect before the next step.
+    moved, it measures again from time to time, because a rank may have been slow only temporarily.
+    With ``--repartition auto``, it chooses the number of layers again after each interval. With
+    slices, it passes the measured times to the run-time rule ``hinted``. All ranks make the same
+    decisions. A decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
