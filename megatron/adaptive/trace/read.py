@@ -186,17 +186,24 @@ class RankTrace:
         if not blocks or not all(block.is_whole for block in blocks):
             return False
         items = item_count(self.num_microbatches[iteration], self.slices(iteration))
-        chunks = {"F": self.header.num_chunks, "B": self.header.num_chunks - self._frozen_chunks}
+        frozen = self._frozen_chunks(blocks[0].marker)
+        chunks = {"F": self.header.num_chunks, "B": self.header.num_chunks - frozen}
         return all(
             sum(b.marker.count(kind) for b in blocks) >= count * items
             for kind, count in chunks.items()
         )
 
-    @property
-    def _frozen_chunks(self) -> int:
-        """Number of chunks of this rank that run no backward passes."""
+    def _frozen_chunks(self, marker: IterationStart) -> int:
+        """Returns the number of chunks of this rank that ran no backward passes.
+
+        Args:
+            marker: Marker of the iteration.
+        """
         header = self.header
-        if not header.frozen_stages:
+        frozen_stages = header.frozen_stages
+        if marker.frozen_stages >= 0:
+            frozen_stages = marker.frozen_stages
+        if not frozen_stages:
             return 0
         placement = Placement(
             num_ranks=header.num_ranks,
@@ -204,7 +211,7 @@ class RankTrace:
             kind="v" if header.placement == "v" else "loop",
         )
         stages = (placement.stage_of(header.pp_rank, n) for n in range(header.num_chunks))
-        return sum(stage < header.frozen_stages for stage in stages)
+        return sum(stage < frozen_stages for stage in stages)
 
     def clock_jumps(self) -> tuple[int, ...]:
         """Returns the iterations before which the rank's clock was set back.
