@@ -121,7 +121,8 @@ class FirstPartition:
             frozen_segments=frozen,
             together=together,
         )
-        partition = result_within(limit_s, simulate, ())
+        nothing: tuple[int, ...] = ()
+        partition = result_within(limit_s, simulate, nothing)
         if not partition:
             print(
                 f"partition {format_partition(start)} is balanced, but may not be the fastest with "
