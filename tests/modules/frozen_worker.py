@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from models import frozen_viewer, viewed
 from worker import decaying, reference_of, require_same
 
-from megatron.adaptive import Pipeline
+from megatron.adaptive import CutPoint, Pipeline
 
 TWO: dict[str, Any] = {"chunks": 2, "pipeline_size": 2}
 RUNS: dict[str, dict[str, Any]] = {
@@ -37,6 +38,61 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 IMAGES = ([3, 2, 8, 1, 2, 4, 1, 1], [1, 0, 5, 0, 1, 2, 0, 3])
 """Number of images of each microbatch in each step."""
+
+
+class Skipping(nn.Module):
+    """Trains an encoder of ``seen [n, 16]``, which may be absent, and layers for ``x [n, 16]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.encoder = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.encoder_cuts = nn.ModuleList(CutPoint() for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the loss of a batch."""
+        if seen is not None:
+            for layer, cut in zip(self.encoder, self.encoder_cuts, strict=True):
+                seen = cut(torch.tanh(layer(seen)))
+        x = self.layers[0](x)
+        x = x if seen is None else x + seen
+        for layer, cut in zip(self.layers[1:], self.cuts, strict=True):
+            x = layer(cut(torch.tanh(x)))
+        return x.square().mean()
+
+
+def train_without_images(folder: str) -> None:
+    """Trains a step with images for the encoder, and then a step without them."""
+    part = {"x": torch.ones(2, 16)}
+    with_image = {**part, "seen": torch.ones(2, 16)}
+    with Pipeline(
+        Skipping(), [with_image, part], partition="2-2-2-2", trace_dir=folder
+    ) as pipeline:
+        for parts in ([part, with_image], [part, part], [with_image, with_image]):
+            pipeline.step(parts)
+
+
+def resume(folder: str) -> None:
+    """Saves and loads a pipeline in which three ranks have only frozen parameters."""
+    options: dict[str, Any] = {"decisive_entries": ["sizes"], "partition": "1-1-1-5"}
+    steps = [[viewed(2, 5, n), viewed(0, 4, n)] for n in range(3)]
+    sample = [viewed(2, 5, 1), viewed(0, 4, 2)]
+    with Pipeline(frozen_viewer(), sample, **options) as pipeline:
+        pipeline.set_optimizer(decaying)
+        pipeline.step(steps[0])
+        pipeline.save(folder)
+        losses = [pipeline.step(step)[0] for step in steps[1:]]
+    with Pipeline(frozen_viewer(), sample, repartition="auto", **options) as pipeline:
+        pipeline.set_optimizer(decaying)
+        pipeline.load(folder)
+        assert [pipeline.step(step)[0] for step in steps[1:]] == losses
+        assert pipeline._repartitioner is not None
+        refusal = pipeline._repartitioner._mover.move((1, 1, 2, 4))
+        assert refusal is not None
+        assert "rank 2: it would get the trained parameter words.weight" in refusal
+        assert pipeline._repartitioner._mover.move((2, 1, 1, 4)) is not None
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +144,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     os.chdir(sys.argv[1])
     runs = {name: train(options) for name, options in RUNS.items()}
+    train_without_images("skipping")
+    resume("checkpoints")
     Path(f"{dist.get_rank()}.json").write_text(json.dumps(runs))
     dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from megatron.adaptive import accelerator
 accelerator.install()
 
 from megatron.adaptive.engine.policy_factory import Orders  # noqa: E402
+from megatron.adaptive.modules import first_partition  # noqa: E402
 from megatron.adaptive.modules.cutting import balanced, frozen_segments, late_calls, postpone  # noqa: E402
-from megatron.adaptive.modules.first_partition import quickest_partition  # noqa: E402
+from megatron.adaptive.modules.first_partition import FirstPartition, quickest_partition  # noqa: E402
 from megatron.adaptive.modules.profiler import Profiler  # noqa: E402
-from megatron.adaptive.modules.recording import Forward, Forwards  # noqa: E402
-from megatron.adaptive.modules.recordings import segment_bytes  # noqa: E402
+from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel  # noqa: E402
+from megatron.adaptive.modules.recordings import record_examples, segment_bytes  # noqa: E402
 from megatron.adaptive.modules.repartition import _parts_of  # noqa: E402
 from megatron.adaptive.modules.tape import SegmentWork, Tape  # noqa: E402
 from megatron.adaptive.planner.choose_partition import Loads, Times, propose, simulated_step  # noqa: E402
@@ -53,6 +55,12 @@ def test_a_frozen_encoder_trains_like_the_whole_model(tmp_path: Path) -> None:
     traced = read_run(tmp_path / "traces")
     assert traced.complete_iterations() == (1, 2)
     assert {trace.header.frozen_stages for trace in traced.ranks.values()} == {2}
+    # A step without images is complete, although stages of a trained encoder have no B in it.
+    skipping = read_run(tmp_path / "skipping")
+    assert {trace.header.frozen_stages for trace in skipping.ranks.values()} == {0}
+    assert skipping.complete_iterations() == (1, 2, 3)
+    backward = skipping.ranks[0].table().where("B")
+    assert set(skipping.ranks[0].table().iteration[backward].tolist()) == {1, 3}
 
 
 def record(model: torch.nn.Module, batch: dict[str, torch.Tensor], *entries: str) -> Tape:
@@ -180,6 +188,24 @@ def test_the_first_partition_does_not_charge_a_frozen_encoder_for_backward_passe
     # not be faster.
     static = chosen(TRAINED, orders_of("1f1b"), 0)
     assert own_s <= step_s(FROZEN, static, orders_of("1f1b"), 0)
+
+
+def test_other_ranks_do_not_wait_long_for_simulations_of_the_first_partition(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tower = Tower(16, layers=6)
+    tower.layers[0].requires_grad_(False)
+    batch = {"x": torch.randn(2, 16)}
+    examples = record_examples(SampledModel(tower, batch, loss=None, arguments=None), [batch])
+    times = [(1.0, 0.0, 0.0), *[(1.0, 1.0, 1.0)] * 5]
+    ended = threading.Event()
+    monkeypatch.setattr(first_partition, "quickest_partition", lambda *_, **__: ended.wait())
+    partition = FirstPartition(orders_of()).choose(
+        examples, [sum(each) for each in times], tuple(times), num_microbatches=8, limit_s=0.05
+    )
+    ended.set()
+    assert partition == balanced([sum(each) for each in times], RANKS)
+    assert "simulations took longer than 0.05 s" in capsys.readouterr().out
 
 
 def test_segments_move_to_the_encoder_of_a_running_job_if_it_is_frozen() -> None:

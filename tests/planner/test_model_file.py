@@ -190,6 +190,14 @@ def test_the_forms_of_a_model_file_mean_the_same(tmp_path: Path) -> None:
         ("format: 1\nshape: {layers: 2}\n", "shape.hidden is missing"),
         ("format: 1\nlayers: [{kind: a, parameters: -1}]\n", "parameters must be .* got -1"),
         ("format: [1\n", "not valid YAML"),
+        (
+            "format: 1\nlayers: [{kind: a, parameters: 10, frozen_parameters: 11}]\n",
+            r"layers\[0\].frozen_parameters must be at most .* parameters, 10, got 11",
+        ),
+        (
+            "format: 1\nlayers: [{kind: a, count: 2}]\nfrozen_layers: 2\n",
+            "frozen_layers must be less than the number of layers, 2, .* got 2",
+        ),
     ],
 )
 def test_a_bad_model_file_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -60,6 +60,14 @@ def test_figures_of_a_rank_by_hand() -> None:
     assert figures.transfer_bytes[0] == 40
 
 
+def test_a_frozen_chunk_keeps_no_microbatches() -> None:
+    spans = [Span("F", chunk, n, 10 * n + 5 * chunk, 1, 3) for chunk in range(2) for n in range(3)]
+    spans += [Span("B", 1, 0, 100, 1, 3)]
+    for frozen, peak in ((0, 6), (1, 3)):
+        figures = rank_figures(table_of(spans), 2, frozen=lambda _, frozen=frozen: frozen)
+        assert figures.peak_microbatches.tolist() == [peak]
+
+
 def test_overlapping_actions_are_busy_once_and_iterations_do_not_overlap() -> None:
     spans = [Span("F", 0, 0, 0, 6, 1), Span("F", 0, 1, 2, 4, 1), Span("B", 0, 0, 5, 8, 1)]
     # The clock was set back, so iteration 2 starts before iteration 1 ends.

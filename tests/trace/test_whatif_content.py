@@ -19,7 +19,9 @@ from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.trace_format import TraceHeader
 from megatron.adaptive.trace.whatif import content as content_module
 from megatron.adaptive.trace.whatif.answers import what_if
+from megatron.adaptive.trace.whatif.content import Treatment
 from megatron.adaptive.trace.whatif.operations import pipelines_of, read_operations
+from megatron.adaptive.trace.whatif.replay import RecordedStep
 from megatron.adaptive.trace.whatif.result import WhatIf
 from tests.support import synthetic_trace
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
@@ -336,4 +338,38 @@ def test_forward_and_backward_of_a_stage_are_divided_separately() -> None:
     forward, backward, weight = content_module._segment_shares(run, header)
     assert forward == pytest.approx([1, 3 / 7, 1 / 7, 3 / 7])
     assert backward == pytest.approx([1, 0, 0.25, 0.75])
-    assert weight == pytest.approx([1, 0.2, 0.2, 0.6])
+    assert weight == pytest.approx([1, 0, 0.25, 0.75])
+
+
+@pytest.mark.parametrize("partition", [(7, 3, 3, 3), (5, 4, 4, 3), (2, 5, 5, 4)])
+def test_trained_segments_keep_their_backward_passes_in_another_partition(
+    partition: tuple[int, ...],
+) -> None:
+    """Checks partitions that move trained segments to a frozen stage, and frozen ones from it."""
+    header = TraceHeader(
+        run="",
+        rank=0,
+        world_size=RANKS,
+        pp_rank=0,
+        num_ranks=RANKS,
+        num_chunks=1,
+        num_microbatches=MICROBATCHES,
+        schedule="adaptive",
+        layers=(4, 4, 4, 4),
+    )
+    segments_s = np.repeat(KINDS_S[:, None], SEGMENTS, axis=1)
+    segments_s[1:, : header.layers[0]] = 0.0
+
+    def step_of(partition: Sequence[int], frozen_stages: int) -> RecordedStep:
+        stages = [segments_s[:, part].sum(axis=1) for part in content_module._slices(partition)]
+        durations_s = np.repeat(np.stack(stages, axis=1)[:, :, None], MICROBATCHES, axis=2)
+        delays_ps = np.zeros((2, *durations_s.shape[1:]), dtype=np.int64)
+        return RecordedStep(durations_s, delays_ps, 1, frozen_stages=frozen_stages)
+
+    steps = [[step_of(header.layers, 1)] * REPLICAS]
+    simulation = content_module._Simulation(header, steps, np.full((3, SEGMENTS), 0.25))
+    predicted_s = simulation._mean_s(Treatment(partition=partition))
+    moved = step_of(partition, int(partition[0] <= header.layers[0]))
+    assert predicted_s == pytest.approx(moved.simulated_s(header))
+    dealt_s = simulation._mean_s(Treatment(is_dealt=True))
+    assert dealt_s == pytest.approx(simulation._mean_s(Treatment()))

@@ -150,6 +150,7 @@ class Tracing:
         lengths: Lengths = (),
         slices: tuple[int, ...] = (),
         sizes: tuple[int, ...] = (),
+        frozen_stages: int = -1,
     ) -> None:
         """Begins an iteration, to which all later spans are added.
 
@@ -161,6 +162,8 @@ class Tracing:
             slices: Number of slices of each microbatch, or empty if the trace's header contains it.
             sizes: Approximate size in bytes of the activations of each microbatch, or empty if all
                 microbatches have the same size.
+            frozen_stages: Number of leading stages that run no backward passes in the iteration, or
+                -1 if the trace's header contains it.
         """
         self._traced = None
         self._in_step = True
@@ -184,6 +187,7 @@ class Tracing:
             lengths=lengths,
             slices=slices,
             sizes=sizes,
+            frozen_stages=frozen_stages,
         )
         if self.recorder.is_recording:
             self._traced = self._iteration

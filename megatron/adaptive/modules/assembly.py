@@ -40,6 +40,7 @@ from megatron.adaptive.modules.recordings import (
 )
 from megatron.adaptive.modules.segments import check_replay
 from megatron.adaptive.modules.update import Update
+from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 from megatron.adaptive.schedule.stage_placement import Placement
 
 Initialize = Callable[[Mapping[str, torch.Tensor]], None]
@@ -301,7 +302,13 @@ def assemble(
         samples = mesh.dp_size * (request.micro_batch_size or 1)
         count = max(1, request.samples // samples)
         partition = mesh.on_first(
-            lambda: first_partition.choose(examples, costs, times, num_microbatches=count)
+            lambda: first_partition.choose(
+                examples,
+                costs,
+                times,
+                num_microbatches=count,
+                limit_s=limit_of_search(LIMIT_S, mesh.timeout),
+            )
         )
     return _keep_part(request, examples, partition, weights, mesh, placement)
 

@@ -344,7 +344,8 @@ class Checkpointer:
     def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Checks that the optimizer has the type and parameter groups of the saved optimizer."""
         kind = self._kind()
-        if self._update.parameters and kind is None:
+        # A rank whose parameters are all frozen has no optimizer.
+        if kind is None and any(p.requires_grad for p in self._update.parameters.values()):
             raise ConfigError(
                 f"{path} has the state of an optimizer; call set_optimizer before load, or pass "
                 "optimizer=False"

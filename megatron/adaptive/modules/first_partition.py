@@ -8,10 +8,12 @@ simulated under the pipeline's schedule, and the fastest is used.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.modules.cutting import balanced
@@ -26,6 +28,7 @@ from megatron.adaptive.planner.choose_partition import (
     improved,
     simulated_step,
 )
+from megatron.adaptive.rebalance.time_limit import LIMIT_S, result_within
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _REPEATS = 3
@@ -87,14 +90,18 @@ class FirstPartition:
         times: SegmentTimes,
         *,
         num_microbatches: int,
+        limit_s: float = LIMIT_S,
     ) -> tuple[int, ...]:
         """Returns the number of segments in each stage.
+
+        If the simulations take too long, the result is the balanced partition.
 
         Args:
             examples: Recordings of the sample batch.
             costs: Cost of each segment, in any unit.
             times: Times of each segment for a microbatch; empty if they are not measured.
             num_microbatches: Number of microbatches per step of a pipeline.
+            limit_s: Maximum time of the simulations in seconds, because all other ranks wait.
 
         Raises:
             ConfigError: If a cost is negative or not finite, or there are too few segments.
@@ -105,7 +112,8 @@ class FirstPartition:
         frozen = frozen_segments_of(example.forwards for example in examples)
         if not times or not frozen:
             return start
-        return quickest_partition(
+        simulate = functools.partial(
+            quickest_partition,
             start,
             times,
             self._orders,
@@ -113,6 +121,15 @@ class FirstPartition:
             frozen_segments=frozen,
             together=together,
         )
+        nothing: tuple[int, ...] = ()
+        partition = result_within(limit_s, simulate, nothing)
+        if not partition:
+            print(
+                f"partition {format_partition(start)} is balanced, but may not be the fastest with "
+                f"frozen segments, because simulations took longer than {limit_s:g} s",
+                flush=True,
+            )
+        return partition or start
 
 
 def quickest_partition(

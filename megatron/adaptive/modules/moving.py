@@ -196,8 +196,14 @@ class SegmentMover:
         parameters = dict(self._model.named_parameters())
         trained = [name for name in gains if parameters[name].requires_grad]
         if optimizer is None:
-            if trained or any(p.requires_grad for p in self._update.parameters.values()):
+            if any(p.requires_grad for p in self._update.parameters.values()):
                 return "it has no optimizer for its trained parameters; call Pipeline.set_optimizer"
+            if trained:
+                return (
+                    f"it would get the trained parameter {trained[0]}, but has no optimizer, "
+                    "because none of its parameters is trained; set a partition in which each "
+                    "process has a trained segment"
+                )
             return ""
         for name, parameter in self._update.parameters.items():
             if name in plan.layout.kept:

@@ -64,6 +64,7 @@ class PipelineTrace:
             self.folder = f"{self.folder}/epoch-{sizes.order.epoch}"
         self._meter: SegmentMeter | None = None
         self._steps_here = 0
+        self._usually_frozen = 0
         self.tracing = self._open(assembly.partition)
 
     @property
@@ -79,10 +80,13 @@ class PipelineTrace:
             work: Microbatches of this replica, in the order in which they run.
         """
         request = self._request
+        frozen = self._skipped_stages(work.frozen_stages)
         self.tracing.begin_iteration(
             step,
             len(work.microbatches),
             sizes=work.listed_sizes,
+            # For example, no gradient flows through a trained encoder in a step without images.
+            frozen_stages=-1 if frozen == self._usually_frozen else frozen,
             is_traced=is_next_traced(
                 self._steps_here, request.trace_interval, request.trace_iterations
             ),
@@ -113,6 +117,9 @@ class PipelineTrace:
         assembly = self._assembly
         costs = iter(assembly.weights)
         transport = request.transport or TransportConfig()
+        self._usually_frozen = self._skipped_stages(
+            frozen_stages_of(partition, assembly.frozen_segments)
+        )
         tracing = open_trace(
             self.folder,
             self._mesh,
@@ -125,16 +132,22 @@ class PipelineTrace:
             layer_kinds=assembly.segment_kinds,
             layer_work=assembly.mean_work,
             content_rules=(request.order, request.dealing),
-            frozen_stages=Candidate(
-                name=request.schedule,
-                placement=self._placement,
-                frozen_stages=frozen_stages_of(partition, assembly.frozen_segments),
-            ).skipped_stages,
+            frozen_stages=self._usually_frozen,
             collector=request.trace_otlp,
         )
         if self.folder is not None:
             self._add_details(tracing, self.folder, partition)
         return tracing
+
+    def _skipped_stages(self, frozen_stages: int) -> int:
+        """Returns how many leading stages run no backward passes under the schedule.
+
+        Args:
+            frozen_stages: Number of leading stages through which no gradient flows.
+        """
+        return Candidate(
+            name=self._request.schedule, placement=self._placement, frozen_stages=frozen_stages
+        ).skipped_stages
 
     def _add_details(self, tracing: Tracing, folder: str, partition: Sequence[int]) -> None:
         """Adds the measurements that ``trace_detail`` requests to ``tracing``."""

@@ -564,19 +564,32 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
         precision: Sizes in bytes of the numbers in a training run.
 
     Raises:
-        ConfigError: Two layers of the same kind have different sizes.
+        ConfigError: Two layers of the same kind have different sizes, a layer has more frozen
+            parameters than parameters, or there are more frozen layers than layers.
     """
     kinds: dict[str, LayerKind] = {}
     layers: list[str] = []
     for index, entry in enumerate(document["layers"]):
         sizes = {key: value for key, value in entry.items() if key not in ("kind", "count")}
         kind = LayerKind(name=entry["kind"], **sizes)
+        whole = kind.parameters + kind.replicated_parameters
+        if kind.frozen_parameters > whole:
+            raise ConfigError(
+                f"model {name}: layers[{index}].frozen_parameters must be at most the layer's "
+                f"number of parameters, {whole:g}, got {kind.frozen_parameters:g}"
+            )
         if kinds.setdefault(kind.name, kind) != kind and sizes:
             raise ConfigError(
                 f"model {name}: layers[{index}] has different sizes than an earlier layer of "
                 f"kind {kind.name!r}; use a separate kind"
             )
         layers += [kind.name] * entry.get("count", 1)
+    frozen_layers = document.get("frozen_layers", 0)
+    if frozen_layers >= len(layers):
+        raise ConfigError(
+            f"model {name}: frozen_layers must be less than the number of layers, {len(layers)}, "
+            f"because a gradient flows through the last layer, got {frozen_layers}"
+        )
     return Model(
         name=name,
         kinds=kinds,
@@ -584,7 +597,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
         tokens_per_sample=document.get("tokens_per_sample", 1),
         tied_parameters=float(document.get("tied_parameters", 0.0)),
         tied_layers=tuple(document.get("tied_layers", ())),
-        frozen_layers=document.get("frozen_layers", 0),
+        frozen_layers=frozen_layers,
         precision=precision,
     )
 

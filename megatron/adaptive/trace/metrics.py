@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -98,6 +98,7 @@ class RankFigures:
         mad_ns: ``[iterations, chunks, 3]``, median absolute deviation from ``median_ns``.
         peak_microbatches: Maximum number of microbatches in flight, which have run their forward
             but not their backward pass. Slices are added up to whole microbatches and rounded up.
+            Frozen stages, which have no backward passes, keep none.
         peak_in_flight_bytes: Maximum total size in bytes of the activations held.
         transfer_bytes: Total size in bytes of all messages that actions received and sent.
     """
@@ -287,7 +288,12 @@ def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) 
 
 
 def rank_figures(
-    table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _: 1, *, device: str = ""
+    table: TraceTable,
+    num_chunks: int,
+    slices: SlicesOf = lambda _: 1,
+    *,
+    device: str = "",
+    frozen: Callable[[int], int] = lambda _: 0,
 ) -> RankFigures:
     """Returns the statistics of the rank whose spans are in ``table``.
 
@@ -297,6 +303,8 @@ def rank_figures(
         slices: Function that returns the number of slices of each microbatch in an iteration. By
             default, microbatches are not split.
         device: Kind of device on which the rank computes, as in the header of its trace.
+        frozen: Function that returns the number of leading chunks without backward passes in an
+            iteration.
     """
     iterations, row = np.unique(table.iteration, return_inverse=True)
     count = len(iterations)
@@ -319,10 +327,20 @@ def rank_figures(
         **_durations(
             actions, compute_ns(table, device, slices)[drawn], action_row, count, num_chunks
         ),
-        peak_microbatches=_peak(actions, 1 / number, action_row, begins, sizes),
+        peak_microbatches=_peak(
+            actions,
+            np.where(actions.chunk < _each(frozen, iterations)[action_row], 0.0, 1 / number),
+            action_row,
+            begins,
+            sizes,
+        ),
         peak_in_flight_bytes=_reduced(np.maximum, actions.in_flight_bytes, begins, sizes),
         transfer_bytes=_sums(action_row, actions.bytes, count),
     )
+
+
+def _each(count: Callable[[int], int], iterations: Ints) -> Ints:
+    return np.array([count(iteration) for iteration in iterations.tolist()], dtype=np.int64)
 
 
 def compute_ns(table: TraceTable, device: str = "", slices: SlicesOf = lambda _: 1) -> Ints:
@@ -397,8 +415,13 @@ def _parts(
 
 
 def _figures_of(trace: RankTrace, only: frozenset[int] | None, num_chunks: int) -> RankFigures:
-    device = trace.header.device
-    return rank_figures(trace.table(only), num_chunks, trace.slices, device=device)
+    return rank_figures(
+        trace.table(only),
+        num_chunks,
+        trace.slices,
+        device=trace.header.device,
+        frozen=trace.frozen_chunks,
+    )
 
 
 def _sums(groups: Ints, values: Ints, count: int) -> Ints:
@@ -514,8 +537,9 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
 def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints) -> Ints:
     """Returns the maximum number of microbatches in flight in each iteration.
 
-    The forward pass of a slice counts as the fraction ``share`` of a microbatch. Sums are rounded
-    up to whole microbatches.
+    The forward pass of a slice counts as the fraction ``share`` of a microbatch, and as 0 in a
+    frozen chunk, which keeps nothing for a backward pass. Sums are rounded up to whole
+    microbatches.
     """
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
     held = np.cumsum(step * share)

@@ -28,7 +28,7 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.block_index import Block, FileIndex, read_blocks
 from megatron.adaptive.trace.locate import TRACES, newest_run, searched
 from megatron.adaptive.trace.metrics import WAIT_CAUSES, RankFigures, rank_figures, stack_figures
-from megatron.adaptive.trace.read import describe_numbers, trace_files
+from megatron.adaptive.trace.read import describe_numbers, frozen_chunks_of, trace_files
 from megatron.adaptive.trace.span_columns import Ints, Mask
 from megatron.adaptive.trace.status_files import (
     ENDED,
@@ -345,7 +345,14 @@ class RankTail:
         table = read_blocks(self._index, blocks[-self._kept :])
         header = self.header
         counts = {b.marker.iteration: slices_of(header, b.marker) for b in blocks}
-        new = rank_figures(table, header.num_chunks, counts.__getitem__, device=header.device)
+        frozen = {b.marker.iteration: frozen_chunks_of(header, b.marker) for b in reversed(blocks)}
+        new = rank_figures(
+            table,
+            header.num_chunks,
+            counts.__getitem__,
+            device=header.device,
+            frozen=frozen.__getitem__,
+        )
         new = _rows(new, np.flatnonzero(new.num_actions))
         if self.figures is not None:
             old = _rows(self.figures, ~np.isin(self.figures.iterations, new.iterations))

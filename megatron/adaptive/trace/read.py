@@ -107,6 +107,11 @@ class RankTrace:
             return self.header.num_slices
         return slices_of(self.header, blocks[0].marker)
 
+    def frozen_chunks(self, iteration: int) -> int:
+        """Returns the number of chunks of this rank that ran no backward passes."""
+        blocks = self._blocks.get(iteration)
+        return frozen_chunks_of(self.header, blocks[0].marker) if blocks else 0
+
     def lengths(self, iteration: int) -> Lengths:
         """Returns the sizes of the microbatches in ``iteration``; empty if all are equal."""
         blocks = self._blocks.get(iteration)
@@ -186,25 +191,12 @@ class RankTrace:
         if not blocks or not all(block.is_whole for block in blocks):
             return False
         items = item_count(self.num_microbatches[iteration], self.slices(iteration))
-        chunks = {"F": self.header.num_chunks, "B": self.header.num_chunks - self._frozen_chunks}
+        trained = self.header.num_chunks - self.frozen_chunks(iteration)
+        chunks = {"F": self.header.num_chunks, "B": trained}
         return all(
             sum(b.marker.count(kind) for b in blocks) >= count * items
             for kind, count in chunks.items()
         )
-
-    @property
-    def _frozen_chunks(self) -> int:
-        """Number of chunks of this rank that run no backward passes."""
-        header = self.header
-        if not header.frozen_stages:
-            return 0
-        placement = Placement(
-            num_ranks=header.num_ranks,
-            num_chunks=header.num_chunks,
-            kind="v" if header.placement == "v" else "loop",
-        )
-        stages = (placement.stage_of(header.pp_rank, n) for n in range(header.num_chunks))
-        return sum(stage < header.frozen_stages for stage in stages)
 
     def clock_jumps(self) -> tuple[int, ...]:
         """Returns the iterations before which the rank's clock was set back.
@@ -427,6 +419,29 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
         ranks=traces,
         alignment=alignment,
     )
+
+
+def frozen_chunks_of(header: TraceHeader, marker: IterationStart) -> int:
+    """Returns the number of chunks of a rank that run no backward passes in an iteration.
+
+    These chunks come first on the rank.
+
+    Args:
+        header: Header of the rank's trace file.
+        marker: Marker of the iteration.
+    """
+    frozen_stages = header.frozen_stages
+    if marker.frozen_stages >= 0:
+        frozen_stages = marker.frozen_stages
+    if not frozen_stages:
+        return 0
+    placement = Placement(
+        num_ranks=header.num_ranks,
+        num_chunks=header.num_chunks,
+        kind="v" if header.placement == "v" else "loop",
+    )
+    stages = (placement.stage_of(header.pp_rank, n) for n in range(header.num_chunks))
+    return sum(stage < frozen_stages for stage in stages)
 
 
 def describe_numbers(numbers: Iterable[int]) -> str:

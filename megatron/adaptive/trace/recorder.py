@@ -135,6 +135,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         lengths: Lengths = (),
         slices: tuple[int, ...] = (),
         sizes: tuple[int, ...] = (),
+        frozen_stages: int = -1,
     ) -> None:
         """Starts an iteration, and ends the previous one if :meth:`end_iteration` was not called.
 
@@ -148,12 +149,20 @@ class Recorder(AbstractContextManager["Recorder"]):
             slices: Number of slices of each microbatch; empty if the number in the header applies.
             sizes: Approximate size in bytes of the activations of each microbatch; empty if all
                 microbatches have the same size.
+            frozen_stages: Number of leading stages that run no backward passes in the iteration; -1
+                if the number in the header applies.
         """
         self.end_iteration()
         if self._open:
             start_ns = time.monotonic_ns() if start_ns is None else start_ns
             self._begun = IterationStart(
-                iteration, num_microbatches, start_ns, lengths=lengths, slices=slices, sizes=sizes
+                iteration,
+                num_microbatches,
+                start_ns,
+                lengths=lengths,
+                slices=slices,
+                sizes=sizes,
+                frozen_stages=frozen_stages,
             )
             self._rows = []
 

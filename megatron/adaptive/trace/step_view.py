@@ -193,9 +193,15 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
         lengths=first.lengths(iteration),
         figures={
-            pp_rank: rank_figures(table, run.num_chunks, first.slices, device=first.header.device)
-            for pp_rank, table in enumerate(tables)
-            if table.where(*DRAWN_ACTIONS).any()
+            pp_rank: rank_figures(
+                table,
+                run.num_chunks,
+                first.slices,
+                device=first.header.device,
+                frozen=trace.frozen_chunks,
+            )
+            for pp_rank, (trace, table) in enumerate(zip(ranks, tables, strict=True))
+            if trace is not None and table.where(*DRAWN_ACTIONS).any()
         },
         bubble_note=run.bubble_note,
         num_slices=first.slices(iteration),

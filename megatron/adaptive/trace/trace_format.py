@@ -386,6 +386,8 @@ class IterationStart:
             header's ``num_slices`` applies.
         sizes: Approximate size in bytes of the activations of each microbatch; empty if all
             microbatches have the same size, or if the sizes are unknown.
+        frozen_stages: Number of leading stages that ran no backward passes in this iteration; -1
+            if the header's number applies.
         machine: Counters of events that kept the rank from computing, by their names in
             ``machine_counters``. A counter that is missing is 0 or unavailable on this machine.
             Empty if nothing was counted.
@@ -410,6 +412,7 @@ class IterationStart:
     lengths: Lengths = ()
     slices: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    frozen_stages: int = -1
     machine: Mapping[str, int] = field(default_factory=dict)
     layers: tuple[tuple[int, ...], ...] = ()
     layer_passes: tuple[tuple[int, int, int, int], ...] = ()
@@ -622,6 +625,8 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
         record["slices"] = marker.slices
     if marker.sizes:
         record["sizes"] = marker.sizes
+    if marker.frozen_stages >= 0:
+        record["frozen_stages"] = marker.frozen_stages
     if marker.machine:
         record["machine"] = dict(marker.machine)
     if marker.layers:
@@ -685,6 +690,7 @@ def parse_line(
                 lengths=tuple(map(tuple, value_of(record, "lengths", "lengths", origin, []))),
                 slices=tuple(value_of(record, "slices", "slices", origin, [])),
                 sizes=tuple(value_of(record, "sizes", "counts", origin, [])),
+                frozen_stages=value_of(record, "frozen_stages", "int", origin, -1),
                 machine=value_of(record, "machine", "counters", origin, {}),
                 layers=tuple(map(tuple, value_of(record, "layers", "layers", origin, []))),
                 layer_passes=tuple(

@@ -23,6 +23,7 @@ from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.schedule_specs import BUILT_IN
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.microbatch_assignment import deal
+from megatron.adaptive.schedule.stage_placement import frozen_stages_of
 from megatron.adaptive.schedule.workload import order_by_cost
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.trace_format import TraceHeader
@@ -114,7 +115,8 @@ def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
     """Returns the fraction of its stage's time that each segment takes, ``[3, segments]``.
 
     The rows are F, B and W. Measured times of segments are used if the trace contains them,
-    otherwise the estimated work. W is not measured, so it is divided like F and B together.
+    otherwise the estimated work. W is not measured, so it is divided like F and B together among
+    the segments with a B.
     """
     count = sum(header.layers)
     times = np.zeros((3, count))
@@ -126,6 +128,7 @@ def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
     if not times[2].all():
         work = header.layer_work if len(header.layer_work) == count else ()
         times[:] = work or [1.0] * count
+    times[2, times[1] == 0] = 0.0
     shares = np.zeros_like(times)
     for part in _slices(header.layers):
         totals = times[:, part].sum(axis=1, keepdims=True)
@@ -233,7 +236,14 @@ class _Simulation:
         """Returns ``step`` with its segments divided among the stages by ``partition``."""
         segments = step.durations_s[:, self._stage_of] * self._shares[:, :, None]
         stages = [segments[:, part].sum(axis=1) for part in _slices(partition)]
-        return replace(step, durations_s=np.stack(stages, axis=1))
+        # A frozen stage runs backward passes after a trained segment has moved to it.
+        has_backward = segments[1].any(axis=1)
+        frozen_segments = int(has_backward.argmax()) if has_backward.any() else 0
+        return replace(
+            step,
+            durations_s=np.stack(stages, axis=1),
+            frozen_stages=frozen_stages_of(partition, frozen_segments),
+        )
 
     def _best_partition(self) -> tuple[int, ...]:
         """Returns the partition with the shortest steps; empty if that is the recorded partition.
@@ -269,6 +279,7 @@ def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
         np.concatenate([step.durations_s for step in steps], axis=2),
         np.concatenate([step.delays_ps for step in steps], axis=2),
         max(step.pieces for step in steps),
+        frozen_stages=min(step.frozen_stages for step in steps),
         sizes=sum(sizes, ()) if all(sizes) else (),
     )
 
