@@ -20,7 +20,9 @@ import pytest
 import torch
 import transformers
 
-from megatron.adaptive import Pipeline
+from megatron.adaptive import CutPoint, Pipeline
+from megatron.adaptive.modules import profiler
+from megatron.adaptive.modules.recording import Forwards
 
 LR = 0.1
 FOLDER = Path(sys.argv[1])
@@ -138,6 +140,123 @@ def memory_of_own_part_only() -> None:
         used = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         sizes = [tensor.numel() * tensor.element_size() for tensor in pipeline.parameters()]
         assert used < sum(sizes) + max(sizes) + MOST_OVER_BYTES, (used, sum(sizes), max(sizes))
+
+
+def recordings_of(start: Any) -> tuple[Any, list[str]]:
+    """Returns the result of a function, and the modes that it recorded, in order."""
+    modes: list[str] = []
+    taken = Forwards._taken
+
+    def noted(*arguments: Any) -> Any:
+        modes.extend(arguments[-1])
+        return taken(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forwards, "_taken", noted)
+        return start(), modes
+
+
+def evaluation_is_recorded_when_it_is_used() -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "tied")
+    settings: dict[str, Any] = {"micro_batch_size": 2, "partition": "2-3"}
+    pipeline, modes = recordings_of(
+        lambda: Pipeline.from_pretrained(FOLDER / "tied", make_batch(), **settings)
+    )
+    with pipeline:
+        is_first = os.environ["RANK"] == "0"
+        assert modes == (["training", "evaluation"] if is_first else ["training"])
+        batch = make_batch(5)
+        with torch.no_grad():
+            halves = [
+                model.eval()(**{name: entry[start : start + 2] for name, entry in batch.items()})
+                for start in (0, 2)
+            ]
+        expected = sum(float(half.loss) for half in halves) / 2
+        loss, modes = recordings_of(lambda: pipeline.eval(batch))
+        assert modes == ["evaluation"]
+        assert loss == pytest.approx(expected, rel=1e-5)
+        pipeline.set_optimizer(sgd)
+        require_equal(pipeline, model)
+        _, modes = recordings_of(lambda: pipeline.eval(batch))
+        assert not modes
+
+
+def two_sizes_are_measured_at_the_same_time() -> None:
+    measured: list[int] = []
+    original = profiler.measure_segments
+
+    def noted(model: Any, tape: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
+        measured.append(len(batch["input_ids"]))
+        return original(model, tape, batch, *arguments, **options)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "measure_segments", noted)
+        pipeline, modes = recordings_of(
+            lambda: Pipeline.from_pretrained(
+                FOLDER / "tied", make_batch(), batch_size=8, pipeline_size=2
+            )
+        )
+    torch.set_num_threads(threads)
+    with pipeline:
+        assert pipeline.plan is not None
+        assert pipeline.plan.profile.micro_batch_sizes == (1, 2, 4)
+        assert pipeline.plan.profile.estimated_sizes == (2,)
+        is_first = os.environ["RANK"] == "0"
+        if len(os.sched_getaffinity(0)) > 1:
+            assert measured == ([1] if is_first else [4])
+            if pipeline.micro_batch_size == 4:
+                # The assembly uses the planner's recordings.
+                assert modes == (["training", "training", "evaluation"] if is_first else modes[:1])
+        pipeline.set_optimizer(sgd)
+        model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "tied")
+        batch = {name: torch.cat([entry] * 2) for name, entry in make_batch().items()}
+        loss, _ = pipeline.step(batch)
+        assert loss == pytest.approx(float(model(**batch).loss), rel=1e-5)
+
+
+class OwnEvaluation(torch.nn.Module):
+    """Uses another parameter or raises an error in evaluation."""
+
+    def __init__(self, *, can_evaluate: bool = True) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(2))
+        self.scale = torch.nn.Parameter(torch.ones(4))
+        self.can_evaluate = can_evaluate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (self.training or self.can_evaluate):
+            raise ValueError("this model has no evaluation")
+        x = self.cuts[0](self.layers[0](x))
+        x = self.layers[2](self.cuts[1](self.layers[1](x)))
+        return (x if self.training else x * self.scale).square().mean()
+
+
+def ones(tensors: Any) -> None:
+    for tensor in tensors.values():
+        tensor.fill_(0.5)
+
+
+def evaluation_with_other_parameters_is_recorded_at_the_start() -> None:
+    settings: dict[str, Any] = {"micro_batch_size": 2, "initialize": ones, "partition": "1-2"}
+    with torch.device("meta"):
+        model, broken = OwnEvaluation(), OwnEvaluation(can_evaluate=False)
+    whole = OwnEvaluation().eval()
+    with torch.no_grad():
+        ones(dict(whole.named_parameters()))
+    x = torch.ones(4, 4)
+    pipeline, modes = recordings_of(lambda: Pipeline(model, {"x": x}, **settings))
+    with pipeline:
+        assert modes[-2:] == ["training", "evaluation"]
+        # The first rank would keep the parameter if evaluation was not known.
+        assert model.scale.is_meta is (os.environ["RANK"] == "0")
+        loss, modes = recordings_of(lambda: pipeline.eval({"x": x}))
+        assert not modes
+        assert loss == pytest.approx(float(whole(x)))
+    with pytest.raises(ValueError, match="this model has no evaluation"):
+        Pipeline(broken, {"x": x}, **settings)
 
 
 def main() -> None:

@@ -60,6 +60,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_on_two_processes(folders: Path) -> None:
     programs = ["tied_weights_and_split_backwards", "merged_experts"]
     programs.append("adapters_beside_frozen_weights")
+    programs += ["evaluation_is_recorded_when_it_is_used"]
+    programs += ["two_sizes_are_measured_at_the_same_time"]
+    programs += ["evaluation_with_other_parameters_is_recorded_at_the_start"]
     if parameters := int(os.environ.get("LARGE_MODEL_PARAMETERS", "0")):
         sizes = {**SMALL, "hidden_size": 1024, "intermediate_size": 2816}
         layers = max(4, parameters // 12_900_000)

@@ -17,6 +17,7 @@ from megatron.adaptive.planner.job_shape import Running, choose_option, least_la
 from megatron.adaptive.planner.model_description import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
+from megatron.adaptive.schedule import numba_kernels, simulate
 
 FAST = LinkSpeed(bytes_per_s=1e10, latency_s=1e-6)
 
@@ -184,6 +185,31 @@ def test_every_schedule_has_a_shape(schedule: str) -> None:
     assert len(options[0].partition) == running.placement(2).num_stages
     assert options[0].fits
     assert str(options[0]).startswith("2 pipelines of 2 processes, microbatches of")
+
+
+def test_short_simulations_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a job does not load compiled code for a few thousand simulated actions.
+
+    Loading it takes half a second, and compiling it 10 s. All ranks wait for the plan.
+    """
+    running = job(schedule="adaptive")
+    compiled = choose_option(running, most=4)[0]
+    expected = seconds_of(
+        running, compiled.pipeline_size, compiled.micro_batch_size, compiled.partition
+    )
+
+    def refuse(rule: Any) -> Any:
+        raise AssertionError(f"{rule} was compiled")
+
+    monkeypatch.setattr(numba_kernels, "_loops", dict)
+    monkeypatch.setattr(simulate, "compiled_loop", refuse)
+    monkeypatch.setattr(numba_kernels, "compiled_loop", refuse)
+    best = choose_option(running, most=4)[0]
+    assert best.seconds == expected
+    monkeypatch.setattr(numba_kernels, "LOADED_FROM", 0)
+    monkeypatch.setattr(numba_kernels, "COMPILED_FROM", 0)
+    with pytest.raises(AssertionError, match="was compiled"):
+        choose_option(running, most=4)
 
 
 @pytest.mark.parametrize(

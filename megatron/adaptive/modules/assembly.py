@@ -27,13 +27,20 @@ from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.first_partition import FirstPartition, SegmentTimes
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.recompute import Recompute, recomputed_ranges
-from megatron.adaptive.modules.recording import Forwards, Loss, SampledModel, Slicing
+from megatron.adaptive.modules.recording import (
+    Forwards,
+    Loss,
+    RecordingCache,
+    SampledModel,
+    Slicing,
+)
 from megatron.adaptive.modules.recordings import (
     BufferUse,
     CutForwards,
     Example,
     KeptPart,
     Recordings,
+    evaluates_alike,
     frozen_segments_of,
     homes_of,
     record_examples,
@@ -256,6 +263,7 @@ def assemble(
     microbatches: Sequence[Microbatch],
     mesh: Mesh,
     first_partition: FirstPartition,
+    cache: RecordingCache,
 ) -> Assembly:
     """Cuts the model into stages and keeps the stages of this rank. All ranks must call this.
 
@@ -264,6 +272,7 @@ def assemble(
         microbatches: Microbatches of the sample batch.
         mesh: Replica and pipeline position of this process, and its process groups.
         first_partition: Object that measures segments and divides them among the stages.
+        cache: Recordings of microbatches that the planner has made.
 
     Raises:
         ConfigError: If the model cannot be divided into these stages.
@@ -274,7 +283,7 @@ def assemble(
         {name: tensor.to(request.device) for name, tensor in microbatch.items()}
         for microbatch in microbatches
     ]
-    examples = record_examples(request, moved)
+    examples = _record(request, moved, mesh, cache)
     tape = examples[0].forwards.training
     num_segments = tape.num_segments
     check_stages(num_segments, placement.num_stages)
@@ -311,6 +320,29 @@ def assemble(
             )
         )
     return _keep_part(request, examples, partition, weights, mesh, placement)
+
+
+def _record(
+    request: PipelineSettings, microbatches: Sequence[Microbatch], mesh: Mesh, cache: RecordingCache
+) -> list[Example]:
+    """Records the sample batch in training mode, and in evaluation mode if that must happen now.
+
+    If the model is on the ``meta`` device, only the first rank records the evaluation, to find out
+    whether it affects the partition. If it does not, ranks record it when the pipeline first
+    evaluates a batch.
+
+    Args:
+        request: Settings of the pipeline.
+        microbatches: Microbatches of the sample batch, on the model's device.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        cache: Recordings of microbatches that the planner has made.
+    """
+    if mesh.pipeline_size == 1 or not is_on_meta(request.model) or is_list(request.sample_batch):
+        return record_examples(request, microbatches, cache)
+    examples = record_examples(request, microbatches, cache, modes=("training",))
+    if mesh.on_first(lambda: all(evaluates_alike(request, example, cache) for example in examples)):
+        return examples
+    return record_examples(request, microbatches)
 
 
 def _check_replays(
@@ -523,7 +555,8 @@ def _names_to_keep(
     for cut in cut_examples:
         # Keep these buffers, because later recordings run the whole model on each rank and read
         # them.
-        kept |= cut.forwards.training.read_buffers | cut.forwards.evaluation.read_buffers
+        for tape in cut.forwards.tapes.values():
+            kept |= tape.read_buffers
         for stage in stages:
             for plan in cut.plans(stage):
                 kept.update(plan.buffers)
@@ -540,8 +573,8 @@ def _report_unused(
     """Prints the names of the entries of the sample batch that no stage uses, if there are any."""
     used = set(request.decisive_entries)
     for cut in cut_examples:
-        for plan in (*cut.training, *cut.evaluation):
-            used.update(plan.inputs)
+        for plans in cut.plans_by_mode.values():
+            used.update(name for plan in plans for name in plan.inputs)
     unused = sorted({name for example in examples for name in example.microbatch} - used)
     if unused:
         print(f"no stage uses the batch entry {printable(', '.join(unused))}", flush=True)

@@ -330,7 +330,7 @@ class Pipeline:
             check_repartition(request, is_elastic=sizes.order is not None)
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
             self._assembly = assemble(
-                request, form.examples, self._mesh, FirstPartition(self._orders)
+                request, form.examples, self._mesh, FirstPartition(self._orders), sizes.recordings
             )
         except Exception:
             self._mesh.close_after_error()

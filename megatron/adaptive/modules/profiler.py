@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.adaptive import accelerator as _accelerator
 
@@ -34,8 +33,15 @@ with _accelerator.quiet_imports():
         late_calls,
         postpone,
     )
+    from megatron.adaptive.modules.early_samples import (
+        EarlySamples,
+        is_cheap,
+        measured_early,
+        node_processors,
+        recorded_bytes,
+    )
     from megatron.adaptive.modules.mesh import join_job
-    from megatron.adaptive.modules.recording import Forwards, SampledModel, with_cut_points
+    from megatron.adaptive.modules.recording import RecordingCache, SampledModel, with_cut_points
     from megatron.adaptive.modules.segments import (
         MakeOptimizer,
         SegmentSample,
@@ -64,6 +70,10 @@ LONG_S = 0.02
 """A quick profile measures a segment only once if its forward and backward passes take at least
 this many seconds.
 """
+
+
+_MOST_COPIED = 1 << 26
+"""Maximum size in bytes of a batch that is copied to be recorded."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -145,6 +155,7 @@ class Profiler(SampledModel):
         batch_size: int | None = None,
         most: int | None = None,
         is_quick: bool = False,
+        recordings: RecordingCache | None = None,
     ) -> ModuleProfile:
         """Measures like :meth:`run`, in a job that the processes have already joined.
 
@@ -157,7 +168,9 @@ class Profiler(SampledModel):
                 ``None`` takes ``batch_size``.
             is_quick: Whether to measure only the smallest and the largest microbatch if
                 ``micro_batch_sizes`` is not set, and to repeat only short measurements. Costs of
-                sizes between the two are interpolated.
+                sizes between the two are interpolated. Two processes with the same type of device
+                measure the two sizes at the same time, if there are enough processors.
+            recordings: Object that keeps recordings of the model; ``None`` to keep none.
         """
         begin_s = time.monotonic()
         if batch_size is None:
@@ -166,12 +179,21 @@ class Profiler(SampledModel):
             most = batch_size
         nodes = job.gather(self._about(job))
         kinds = [node["facts"]["gpu"] for node in nodes]
+        cache = RecordingCache() if recordings is None else recordings
+        device = job.accelerator.device
+        limit_bytes = nodes[job.rank]["limit"]
+        is_quick = is_quick and not self.micro_batch_sizes
+        early = EarlySamples()
+        if is_quick:
+            early = self._measured_early(job, nodes, most, batch_size, cache)
         own_part: Any = None
         if kinds.index(kinds[job.rank]) == job.rank:
-            limit_bytes = nodes[job.rank]["limit"]
-            is_quick = is_quick and not self.micro_batch_sizes
-            by_size = self._smallest_and_largest if is_quick else self._by_size
-            measured = by_size(job.accelerator.device, limit_bytes, most, batch_size)
+            if is_quick:
+                measured = self._smallest_and_largest(
+                    device, limit_bytes, most, batch_size, cache, early
+                )
+            else:
+                measured = self._by_size(device, limit_bytes, most, batch_size, cache)
             own_part = self._part(job, limit_bytes, measured)
         gathered = job.gather(own_part)
         # Raise this rank's own error first, because errors from other ranks arrive without a
@@ -183,7 +205,7 @@ class Profiler(SampledModel):
         names = _node_names(nodes)
         links: list[dict[str, Any]] = []
         reductions: list[dict[str, Any]] = []
-        if self.links and dist.get_world_size() > 1:
+        if self.links and len(nodes) > 1:
             rows = [row for part in parts for row in part.samples]
             links = measure_links(job, names, most_bytes=max(row.output_bytes for row in rows))
             numbers = sum(row.parameters for row in rows if row.micro_batch == rows[0].micro_batch)
@@ -220,7 +242,55 @@ class Profiler(SampledModel):
             "processes": processes,
             "facts": node_facts(job.accelerator, processes),
             "limit": limit,
+            **node_processors(),
         }
+
+    def _measured_early(
+        self,
+        job: Job,
+        nodes: Sequence[Mapping[str, Any]],
+        most: int,
+        batch_size: int,
+        cache: RecordingCache,
+    ) -> EarlySamples:
+        """Measures the smallest and the largest microbatch at the same time on two processes.
+
+        All ranks must call this.
+
+        Args:
+            job: Job that all ranks have joined.
+            nodes: Result of :meth:`_about` of each rank.
+            most: Maximum number of samples per microbatch.
+            batch_size: Number of samples per step.
+            cache: Object that keeps recordings of the model.
+        """
+        size = 2 ** (most.bit_length() - 1)
+        if size == 1:
+            return EarlySamples()
+        device = job.accelerator.device
+        room = min(nodes[job.rank]["limit"], available_host_bytes())
+
+        def largest() -> list[SegmentSample] | None:
+            batch = self._microbatch(size)
+            tape = self._recorded(batch, cache)
+            if not is_cheap(tape, room):
+                return None
+            return self._measured_tape(tape, batch, device, self.split_backward, LONG_S)
+
+        def record() -> None:
+            if job.rank == 0:
+                cache.both(self, self._microbatch(size))
+            else:
+                cache.training(self, self._microbatch(size))
+
+        return measured_early(
+            self.model,
+            job,
+            nodes,
+            smallest=lambda: self._smallest(batch_size, device, cache, split=False),
+            largest=largest,
+            record=record,
+        )
 
     def _part(
         self, job: Job, limit_bytes: float, measured: Iterator[tuple[Tape, list[SegmentSample]]]
@@ -271,7 +341,12 @@ class Profiler(SampledModel):
             return failed
 
     def _by_size(
-        self, device: torch.device, limit_bytes: float, most: int, batch_size: int
+        self,
+        device: torch.device,
+        limit_bytes: float,
+        most: int,
+        batch_size: int,
+        cache: RecordingCache,
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the recorded forward pass and its measured segments for each microbatch size."""
         begin_s = time.monotonic()
@@ -287,15 +362,21 @@ class Profiler(SampledModel):
                 if not self._fits(size, *previous, limit_bytes):
                     return
             if previous is None and not given_sizes:
-                previous = self._smallest(batch_size, device, split=self.split_backward)
+                previous = self._smallest(batch_size, device, cache, split=self.split_backward)
             else:
-                previous = self._measured(size, device, split=self.split_backward)
+                previous = self._measured(size, device, cache, split=self.split_backward)
             if previous is None:
                 return
             yield previous
 
     def _smallest_and_largest(
-        self, device: torch.device, limit_bytes: float, most: int, batch_size: int
+        self,
+        device: torch.device,
+        limit_bytes: float,
+        most: int,
+        batch_size: int,
+        cache: RecordingCache,
+        early: EarlySamples,
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the same as :meth:`_by_size`, but measures only the smallest and largest size.
 
@@ -303,7 +384,11 @@ class Profiler(SampledModel):
         """
         # Repeated measurements of the smallest size show how much the durations of equal actions
         # vary.
-        smallest = self._smallest(batch_size, device, split=False)
+        if early.error is not None:
+            raise early.error
+        smallest = early.smallest
+        if not early.is_measured:
+            smallest = self._smallest(batch_size, device, cache, split=False)
         if smallest is None:
             return
         tape, rows = smallest
@@ -316,14 +401,20 @@ class Profiler(SampledModel):
             is_long = size > 2 * least and run_s * size > self.time_limit_s
             if is_long or not self._fits(size, tape, rows, limit_bytes):
                 continue
-            largest = self._measured(size, device, split=self.split_backward, enough_s=LONG_S)
+            if early.largest is not None and early.largest[0].micro_batch == size:
+                # All sizes have the same segments, so the tape describes this size too.
+                largest: tuple[Tape, list[SegmentSample]] | None = tape, early.largest
+            else:
+                largest = self._measured(
+                    size, device, cache, split=self.split_backward, enough_s=LONG_S
+                )
             if largest is not None:
                 tape, larger = largest
                 rows = [with_split_like(b, a) for a, b in zip(rows, larger, strict=True)]
                 yield tape, [*rows, *interpolated(rows, larger), *larger]
                 return
         if self.split_backward:
-            smallest = self._measured(least, device, split=True, enough_s=LONG_S)
+            smallest = self._measured(least, device, cache, split=True, enough_s=LONG_S)
         if smallest is not None:
             yield smallest
 
@@ -336,11 +427,11 @@ class Profiler(SampledModel):
         """
         samples = rows[0].micro_batch
         needed = max(row.kept_bytes + row.workspace_bytes + row.output_bytes for row in rows)
-        recorded = _recorded_bytes(tape)
+        recorded = recorded_bytes(tape)
         room = available_host_bytes() if self.device.type == "cpu" else limit_bytes
         return needed * size <= limit_bytes * samples and recorded * size <= room * samples
 
-    def largest_that_fits(self, job: Job, batch_size: int) -> int:
+    def largest_that_fits(self, job: Job, batch_size: int, recordings: RecordingCache) -> int:
         """Returns the largest microbatch that is expected to fit in memory and divides the batch.
 
         Nothing is measured. The memory of a microbatch is estimated as twice the size of all values
@@ -352,11 +443,17 @@ class Profiler(SampledModel):
         Args:
             job: Job that all ranks have joined.
             batch_size: Number of samples per step.
+            recordings: Object that keeps recordings of the model.
         """
         # Use two samples if possible, because batch normalization cannot be trained on a single
         # sample.
         count = min(2, batch_size)
-        per_sample = 2 * _recorded_bytes(self._recorded(self._microbatch(count))) / count
+        has_values = all(not parameter.is_meta for parameter in self.model.parameters())
+        if not has_values and _entry_bytes(self.sample) * batch_size <= _MOST_COPIED:
+            # Record the whole batch, because it is the size that is chosen if memory suffices.
+            count = batch_size
+        tape = self._recorded(self._microbatch(count), recordings)
+        per_sample = 2 * recorded_bytes(tape) / count
         # A trained parameter also has a gradient and the two states of AdamW.
         parameters = sum(
             each.numel() * each.element_size() * (4 if each.requires_grad else 1)
@@ -374,14 +471,14 @@ class Profiler(SampledModel):
             for name, tensor in stretched(self.sample, size).items()
         }
 
-    def _recorded(self, batch: Mapping[str, torch.Tensor]) -> Tape:
+    def _recorded(self, batch: Mapping[str, torch.Tensor], cache: RecordingCache) -> Tape:
         """Returns the forward pass on ``batch``, recorded in training mode."""
-        tape = Forwards.of(self, batch, self.slicing, modes=("training",)).training
+        tape = cache.training(self, batch).training
         postpone(tape, late_calls(tape))
         return tape
 
     def _smallest(
-        self, batch_size: int, device: torch.device, *, split: bool
+        self, batch_size: int, device: torch.device, cache: RecordingCache, *, split: bool
     ) -> tuple[Tape, list[SegmentSample]] | None:
         """Measures a microbatch of one sample, or of two if the model cannot run a single sample.
 
@@ -390,16 +487,22 @@ class Profiler(SampledModel):
         Returns ``None`` if the microbatch does not fit in memory.
         """
         try:
-            return self._measured(1, device, split=split)
+            return self._measured(1, device, cache, split=split)
         except Exception:
             # If two samples fail too, report the error of the single sample.
             if batch_size > 1:
                 with contextlib.suppress(Exception):
-                    return self._measured(2, device, split=split)
+                    return self._measured(2, device, cache, split=split)
             raise
 
     def _measured(
-        self, size: int, device: torch.device, *, split: bool, enough_s: float = math.inf
+        self,
+        size: int,
+        device: torch.device,
+        cache: RecordingCache,
+        *,
+        split: bool,
+        enough_s: float = math.inf,
     ) -> tuple[Tape, list[SegmentSample]] | None:
         """Records and measures microbatches of ``size`` samples.
 
@@ -408,21 +511,29 @@ class Profiler(SampledModel):
         """
         batch = self._microbatch(size)
         try:
-            tape = self._recorded(batch)
-            rows = measure_segments(
-                self, tape, batch, device, split=split, repeats=self.repeats, enough_s=enough_s
-            )
+            tape = self._recorded(batch, cache)
+            rows = self._measured_tape(tape, batch, device, split, enough_s)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return None
         return tape, rows
 
+    def _measured_tape(
+        self,
+        tape: Tape,
+        batch: Mapping[str, torch.Tensor],
+        device: torch.device,
+        split: bool,
+        enough_s: float,
+    ) -> list[SegmentSample]:
+        return measure_segments(
+            self, tape, batch, device, split=split, repeats=self.repeats, enough_s=enough_s
+        )
 
-def _recorded_bytes(tape: Tape) -> int:
-    """Returns the size in bytes of the values that a recorded forward pass computes."""
-    return sum(
-        math.prod(value.shape) * value.dtype.itemsize for value in tape.values if not value.source
-    )
+
+def _entry_bytes(sample: Mapping[str, torch.Tensor]) -> float:
+    """Returns the size in bytes of a sample's entries."""
+    return sum(tensor[0].numel() * tensor.element_size() for tensor in sample.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,6 +203,7 @@ class StageProgram:
 
     Attributes:
         plan: Calls of this stage, and the tensors that it receives and sends.
+        device: Device on which the stage runs.
         forward_layout: Layout of the message with activations from the previous stage.
         backward_layout: Layout of the message with gradients to the previous stage.
         next_forward: Layout of the message with activations to the next stage.
@@ -222,7 +223,7 @@ class StageProgram:
         self.plan = plan
         self._tape = tape
         self._held = held
-        self._device = device
+        self.device = device
         values = tape.values
         received = [values[number] for number in plan.received]
         sent = [values[number] for number in plan.sent]
@@ -258,7 +259,7 @@ class StageProgram:
             value = tape.values[value_number]
             if value.source == "constant":
                 assert value.tensor is not None
-                self._constants[value_number] = value.tensor.detach().to(self._device)
+                self._constants[value_number] = value.tensor.detach().to(self.device)
             elif value.source:
                 self._sources.append((value_number, value.source, value.name))
         drops: dict[int, list[int]] = {}
@@ -269,9 +270,9 @@ class StageProgram:
             _Step(tape.calls[number], number, drops.get(index, ()), tape)
             for index, number in enumerate(plan.calls)
         ]
-        if tape.device.type != self._device.type:
+        if tape.device.type != self.device.type:
             for step in steps:
-                step.move(tape.device, self._device)
+                step.move(tape.device, self.device)
         return steps
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
@@ -385,7 +386,7 @@ class StageProgram:
         for number in self.plan.copied:
             env[number] = env[number].clone()
         ambient = self._tape.autocast
-        with _NOTHING if ambient is None else torch.autocast(self._device.type, dtype=ambient):
+        with _NOTHING if ambient is None else torch.autocast(self.device.type, dtype=ambient):
             for segment, parts in self._parts_of_segments:
                 if meter is not None:
                     meter.enters(segment)

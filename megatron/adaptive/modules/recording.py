@@ -19,17 +19,20 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
+import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.blocks import repeated_blocks
 from megatron.adaptive.modules.cut_points import CutPoint, are_added, cut_points_of
+from megatron.adaptive.modules.cutting import late_calls
 from megatron.adaptive.modules.fake_recording import FakeRecorder, Fakes, is_on_meta
 from megatron.adaptive.modules.recompute import Recompute, check_recompute
 from megatron.adaptive.modules.recorder import (
@@ -335,6 +338,22 @@ class Forwards:
             forwards._require_same_cuts(forward.model)
         return forwards
 
+    def joined(self, other: Forwards, model: torch.nn.Module) -> Forwards:
+        """Returns these forward passes together with those of another mode.
+
+        Optional cut points that only one mode passes are removed.
+
+        Args:
+            other: Forward passes of the same microbatch, recorded by the same method.
+            model: Recorded model.
+
+        Raises:
+            ConfigError: If the modes pass different cut points.
+        """
+        forwards = Forwards(tapes={**self.tapes, **other.tapes}, way=self.way)
+        forwards._require_same_cuts(model)
+        return forwards
+
     def _require_same_cuts(self, model: torch.nn.Module) -> None:
         """Removes optional cut points that the forward pass reaches in only one mode.
 
@@ -351,6 +370,90 @@ class Forwards:
                 f"but {', '.join(evaluation.cuts)} in evaluation; cut points must not be inside "
                 "control flow"
             )
+
+
+def host_random_state() -> tuple[Any, ...]:
+    """Returns the states of the random generators of Python and numpy."""
+    state: Any = numpy.random.get_state()
+    return (random.getstate(), state[1].tobytes(), *state[2:])
+
+
+class RecordingCache:
+    """Records microbatches, and keeps recordings that the assembly of the pipeline can use."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Mode, Mapping[str, torch.Tensor], Forwards]] = []
+
+    def training(self, model: SampledModel, microbatch: Mapping[str, torch.Tensor]) -> Forwards:
+        """Records a model in training mode, and keeps the recording if possible.
+
+        A recording is not kept if calls would be moved behind frozen segments. It is not kept
+        either if the model draws random numbers with Python or numpy, because the assembly detects
+        this while it records the model.
+
+        Args:
+            model: Model with its settings for recording.
+            microbatch: Tensors of the microbatch, on the model's device.
+
+        Raises:
+            ConfigError: If the model cannot be recorded.
+        """
+        before = host_random_state()
+        forwards = Forwards.of(model, microbatch, model.slicing, modes=("training",))
+        if host_random_state() == before and late_calls(forwards.training) is None:
+            self._kept.append(("training", microbatch, forwards))
+        return forwards
+
+    def both(self, model: SampledModel, microbatch: Mapping[str, torch.Tensor]) -> None:
+        """Records a model in training and then in evaluation mode, and keeps the recordings.
+
+        Args:
+            model: Model with its settings for recording.
+            microbatch: Tensors of the microbatch, on the model's device.
+
+        Raises:
+            ConfigError: If the model cannot be recorded.
+        """
+        training = self.training(model, microbatch)
+        before = host_random_state()
+        forwards = evaluation_of(model, microbatch, training)
+        if host_random_state() == before:
+            self._kept.append(("evaluation", microbatch, forwards))
+
+    def take(self, microbatch: Mapping[str, torch.Tensor], mode: Mode) -> Forwards | None:
+        """Removes and returns a recording of an equal microbatch, or ``None`` if there is none.
+
+        Equal microbatches have the same entries, with equal values.
+
+        Args:
+            microbatch: Tensors of the microbatch, on the model's device.
+            mode: Mode in which the microbatch was recorded.
+        """
+        for index, (kept_mode, kept, forwards) in enumerate(self._kept):
+            if (
+                kept_mode == mode
+                and kept.keys() == microbatch.keys()
+                and all(_is_equal(kept[name], microbatch[name]) for name in kept)
+            ):
+                del self._kept[index]
+                return forwards
+        return None
+
+
+def evaluation_of(
+    model: SampledModel, microbatch: Mapping[str, torch.Tensor], training: Forwards
+) -> Forwards:
+    """Records a model in evaluation mode, if possible by the method of its training recording."""
+    return Forwards.of(model, microbatch, model.slicing, way=training.way, modes=("evaluation",))
+
+
+def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (
+        first.dtype == second.dtype
+        and first.device == second.device
+        and first.requires_grad == second.requires_grad
+        and torch.equal(first, second)
+    )
 
 
 @contextlib.contextmanager

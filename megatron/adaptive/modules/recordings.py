@@ -15,14 +15,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import random
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy
 import torch
 
 from megatron.adaptive.config.input_files import printable
@@ -36,6 +33,7 @@ from megatron.adaptive.modules.cutting import (
     late_calls,
     postpone,
     slice_tape,
+    unchecked_slices,
     uses_of,
 )
 from megatron.adaptive.modules.program import (
@@ -45,7 +43,16 @@ from megatron.adaptive.modules.program import (
     deferred_layer,
 )
 from megatron.adaptive.modules.recompute import Recompute, changed_buffers, recomputed_ranges
-from megatron.adaptive.modules.recording import Forward, Forwards, Mode, SampledModel
+from megatron.adaptive.modules.recording import (
+    MODES,
+    Forward,
+    Forwards,
+    Mode,
+    RecordingCache,
+    SampledModel,
+    evaluation_of,
+    host_random_state,
+)
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape
 from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 
@@ -79,12 +86,19 @@ class Example:
     late: LateCalls | None = None
 
 
-def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> list[Example]:
+def record_examples(
+    model: SampledModel,
+    microbatches: Iterable[Microbatch],
+    cache: RecordingCache | None = None,
+    modes: Sequence[Mode] = MODES,
+) -> list[Example]:
     """Records the model once for each signature among the microbatches of the sample batch.
 
     Args:
         model: Model with its settings for recording.
         microbatches: Microbatches of the sample batch, on the model's device.
+        cache: Recordings in training mode that may be used instead of new recordings.
+        modes: Modes in which the model is recorded.
 
     Returns:
         Recordings in the order of their first microbatches, except that the first recording passes
@@ -94,18 +108,23 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
         ConfigError: If the model cannot be recorded, no microbatch passes all cut points, or the
             model draws random numbers with Python or numpy instead of torch.
     """
-    before = _host_random_state()
+    before = host_random_state()
     first_of: dict[Signature, Microbatch] = {}
     counts: dict[Signature, int] = {}
     for microbatch in microbatches:
         signature = Signature.of(microbatch, model.decisive_entries)
         first_of.setdefault(signature, microbatch)
         counts[signature] = counts.get(signature, 0) + 1
-    recorded = {
-        signature: Forwards.of(model, microbatch, model.slicing, may_miss=len(first_of) > 1)
-        for signature, microbatch in first_of.items()
-    }
-    if model.slicing != "record" and _host_random_state() != before:
+    recorded: dict[Signature, Forwards] = {}
+    for signature, microbatch in first_of.items():
+        may_miss = len(first_of) > 1
+        training = None if may_miss or cache is None else cache.take(microbatch, "training")
+        recorded[signature] = (
+            Forwards.of(model, microbatch, model.slicing, may_miss=may_miss, modes=modes)
+            if training is None
+            else _with_modes(model, microbatch, training, modes)
+        )
+    if model.slicing != "record" and host_random_state() != before:
         raise ConfigError(
             "the forward pass draws random numbers with random or numpy.random, but all "
             "microbatches would get the numbers of the sample_batch; draw them with torch, or "
@@ -115,7 +134,7 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
     if len(recorded) > 1:
         # Record the microbatch with the most cut points again without may_miss. This raises an
         # error if the microbatch does not pass all cut points.
-        recorded[whole] = Forwards.of(model, first_of[whole], model.slicing)
+        recorded[whole] = Forwards.of(model, first_of[whole], model.slicing, modes=modes)
     cuts = recorded[whole].training.cuts
     homes = homes_of([recorded[whole]])
     for forwards in recorded.values():
@@ -137,10 +156,69 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
     ]
 
 
-def _host_random_state() -> tuple[Any, ...]:
-    """Returns the states of the random generators of Python and numpy."""
-    state: Any = numpy.random.get_state()
-    return (random.getstate(), state[1].tobytes(), *state[2:])
+def _with_modes(
+    model: SampledModel, microbatch: Microbatch, training: Forwards, modes: Sequence[Mode]
+) -> Forwards:
+    """Adds a recording in evaluation mode to a recording in training mode if ``modes`` has both.
+
+    Args:
+        model: Model with its settings for recording.
+        microbatch: Tensors of the recorded microbatch, on the model's device.
+        training: Recording in training mode.
+        modes: Modes in which the model is recorded.
+    """
+    if "evaluation" not in modes:
+        return training
+    evaluation = evaluation_of(model, microbatch, training)
+    if evaluation.way != training.way:
+        # Both modes need the same method, so record them together.
+        return Forwards.of(model, microbatch, model.slicing, modes=modes)
+    return training.joined(evaluation, model.model)
+
+
+def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
+    """Returns whether evaluation needs nothing of a segment that training does not need.
+
+    This function records the evaluation of a microbatch and compares it with the recording in
+    training mode. If each segment needs the same parameters, buffers, inputs and messages or fewer,
+    the evaluation does not affect the partition or the tensors that ranks keep. It can then be
+    recorded later. If the evaluation cannot be recorded, the function returns false.
+
+    Args:
+        model: Model with its settings for recording.
+        example: Microbatch, and its recording in training mode.
+        cache: Recordings in evaluation mode that may be used instead of a new recording.
+    """
+    training = example.forwards.training
+    before = host_random_state()
+    try:
+        recorded = cache.take(example.microbatch, "evaluation")
+        if recorded is None:
+            recorded = evaluation_of(model, example.microbatch, example.forwards)
+        tape = recorded.evaluation
+        if host_random_state() != before or recorded.way != example.forwards.way:
+            return False
+        if tape.cuts != training.cuts:
+            return False
+        postpone(tape, example.late)
+        if changed_buffers(tape) or not tape.read_buffers <= training.read_buffers:
+            return False
+        plans = slice_tape(tape, (1,) * tape.num_segments)
+    except Exception:
+        # All ranks now record the evaluation during the start, and raise this error themselves.
+        return False
+    return all(
+        set(plan.parameters) <= set(other.parameters)
+        and set(plan.buffers) <= set(other.buffers)
+        and set(plan.inputs) <= set(other.inputs)
+        and _sent_bytes(tape, plan) <= _sent_bytes(training, other)
+        for plan, other in zip(plans, unchecked_slices(training), strict=True)
+    )
+
+
+def _sent_bytes(tape: Tape, plan: StagePlan) -> int:
+    """Returns the size of the message that a stage sends to the next stage, in bytes."""
+    return MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
 
 
 def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
@@ -255,9 +333,7 @@ class CutForwards:
     def largest_message(self) -> int:
         """Returns the size of the largest message between two stages, in bytes."""
         return max(
-            MessageLayout.of(
-                self.forwards.tapes[mode].values[number] for number in plan.sent
-            ).nbytes
+            _sent_bytes(self.forwards.tapes[mode], plan)
             for mode, plans in self.plans_by_mode.items()
             for plan in plans
         )

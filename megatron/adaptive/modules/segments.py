@@ -49,6 +49,8 @@ _MOST_NUMBERS = 1 << 22
 _OPTIMIZER_STEPS = 4
 # Largest random value for tensors on the meta device. Small values avoid overflows.
 _LARGEST_RANDOM = 0.02
+# Number of random numbers that are drawn for a large tensor.
+_RANDOM_NUMBERS = 1 << 16
 # Maximum relative difference between two losses that are considered equal. Losses may differ
 # slightly, because sums may be computed in a different order. The second value is for 16-bit
 # dtypes.
@@ -203,9 +205,9 @@ def measure_segments(
             held = _held(tape, plan, tensors, device)
             program = StageProgram(tape, plan, held, device, recomputed)
             measure = partial(
-                _time, program, inputs, held, message, device, repeats=repeats, enough_s=enough_s
+                _time, program, inputs, held, message, repeats=repeats, enough_s=enough_s
             )
-            sample, output = _sample(program, held, device, measure, split=split)
+            sample, output = _sample(program, held, device, measure, split=split, long_s=enough_s)
             samples.append(replace(sample, segment=segment, micro_batch=size))
             message = output
             measured[signature] = samples[-1], output
@@ -219,18 +221,26 @@ def _sample(
     measure: Callable[..., tuple[list[list[float]], torch.Tensor, int]],
     *,
     split: bool,
+    long_s: float,
 ) -> tuple[SegmentSample, torch.Tensor]:
     """Measures a segment, and returns its costs and its output.
 
-    The costs have segment index 0 and microbatch size 1, which the caller replaces.
+    The costs have segment index 0 and microbatch size 1, which the caller replaces. If the unsplit
+    passes take ``long_s`` seconds, they also serve as the warm-up of the split passes.
     """
     before = _reset_peak_bytes(device)
-    rows, output, kept = measure(split=False)
-    peak = _peak_bytes(device)
     halves = None
-    if split:
-        both, _, _ = measure(split=True)
-        halves = (statistics.median(both[1]), statistics.median(both[2]))
+    try:
+        rows, output, kept = measure(split=False)
+        peak = _peak_bytes(device)
+        if split:
+            # Keep the gradients, because most microbatches of a step add to existing gradients.
+            is_long = rows[0][-1] + rows[1][-1] >= long_s
+            both, _, _ = measure(split=True, warm_up=0 if is_long else WARM_UP)
+            halves = (statistics.median(both[1]), statistics.median(both[2]))
+    finally:
+        for tensor in held.values():
+            tensor.grad = None
     sample = SegmentSample(
         segment=0,
         micro_batch=1,
@@ -284,7 +294,7 @@ def _held(
         if tensor.is_meta:
             values = torch.zeros_like(tensor, device=device)
             if values.is_floating_point():
-                values.uniform_(0, _LARGEST_RANDOM)
+                _fill_with_random(values)
         else:
             values = tensor.detach().to(device)
         if isinstance(tensor, torch.nn.Parameter):
@@ -296,16 +306,30 @@ def _held(
     return held
 
 
+def _fill_with_random(values: torch.Tensor) -> None:
+    """Fills a tensor with random numbers, of which large tensors contain several copies.
+
+    Copying is several times faster than drawing numbers.
+    """
+    if not values.is_contiguous() or values.numel() <= _RANDOM_NUMBERS:
+        values.uniform_(0, _LARGEST_RANDOM)
+        return
+    flat = values.view(-1)
+    drawn = torch.empty_like(flat[:_RANDOM_NUMBERS]).uniform_(0, _LARGEST_RANDOM)
+    for part in flat.split(_RANDOM_NUMBERS):
+        part.copy_(drawn[: len(part)])
+
+
 def _time(
     program: StageProgram,
     inputs: Mapping[str, torch.Tensor],
     held: Mapping[str, torch.Tensor],
     message: torch.Tensor | None,
-    device: torch.device,
     *,
     split: bool,
     repeats: int,
     enough_s: float,
+    warm_up: int = WARM_UP,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
     """Runs a segment repeatedly. Returns its times, its output and the bytes of its activations.
 
@@ -313,6 +337,7 @@ def _time(
     weight-gradient passes.
     """
     meter = ActivationMeter()
+    device = program.device
     stages = ProgramStages(
         programs=[[program]] * (WARM_UP + repeats),
         microbatches=[inputs] * (WARM_UP + repeats),
@@ -327,19 +352,16 @@ def _time(
         layout = program.next_backward
         gradients = [torch.randn(part.shape, dtype=part.dtype) for part in layout.parts]
         gradient = layout.pack(gradients, torch.device("cpu")).to(device)
-    try:
-        rows, output = time_microbatches(
-            stages,
-            received=lambda: message,
-            gradient=lambda: gradient,
-            device=device,
-            repeats=repeats,
-            split=split,
-            enough_s=enough_s,
-        )
-    finally:
-        for tensor in held.values():
-            tensor.grad = None
+    rows, output = time_microbatches(
+        stages,
+        received=lambda: message,
+        gradient=lambda: gradient,
+        device=device,
+        repeats=repeats,
+        split=split,
+        enough_s=enough_s,
+        warm_up=warm_up,
+    )
     assert output is not None
     return rows, output.detach(), meter.bytes_of(0)
 

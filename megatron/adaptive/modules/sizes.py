@@ -34,7 +34,7 @@ from megatron.adaptive.modules.cutting import (
 )
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
 from megatron.adaptive.modules.profiler import ModuleProfile, Profiler
-from megatron.adaptive.modules.recording import SampledModel
+from megatron.adaptive.modules.recording import RecordingCache, SampledModel
 from megatron.adaptive.modules.request_checks import request_signature, require_alike
 from megatron.adaptive.planner.job_shape import Option, Running, choose_option
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
@@ -93,12 +93,14 @@ class SettledSizes:
         plan: Layout that the planner chose; ``None`` if the planner was not used.
         order: Layout that the launcher of an elastic job prescribes; ``None`` if the job is not
             elastic.
+        recordings: Recordings of the model that were made on the way.
     """
 
     mesh: Mesh
     request: PipelineSettings
     plan: Chosen | None
     order: JobOrder | None
+    recordings: RecordingCache
 
 
 def settle_sizes(request: PipelineSettings) -> SettledSizes:
@@ -114,6 +116,7 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
     """
     job = join_job(request.timeout_s)
     plan: Chosen | None = None
+    recordings = RecordingCache()
     try:
         # Compare the settings first, because sizes determine which process groups are created.
         require_alike(request, job)
@@ -121,10 +124,10 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
         order = None if text is None else JobOrder.from_text(text)
         if order is not None:
             request = _ordered(job, order, request)
-        elif (alone := _of_one_process(job, request)) is not None:
+        elif (alone := _of_one_process(job, request, recordings)) is not None:
             request = alone
         elif request.micro_batch_size is None or request.pipeline_size == "auto":
-            plan = _choose(job, request)
+            plan = _choose(job, request, recordings)
             best = plan.best
             request = dataclasses.replace(
                 request,
@@ -138,7 +141,7 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
     except Exception:
         job.close_after_error()
         raise
-    return SettledSizes(mesh=mesh, request=request, plan=plan, order=order)
+    return SettledSizes(mesh=mesh, request=request, plan=plan, order=order, recordings=recordings)
 
 
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
@@ -237,10 +240,17 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
     )
 
 
-def _of_one_process(job: Job, request: PipelineSettings) -> PipelineSettings | None:
+def _of_one_process(
+    job: Job, request: PipelineSettings, recordings: RecordingCache
+) -> PipelineSettings | None:
     """Chooses the microbatch size without measurements if the job has only one process.
 
     A single process runs all segments, and is fastest with large microbatches.
+
+    Args:
+        job: Job that the process has joined.
+        request: User's settings, in which sizes may be missing.
+        recordings: Object that keeps recordings of the model.
 
     Returns:
         Settings with all sizes, or ``None`` if the model must be measured: there are several
@@ -251,7 +261,7 @@ def _of_one_process(job: Job, request: PipelineSettings) -> PipelineSettings | N
         return None
     require_whole(1, batch_size=request.samples)
     profiler = Profiler(**_sampled_model(request), memory_limit_bytes=request.memory_limit_bytes)
-    size = profiler.largest_that_fits(job, request.samples)
+    size = profiler.largest_that_fits(job, request.samples, recordings)
     if not size:
         return None
     plural = "" if size == 1 else "s"
@@ -264,21 +274,23 @@ def _sampled_model(request: PipelineSettings) -> dict[str, Any]:
     return {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
 
 
-def _choose(job: Job, request: PipelineSettings) -> Chosen:
+def _choose(job: Job, request: PipelineSettings, recordings: RecordingCache) -> Chosen:
     """Measures the model and plans a layout, equal on all ranks. All ranks must call this."""
     require_whole(1, batch_size=request.samples)
     if request.pipeline_size == "auto":
         request = dataclasses.replace(request, pipeline_size=None)
     elif request.pipeline_size is not None:
         check_pipeline_size(request.pipeline_size)
-    profile, module = _measure(job, request)
+    profile, module = _measure(job, request, recordings)
     answer = job.on_first(lambda: _plan(module, request, profile))
     if job.rank == 0:
         print(f"plan: {printable(str(answer))}", flush=True)
     return answer
 
 
-def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, MeasuredModule]:
+def _measure(
+    job: Job, request: PipelineSettings, recordings: RecordingCache
+) -> tuple[ModuleProfile, MeasuredModule]:
     """Measures a model. Returns the profile, and the planner's description of the model.
 
     All ranks must call this.
@@ -299,7 +311,9 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
     )
     # Larger microbatches would leave a step with fewer microbatches than there are processes.
     most = max(1, request.samples // dist.get_world_size())
-    profile = profiler.measure(job, batch_size=request.samples, most=most, is_quick=True)
+    profile = profiler.measure(
+        job, batch_size=request.samples, most=most, is_quick=True, recordings=recordings
+    )
     check_weights(request.weights, len(profile.cut_points) + 1)
     return profile, MeasuredModule(
         signature=request_signature(request),
@@ -394,7 +408,7 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
             f"batch_size must be a multiple of micro_batch_size {size}, got {request.samples}; "
             f"use a multiple of {size}, or remove micro_batch_size"
         )
-    _, module = _measure(job, request)
+    _, module = _measure(job, request, RecordingCache())
 
     def write() -> None:
         if order.signature:

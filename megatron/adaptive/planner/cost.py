@@ -57,13 +57,17 @@ from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.row_times import RowCosts, RowPipeline, held_slices, row_costs
 from megatron.adaptive.schedule import catalog, unequal_widths
 from megatron.adaptive.schedule.memory_caps import default_cap
+from megatron.adaptive.schedule.numba_kernels import saves_time
+from megatron.adaptive.schedule.policy import Policy, rule_of
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.stage_placement import Placement, frozen_stages_of
 from megatron.adaptive.schedule.unequal_widths import Widths
 from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageProfile, StageTimes, draw
 
 
-def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
+def predict(
+    plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS, *, predictions: int | None = None
+) -> Prediction:
     """Predicts the time, memory and price of one step of a plan.
 
     A plan that does not fit into memory also gets a predicted time, but ``Prediction.fits`` is
@@ -73,6 +77,8 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
         plan: Plan to predict.
         inputs: Model, cluster and profile of layer times.
         runtime: Properties of the training program.
+        predictions: Number of planned predictions of similar plans, used to decide whether to
+            compile their simulations; ``None`` to always compile them.
 
     Raises:
         ConfigError: The profile does not contain a layer's time, or the partition has a different
@@ -80,7 +86,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
         ScheduleError: The schedule does not support the plan's number of stages or microbatches.
     """
     stages = StageSums.of(plan, inputs, runtime)
-    times = _pipeline(plan, stages, runtime)
+    times = _pipeline(plan, stages, runtime, predictions)
     of_rank = stages.of_rank
     reduce, optimizer = np.array(stages.reduce_s), np.array(stages.optimizer_s)
     if plan.overlap_reduce:
@@ -94,7 +100,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     beside = max(inputs.profile.step_s.get(node.gpu, 0.0) * node.slowness for node in nodes)
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
-    quiet = _pipeline(plan, stages.without_messages(), runtime)
+    quiet = _pipeline(plan, stages.without_messages(), runtime, predictions)
     # Use the times of the rank that finishes last, because they add up to the whole step.
     tp_s = float(of_rank[last] @ stages.tp_s) * stages.num_items
     parts = {
@@ -420,7 +426,9 @@ def _messages(
     return latency, occupancy, whole
 
 
-def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
+def _pipeline(
+    plan: Plan, stages: StageSums, runtime: Runtime, predictions: int | None
+) -> ScheduleTimes:
     """Computes end times and busy times of the pipeline's ranks, excluding reduction and optimizer.
 
     For a static schedule, the times follow directly from its fixed order. Run-time scheduling rules
@@ -438,7 +446,7 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
     if not catalog.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
         return step_times(steps, stages.durations_s, latency, occupancy, launch_s=stages.launch_s)
-    result = simulated(plan, stages)
+    result = simulated(plan, stages, predictions=predictions)
     ends = [float(end[-1]) / PS_PER_S for end in result.ends_ps]
     return ScheduleTimes(end_s=np.array(ends), busy_s=np.array(result.busy_s))
 
@@ -461,7 +469,7 @@ def row_pipeline(plan: Plan, stages: StageSums) -> RowPipeline | None:
     )
 
 
-def simulated(plan: Plan, stages: StageSums) -> SimResult:
+def simulated(plan: Plan, stages: StageSums, *, predictions: int | None = None) -> SimResult:
     """Simulates the pipeline of a plan whose stages have equal parallel sizes.
 
     If documents are packed, the first of the drawn steps is simulated.
@@ -469,6 +477,7 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
     Args:
         plan: Plan to simulate.
         stages: Times of the plan's stages and messages.
+        predictions: Number of planned predictions, as for :func:`predict`.
     """
     if (pipeline := row_pipeline(plan, stages)) is not None:
         return pipeline.simulated()[0]
@@ -489,7 +498,6 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
         attention_share=stages.attention_share,
     )
     cap = plan.cap or default_cap(placement, plan.num_microbatches, plan.slices)
-    is_rule = catalog.is_rule(plan.schedule)
     candidate = catalog.Candidate(
         name=plan.schedule,
         placement=placement,
@@ -499,7 +507,33 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
         frozen_stages=stages.frozen_stages,
     )
     work = draw(placement, plan.num_microbatches, profile, num_slices=plan.slices)
-    return candidate.simulate(work, compiled=is_rule)
+    policies = candidate.policies(plan.num_microbatches)
+    compiled = _is_compiled(candidate, plan.num_microbatches, policies, predictions)
+    return candidate.simulate(work, compiled=compiled, policies=policies)
+
+
+def _is_compiled(
+    candidate: catalog.Candidate,
+    num_microbatches: int,
+    policies: Sequence[Policy],
+    predictions: int | None,
+) -> bool:
+    """Returns whether to compile the simulation of a plan.
+
+    Args:
+        candidate: Schedule or rule of the plan.
+        num_microbatches: Number of microbatches per step.
+        policies: Policies of the plan's ranks.
+        predictions: Number of planned predictions, as for :func:`predict`.
+    """
+    shared = rule_of(policies)
+    if not catalog.is_rule(candidate.name) or shared is None:
+        return False
+    if predictions is None:
+        return True
+    items = candidate.placement.num_stages * num_microbatches * candidate.num_slices
+    # Each prediction simulates the plan with messages and without them.
+    return saves_time(shared[0], 2 * predictions * items * (2 + candidate.weight_pieces))
 
 
 def _weight_pieces(plan: Plan, *, splittable: bool) -> int:

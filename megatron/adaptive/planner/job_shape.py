@@ -47,6 +47,8 @@ from megatron.adaptive.schedule.stage_placement import Placement
 _RUNTIME = Runtime(context_bytes=0.0)
 # Number of options whose partitions are improved by simulation if layers are frozen.
 _REFINED = 2
+# Rough number of predictions that such an improvement needs.
+_SEARCHED = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,8 @@ def choose_option(
     fitting = [(shape, option) for shape, option in untimed if option.fits]
     if not fitting:
         raise ConfigError(_nothing_fits([option for _, option in untimed]))
+    # A search among frozen segments predicts more partitions.
+    count = len(fitting) + (_REFINED * _SEARCHED if running.model.frozen_layers else 0)
     timed: list[tuple[_Shape, Option]] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
         # Options are sorted by ``option.seconds``, which is a lower bound at this point. So no
@@ -173,7 +177,7 @@ def choose_option(
         if len(timed) > 1 and option.seconds >= sorted(other.seconds for _, other in timed)[1]:
             break
         try:
-            timed.append((shape, replace(option, seconds=shape.seconds(option.partition))))
+            timed.append((shape, replace(option, seconds=shape.seconds(option.partition, count))))
         except ScheduleError:
             continue
     if not timed:
@@ -182,7 +186,7 @@ def choose_option(
     options = [option for _, option in timed]
     for index, (shape, option) in enumerate(timed[:_REFINED]):
         if running.model.frozen_layers and partition(shape.placement.num_stages) is None:
-            options[index] = shape.refined(option)
+            options[index] = shape.refined(option, count)
     return sorted(options, key=lambda option: option.seconds)
 
 
@@ -307,17 +311,21 @@ class _Shape:
             costs.append(np.where(needed <= share, seconds, np.inf) if bounded else seconds)
         return least_largest(costs)
 
-    def refined(self, option: Option) -> Option:
+    def refined(self, option: Option, predictions: int) -> Option:
         """Improves the partition of ``option`` by simulating similar partitions.
 
         If layers are frozen, the partition whose slowest stage is fastest is not the best, because
         the forward passes of frozen layers can run while a process would wait.
+
+        Args:
+            option: Option whose partition is improved.
+            predictions: Number of planned predictions for this job.
         """
 
         def step_s(partition: tuple[int, ...]) -> float:
             if min(partition) < 1 or not self.best(partition).fits:
                 return math.inf
-            return self.seconds(partition)
+            return self.seconds(partition, predictions)
 
         each_s = np.diagonal(self._ranks[0][0], 1).tolist()
         costs = charged_wholly(each_s, self._running.model.frozen_layers)
@@ -326,8 +334,13 @@ class _Shape:
         partition, seconds = improved((option.partition, wholly), step_s)
         return replace(self.best(partition), seconds=seconds)
 
-    def seconds(self, partition: tuple[int, ...]) -> float:
-        """Returns the predicted step time in seconds with the partition ``partition``."""
+    def seconds(self, partition: tuple[int, ...], predictions: int) -> float:
+        """Returns the predicted step time in seconds with the partition ``partition``.
+
+        Args:
+            partition: Number of segments in each stage.
+            predictions: Number of planned predictions for this job.
+        """
         running = self._running
         chunks = self.placement.num_chunks
         plan = Plan(
@@ -341,7 +354,8 @@ class _Shape:
             chunks=chunks,
             schedule=running.schedule,
         )
-        return predict(plan, running.inputs(self._size), _RUNTIME).seconds
+        inputs = running.inputs(self._size)
+        return predict(plan, inputs, _RUNTIME, predictions=predictions).seconds
 
 
 def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:

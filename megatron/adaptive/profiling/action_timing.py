@@ -61,6 +61,7 @@ def time_microbatches(
     repeats: int,
     split: bool,
     enough_s: float = math.inf,
+    warm_up: int = WARM_UP,
 ) -> tuple[list[list[float]], torch.Tensor | None]:
     """Runs and times microbatches on chunk 0 of a rank's stages, one after another.
 
@@ -76,6 +77,7 @@ def time_microbatches(
         repeats: Maximum number of microbatches to time, after the warm-up.
         split: Whether weight gradients are computed as a separate action W.
         enough_s: If a microbatch takes at least this time in seconds, it is not repeated.
+        warm_up: Number of microbatches at the beginning that are discarded.
 
     Returns:
         Three lists of durations in seconds (forward passes, backward passes, and weight-gradient
@@ -84,7 +86,7 @@ def time_microbatches(
     rows: list[list[float]] = [[], [], []]
     output = None
     try:
-        for index in range(WARM_UP + repeats):
+        for index in range(warm_up + repeats):
             message = received()
             returned = gradient()
             marks = [now(device)]
@@ -96,7 +98,7 @@ def time_microbatches(
             if split:
                 stages.weights(0, index, 0, 1)
             marks.append(now(device) if split else marks[-1])
-            if index >= WARM_UP:
+            if index >= warm_up:
                 for row, (begin_s, end_s) in zip(rows, itertools.pairwise(marks), strict=True):
                     row.append(end_s - begin_s)
                 if marks[-1] - marks[0] >= enough_s:

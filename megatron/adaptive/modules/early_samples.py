@@ -1,0 +1,179 @@
+"""Measures two microbatch sizes at the same time on two processes, before the plan is made.
+
+::
+
+    rank 0   record 1   measure 1   record 4 and its evaluation ──> gather
+    rank 1   record 4   measure 4 ────────────────────────────────> gather
+    others   record 4, if each rank has processors of its own ────> gather
+
+Otherwise, all ranks would wait for rank 0. The planner chooses the largest size most often, so
+ranks record it already, and use the recording if it is chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.adaptive.engine.process_context import Job
+from megatron.adaptive.modules.fake_recording import is_on_meta
+from megatron.adaptive.modules.recordings import segment_work
+from megatron.adaptive.modules.segments import SegmentSample
+from megatron.adaptive.modules.tape import Tape
+
+_MOST_WORK = 2e11
+"""Maximum number of multiplications in segments that are measured before a smaller microbatch has
+shown the speed of the device. A slow processor core takes some seconds for them.
+"""
+_MEMORY_FACTOR = 3.0
+"""Memory that measuring a microbatch needs at most, relative to the values of a forward pass."""
+
+Measured = tuple[Tape, list[SegmentSample]]
+"""Recorded forward pass and costs of its segments."""
+
+
+@dataclass(kw_only=True)
+class EarlySamples:
+    """Contains what two processes measured at the same time.
+
+    Attributes:
+        is_measured: Whether this rank measured the smallest microbatch.
+        smallest: Measurement of the smallest microbatch; ``None`` if it does not fit in memory.
+        error: Error that occurred while the smallest microbatch was measured.
+        largest: Costs of the segments with the largest microbatch; ``None`` if they were not
+            measured.
+    """
+
+    is_measured: bool = False
+    smallest: Measured | None = None
+    error: Exception | None = None
+    largest: list[SegmentSample] | None = None
+
+
+def node_processors() -> dict[str, Any]:
+    """Returns the number of threads and the processors of this rank, for :func:`measured_early`."""
+    return {"threads": torch.get_num_threads(), "processors": sorted(os.sched_getaffinity(0))}
+
+
+def recorded_bytes(tape: Tape) -> int:
+    """Returns the size in bytes of the values that a recorded forward pass computes."""
+    return sum(
+        math.prod(value.shape) * value.dtype.itemsize for value in tape.values if not value.source
+    )
+
+
+def is_cheap(tape: Tape, room_bytes: float) -> bool:
+    """Returns whether segments can be measured before a smaller microbatch has been measured.
+
+    The time and memory are estimated from the recorded calls.
+
+    Args:
+        tape: Forward pass of a model on the ``meta`` device, in training mode.
+        room_bytes: Memory in bytes that may be used.
+    """
+    # Segments that make the same calls have equal work, and are measured only once.
+    needed = sum(set(segment_work(tape)))
+    return needed <= _MOST_WORK and _MEMORY_FACTOR * recorded_bytes(tape) <= room_bytes
+
+
+def measured_early(
+    model: torch.nn.Module,
+    job: Job,
+    nodes: Sequence[Mapping[str, Any]],
+    *,
+    smallest: Callable[[], Measured | None],
+    largest: Callable[[], list[SegmentSample] | None],
+    record: Callable[[], None],
+) -> EarlySamples:
+    """Measures on the first rank of each type of device, and on its helper. Called by all ranks.
+
+    Nothing is measured if the model has values, because recording it then needs memory for all
+    values of the forward pass.
+
+    Args:
+        model: Model to measure.
+        job: Job that all ranks have joined.
+        nodes: Type of device, memory and processors of each rank.
+        smallest: Function that measures the smallest microbatch.
+        largest: Function that measures the largest microbatch if this is cheap. If it fails, the
+            first rank measures the microbatch later, and reports errors.
+        record: Function that records the largest microbatch.
+
+    Returns:
+        Measurements for the first rank of each type of device; empty on other ranks.
+    """
+    helpers = helpers_of(nodes) if is_on_meta(model) else {}
+    if not helpers:
+        return EarlySamples()
+    early = EarlySamples()
+    rows: list[SegmentSample] | None = None
+    if job.rank in helpers.values():
+        with contextlib.suppress(Exception):
+            rows = largest()
+    elif job.rank in helpers:
+        early.is_measured = True
+        try:
+            early.smallest = smallest()
+        except Exception as error:
+            # Other ranks wait in gather(), so the caller raises the error afterwards.
+            early.error = error
+    may_record = job.rank in helpers or _have_processors(nodes, job.rank)
+    if job.rank not in helpers.values() and early.error is None and may_record:
+        # An error occurs again when the sample batch is recorded, and is reported then.
+        with contextlib.suppress(Exception):
+            record()
+    gathered = job.gather(rows)
+    if job.rank in helpers:
+        early.largest = gathered[helpers[job.rank]]
+    return early
+
+
+def helpers_of(nodes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Returns the rank that measures together with the first rank of each type of device.
+
+    GPUs have no helper, because measuring takes little time there. Ranks that would share
+    processors have none either.
+
+    Args:
+        nodes: Type of device, memory and processors of each rank.
+    """
+    helpers = {}
+    for gpu in dict.fromkeys(node["facts"]["gpu"] for node in nodes):
+        ranks = [rank for rank, node in enumerate(nodes) if node["facts"]["gpu"] == gpu]
+        pair = [nodes[rank] for rank in ranks[:2]]
+        if len(pair) == 2 and pair[0]["shares_memory"] and _can_compute_together(pair):
+            helpers[ranks[0]] = ranks[1]
+    return helpers
+
+
+def _have_processors(nodes: Sequence[Mapping[str, Any]], rank: int) -> bool:
+    """Returns whether all ranks on a machine can compute at the same time.
+
+    Args:
+        nodes: Type of device, memory and processors of each rank.
+        rank: Rank on the machine.
+    """
+    machine = nodes[rank]["machine"]
+    return _can_compute_together([node for node in nodes if node["machine"] == machine])
+
+
+def _can_compute_together(nodes: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether each machine has a processor for each thread of some ranks.
+
+    Args:
+        nodes: Type of device, memory and processors of these ranks.
+    """
+    by_machine: dict[str, list[Mapping[str, Any]]] = {}
+    for node in nodes:
+        by_machine.setdefault(node["machine"], []).append(node)
+    return all(
+        sum(node["threads"] for node in local)
+        <= len({processor for node in local for processor in node["processors"]})
+        for local in by_machine.values()
+    )
