@@ -43,6 +43,12 @@ from megatron.adaptive.errors import SetupError
 
 _CPU = torch.device("cpu")
 _OWN_PACKAGE = "megatron.adaptive"
+_SUBSTITUTED = ("megatron.", "emerging_optimizers")
+"""Beginnings of the names of modules that use the substitutes.
+
+megatron-core imports the package ``emerging_optimizers`` if it is installed. This package compiles
+functions when it is imported.
+"""
 _FACTORIES = (
     "arange",
     "as_tensor",
@@ -244,7 +250,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         """Returns the import spec of ``fullname``, or ``None`` if it is not part of Megatron-LM."""
-        if not fullname.startswith("megatron.") or _is_own(fullname):
+        if not fullname.startswith(_SUBSTITUTED) or _is_own(fullname):
             return None
         # Do this at every import, because the program may use torch between two imports.
         self._replace_in(self._programs)

@@ -263,10 +263,7 @@ def bf16_trains() -> None:
 def reference_of(
     model: torch.nn.Module, steps: Sequence[Sequence[Any]], items: Sequence[Sequence[float]]
 ) -> list[float]:
-    """Trains the whole model on lists of microbatches, and returns the loss of each step.
-
-    The losses of microbatches are weighted by their numbers of ``items``.
-    """
+    """Trains the model on microbatches weighted by ``items``, and returns each step's loss."""
     optimizer = decaying(model.parameters())
     losses = []
     for step, numbers in zip(steps, items, strict=True):
@@ -327,10 +324,7 @@ def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str,
 
 
 def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Trains with dropout and the given options of the pipeline.
-
-    Returns the losses, the parameters by name, and the shares and orders of each step.
-    """
+    """Trains with dropout; returns losses, parameters, and each step's shares and orders."""
     sample, steps = _unequal_steps()
     losses, places = [], []
     options |= {"decisive_entries": ["sizes"], "slicing": "record"}
@@ -686,8 +680,7 @@ def training_goes_on_in_any_other_shape() -> None:
         pipeline.save(folder)
     for options in ({"pipeline_size": 2, "partition": "2-7"}, {"pipeline_size": 1}):
         torch.manual_seed(9)
-        # This model starts with other weights than the saved model.
-        other = type(knotty())(dropout=0.3)
+        other = type(knotty())(dropout=0.3)  # This model starts with different weights.
         with make(model=other, **options) as pipeline:
             pipeline.set_optimizer(adamw)
             assert pipeline.load(folder, step=3) == {"epoch": 3}

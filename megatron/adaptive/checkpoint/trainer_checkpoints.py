@@ -287,8 +287,7 @@ class Checkpoints:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
         else:
-            # This call also updates the 32-bit copies of the weights.
-            self._optimizer.reload_model_params()
+            self._optimizer.reload_model_params()  # This also updates the 32-bit weights.
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
@@ -438,9 +437,7 @@ class Checkpoints:
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Reads the shards in ``whole``, and returns the loaded state.
-
-        All ranks must call this together.
+        """Reads the shards in ``whole``. All ranks must call this together.
 
         Args:
             whole: State that contains an empty shard for each saved value.
@@ -511,9 +508,7 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the shards in ``shards`` that the checkpoint contains.
-
-    Only state for 8-bit data types may be missing.
+    """Returns those of ``shards`` that exist. Only state for 8-bit data types may be missing.
 
     Raises:
         CheckpointError: If any other shard is missing.
@@ -610,16 +605,13 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
 
 
 def check_model_folder(job: Job, config: TrainerConfig) -> None:
-    """Compares the tensors in the folder ``--load-hf`` with the tensors of the model.
-
-    This is called before the model is built.
+    """Compares the tensors of ``--load-hf`` with those of the model, before the model is built.
 
     All ranks must call this together; rank 0 reads the headers of the files. A run that resumes
     from a checkpoint skips the check, because it does not need the weights in this folder.
 
     Raises:
-        AdaptiveError: The names, shapes or types of the tensors in the folder do not match the
-            model.
+        AdaptiveError: Names, shapes or types of the folder's tensors do not match the model.
     """
     settings = config.checkpoint
     if (folder := settings.load_hf) is None:
@@ -645,8 +637,7 @@ class RunState(SnapshotState):
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
         self._run = run
         self._progress = progress
-        # Snapshots need the state of the optimizer, even if the run's checkpoints do not include
-        # it.
+        # Snapshots need the optimizer's state, even if the run's checkpoints do not include it.
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)
@@ -780,8 +771,7 @@ def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
     """Returns whether the setting ``name`` can be ignored when two models are compared.
 
-    A setting can be ignored if it has no effect on these models, or if another setting covers its
-    effect.
+    It can be ignored if it has no effect on these models, or if another setting covers its effect.
     """
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)

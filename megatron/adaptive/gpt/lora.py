@@ -136,7 +136,7 @@ class Adapter(Deferring, torch.nn.Module):
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # With this mark, megatron-core sums the gradients over the ranks, each of which has a
+            # This mark makes megatron-core sum the gradients over the ranks, each of which has a
             # part of a sequence.
             weight.sequence_parallel = self.is_split and not is_divided
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])

@@ -21,6 +21,10 @@ NO_BLOCKS = (
 """End of the error message about a model in which no cut points can be found."""
 
 
+# torch has is_exporting since 2.7. Before, is_compiling returns True during an export.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+
 def mark(tensors: Any, cut_point: int, passing: int) -> Any:
     """Returns ``tensors`` unchanged, and notifies an active recorder of the cut point.
 
@@ -30,7 +34,7 @@ def mark(tensors: Any, cut_point: int, passing: int) -> Any:
         passing: Sequence number of this call, counted over all cut points of the process.
     """
     # torch.export keeps only operations of torch, so pass each tensor through a custom operation.
-    if torch.compiler.is_exporting():
+    if _is_exporting():
         return tree_map_only(
             torch.Tensor, lambda tensor: _exported_mark(tensor, cut_point, passing), tensors
         )

@@ -29,12 +29,12 @@ kept. If other schedules are allowed, the search uses a bound that holds for eve
 (:meth:`Searcher._work_s`).
 
 If sequences may be cut into slices, shapes with slices are searched after all other shapes, in the
-same way. For the search, such a shape is a 1F1B pipeline whose microbatches are the slices. No backward
-pass of a microbatch starts before the forward passes of all its n slices. So rank r of p holds
-p - r - 1 + n slices, where 1F1B without slices holds p - r microbatches. The resulting pipelines
-are timed under run-time rules that order slices. If documents are packed into rows and cut, the
-search counts all slices of a step with a mean cost, and n is the number of slices in the longest
-row. Pipelines are timed with the real rows (``row_times``).
+same way. For the search, such a shape is a 1F1B pipeline whose microbatches are the slices. No
+backward pass of a microbatch starts before the forward passes of all its n slices. So rank r of p
+holds p - r - 1 + n slices, where 1F1B without slices holds p - r microbatches. The resulting
+pipelines are timed under run-time rules that order slices. If documents are packed into rows and
+cut, the search counts all slices of a step with a mean cost, and n is the number of slices in the
+longest row. Pipelines are timed with the real rows (``row_times``).
 """
 
 from __future__ import annotations

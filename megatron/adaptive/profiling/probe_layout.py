@@ -76,7 +76,7 @@ class ProbeLayout:
         """Returns the pairs of ranks that send each other activations and gradients."""
         width = self.world_size // self.pipeline
         pairs: list[Ranks] = [(rank, rank + width) for rank in range(self.world_size - width)]
-        # With several chunks per rank, the last rank also sends messages to the first rank.
+        # If ranks have several chunks, the last rank also sends messages to the first rank.
         if self.chunks > 1 and self.pipeline > 2:
             pairs += [(rank, self.world_size - width + rank) for rank in range(width)]
         return pairs

@@ -28,7 +28,7 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-_LEAST_ROUNDS = 3  # With few rounds, the requested time is hardly exceeded on a slow network.
+_LEAST_ROUNDS = 3  # A slow network hardly exceeds the requested time with few rounds.
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)

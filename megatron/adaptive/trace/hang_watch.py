@@ -106,10 +106,7 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Text with the code line that the main thread runs.
-
-        Frames in the modules ``threading`` and ``queue`` are skipped.
-        """
+        """Text with the code line that the main thread runs, except in ``threading``, ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
@@ -122,10 +119,7 @@ class RankEvidence:
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
-        """Returns whether the rank's main thread executes code that matches ``pattern``.
-
-        The pattern is compared with ``line`` and with the files of the ``depth`` innermost frames.
-        """
+        """Returns whether ``line`` or the file of one of the ``depth`` innermost frames matches."""
         files = [str(frame[0]) for frame in self.frames[:depth]]
         return any(pattern.search(text) for text in (*files, self.line))
 
@@ -143,10 +137,7 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished an action of training step ``step``.
-
-        ``turn`` is the index of the action among the actions of ``kind`` on ``chunk`` in this step.
-        """
+        """Returns whether the rank has finished action number ``turn`` of ``kind`` on ``chunk``."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -317,19 +308,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers of the collectives in group ``name`` that ranks wait in.
-
-    Only numbers above ``begun`` are returned.
-    """
+    """Returns the numbers above ``begun`` of collectives in group ``name`` that ranks wait in."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Returns a dict from each rank to the ranks that it waits for.
-
-    These are the senders of missing inputs, or members that are late for a collective.
-    """
+    """Maps each rank to the ranks it waits for: senders of inputs, or late collective members."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -487,10 +472,7 @@ _MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "slice", "done", 
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat, starting with the state.
-
-    The result is ``["X"]`` if the process has exited.
-    """
+    """Returns the fields of /proc/PID/stat from the state on, or ``["X"]`` after the exit."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

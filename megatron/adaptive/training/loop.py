@@ -378,7 +378,7 @@ class Rebalancing(RunHook):
         self._log = live.log
         self._settings = settings = live.config.schedule
         self._repartitioner: Repartitioner | None = None
-        # With --slice-tokens, the hook SliceLengths chooses the schedule together with the length.
+        # If --slice-tokens is set, the hook SliceLengths chooses the schedule and the length.
         is_tuned = settings.pipeline_schedule == "auto" and settings.slice_tokens is None
         moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
         if moves and shares_gpus(live.run.job):

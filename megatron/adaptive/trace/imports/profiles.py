@@ -374,10 +374,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns the attribute ``name``, with or without a dotted prefix, as an integer.
-
-    Returns ``default`` if the attribute is missing or is not a number.
-    """
+    """Returns the attribute ``name``, with or without a dotted prefix, as an integer."""
     for key, value in attributes.items():
         if f".{key}".endswith(f".{name}"):
             with suppress(TypeError, ValueError):
