@@ -66,11 +66,11 @@ def install(
     raises an error.
 
     Args:
-        schedule: One of four kinds of values. A scheduling rule chooses actions at run time
-            (``adaptive``, ``hinted``, ``dfc``, ``bfc``). A static schedule is for example ``1f1b``,
-            ``interleaved`` or ``zb-h1`` (see docs/schedules.md). ``file`` reads a file. ``auto``
-            measures the first steps and chooses the schedule that is fastest in simulations. In
-            addition, ``megatron`` runs megatron-core's own code.
+        schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
+            ``dfc``, ``bfc``), static schedule (for example ``1f1b``, ``interleaved`` or ``zb-h1``;
+            docs/schedules.md lists them), ``file``, or ``auto``, which measures the first steps and
+            chooses the schedule that is fastest in simulations. ``megatron`` runs megatron-core's
+            own code.
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V-shaped placement must be set before megatron-core's process
             groups are created. ``None`` means ``v`` with schedules that only support a V, such as
@@ -79,45 +79,45 @@ def install(
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
-        activation_cap: Maximum number of activations that a rank keeps under a run-time rule, in
-            microbatches through all chunks of the rank. ``None`` uses a default that depends on the
+        activation_cap: Maximum number of activations that a rank keeps under a run-time rule. The
+            unit is one microbatch in all chunks of the rank. ``None`` uses a default for the
             numbers of stages and microbatches.
-        split_backward: Whether weight gradients are separate actions instead of part of the
+        split_backward: Whether weight gradients are separate actions, instead of part of the
             backward pass. ``None`` means true with schedules that always split, such as ``zb-h1``,
-            and with ``adaptive``, ``hinted`` and ``auto`` if splitting costs nothing (see
+            and with ``adaptive``, ``hinted`` and ``auto`` if the split costs nothing (see
             docs/reference/plugin.md).
-        weight_pieces: Maximum number of parts into which each weight gradient is split under a
-            run-time rule, if weight gradients are separate actions.
-        keyed_dropout: Whether the random numbers for dropout depend only on step, microbatch and
-            layer, as in the trainer of this package. Otherwise, Megatron-LM draws them, and they
-            depend on the order of actions if a rank has several chunks.
+        weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
+            weight gradients are separate actions.
+        keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
+            as in the trainer of this package. Otherwise Megatron-LM draws them, and they depend on
+            the order of actions if a rank has several chunks.
         first_weights: ``by-rank`` to draw initial weights as Megatron-LM does, or ``by-layer`` to
             draw them by seed and layer number. With ``by-layer``, a new GPT has the same initial
             weights with both placements and with every number of stages. It must be set before the
             model is built.
         trace_dir: Folder for the trace files of all ranks, or ``None`` to turn tracing off.
         trace_detail: Events in a trace. ``actions`` records only actions. ``layers`` adds the
-            forward and backward passes of each transformer layer. ``collectives`` also adds each
-            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) in single steps on
+            forward and backward of each transformer layer. ``collectives`` also adds each
+            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) of single steps on
             single ranks.
-        profile_ranks: Global ranks that record kernels, or ``None`` to use Megatron-LM's
+        profile_ranks: Global ranks that record kernels, or ``None`` for Megatron-LM's
             ``--profile-ranks``, or rank 0 in a program without Megatron-LM's flags.
-        profile_step_start: First iteration whose kernels are recorded, or ``None`` to use
-            Megatron-LM's ``--profile-step-start``, or 10 without this flag.
+        profile_step_start: First iteration whose kernels are recorded, or ``None`` for
+            Megatron-LM's ``--profile-step-start``, or 10.
         profile_step_end: Iteration after the last iteration whose kernels are recorded, or ``None``
-            to use Megatron-LM's ``--profile-step-end``, or 12 without this flag.
+            for Megatron-LM's ``--profile-step-end``, or 12.
         trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
             runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
-        diagnose_interval: Number of steps between two diagnoses of what slows down the run, or 0 to
-            turn diagnoses off. Requires ``trace_dir``. Each cause is reported once.
-        transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``, ``tcp``,
-            ``gloo``, ``nccl``, or ``auto``, which chooses a transport for each pair of ranks.
-        transport_silence_s: Time in seconds without any message or heartbeat after which a rank is
-            considered lost.
-        timeout_s: Maximum time in seconds to wait for a message of the pipeline.
-        hang_after_s: Time in seconds without progress after which the job is considered hanging.
-            The rank for which other ranks wait is then reported. 0 turns this off, and ``None``
-            means 10 times the median step time, but at least 30 s.
+        diagnose_interval: Number of steps between two diagnoses of what slows the run, or 0 to turn
+            diagnoses off. Requires ``trace_dir``. Each cause is reported once.
+        transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
+            ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses one for each pair of ranks.
+        transport_silence_s: Maximum time without any message or heartbeat, in seconds. After that,
+            a rank is considered lost.
+        timeout_s: Maximum time to wait for a message of the pipeline, in seconds.
+        hang_after_s: Time without progress in seconds, after which the job is considered hanging
+            and the rank that other ranks wait for is reported. 0 turns this off, and ``None`` means
+            10 times the median step time, but at least 30 s.
         on_hang: ``report`` to write a report page and print a line, or ``end`` to also stop the
             job.
         model: Model to which the settings apply, as it is passed to the schedule: a module, or the
