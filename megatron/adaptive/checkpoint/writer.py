@@ -291,7 +291,8 @@ def _torch_index(entries: Sequence[Entry]) -> bytes:
         info = filesystem._StorageInfo(entry["path"], begin, length)
         infos[MetadataIndex(name, offset)] = info
     index = Metadata(described, storage_data=infos)
-    index.version = filesystem.CURRENT_DCP_VERSION
+    # torch before 2.7 has no version of its checkpoints.
+    index.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     return pickle.dumps(index)
 
 
