@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.modules.recorder import (
     READING,
     CallRecorder,
@@ -49,6 +49,10 @@ def is_on_meta(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+_LEAST_TORCH = (2, 7)
+"""Oldest release of torch that can compute with fake tensors here. torch 2.6 aborts the process."""
+
+
 class Fakes:
     """Replaces the tensors of a model and of a microbatch with fake tensors on one device.
 
@@ -64,9 +68,18 @@ class Fakes:
         mode: ``FakeTensorMode`` in which torch calls accept fakes.
         values: Real tensors of the microbatch and real buffers of the model. Each key is a pair:
             ``input`` or ``buffer``, and the tensor's name. Buffers on ``meta`` are not included.
+
+    Raises:
+        SetupError: If torch is too old.
     """
 
     def __init__(self, model: torch.nn.Module, sample: Mapping[str, torch.Tensor]) -> None:
+        if tuple(map(int, torch.__version__.split(".")[:2])) < _LEAST_TORCH:
+            raise SetupError(
+                f"torch {torch.__version__} cannot record a model on the meta device, such as from "
+                "Pipeline.from_pretrained; install torch 2.7 or newer, or pass a model with "
+                "weights to Pipeline"
+            )
         self._model = model
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = next(iter(sample.values())).device
