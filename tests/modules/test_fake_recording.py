@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline, Profiler
 from megatron.adaptive.modules.assembly import _names_to_keep
 from megatron.adaptive.modules.cutting import keep_only, slice_tape
@@ -230,13 +230,3 @@ def test_a_pipeline_asks_for_values() -> None:
 
     with pytest.raises(ConfigError, match=r"initialize did not fill mixer\.bias of shape \[8\]"):
         Pipeline(model, batch, shared_weights=SHARED, micro_batch_size=2, initialize=forgetful)
-
-
-def test_a_torch_that_would_abort_the_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.6.0+cu124")
-    with torch.device("meta"):
-        model = knotty()
-    with pytest.raises(
-        SetupError, match=r"torch 2\.6\.0\+cu124 cannot record .* torch 2\.7 or newer"
-    ):
-        Forwards.of(Forward(model), make_batch(2), "auto")

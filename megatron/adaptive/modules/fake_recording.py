@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.recorder import (
     READING,
     CallRecorder,
@@ -49,8 +49,8 @@ def is_on_meta(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-_LEAST_TORCH = (2, 7)
-"""Oldest release of torch that can compute with fake tensors here. torch 2.6 aborts the process."""
+# torch has this operation since 2.8.
+_GROUPED_MM: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 
 class Fakes:
@@ -68,18 +68,9 @@ class Fakes:
         mode: ``FakeTensorMode`` in which torch calls accept fakes.
         values: Real tensors of the microbatch and real buffers of the model. Each key is a pair:
             ``input`` or ``buffer``, and the tensor's name. Buffers on ``meta`` are not included.
-
-    Raises:
-        SetupError: If torch is too old.
     """
 
     def __init__(self, model: torch.nn.Module, sample: Mapping[str, torch.Tensor]) -> None:
-        if tuple(map(int, torch.__version__.split(".")[:2])) < _LEAST_TORCH:
-            raise SetupError(
-                f"torch {torch.__version__} cannot record a model on the meta device, such as from "
-                "Pipeline.from_pretrained; install torch 2.7 or newer, or pass a model with "
-                "weights to Pipeline"
-            )
         self._model = model
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = next(iter(sample.values())).device
@@ -146,7 +137,7 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs):
             self.is_random = True
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
             # The CPU kernel accepts other dtypes, but torch's shape function accepts only bfloat16.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
             return result.to(args[0].dtype)

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -21,13 +21,17 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.process_context import naming_lost_peers
 from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
 from megatron.adaptive.modules.batch import Microbatch
-from megatron.adaptive.modules.content import MicrobatchOrder
 from megatron.adaptive.modules.pipeline import Pipeline
 from megatron.adaptive.modules.pretrained import read_config
 from megatron.adaptive.modules.pretrained_saving import finish, guarded
 from megatron.adaptive.modules.processors import load_processor
 from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
+
+if TYPE_CHECKING:
+    # At run time, Pipeline must be imported before this module, because it lets megatron-core run
+    # without CUDA.
+    from megatron.adaptive.modules.content import MicrobatchOrder
 
 _RECORD = "finetune.json"
 """Name of the file in the tuned model's folder that contains the settings of the run."""
