@@ -22,7 +22,8 @@ class CommandParser(argparse.ArgumentParser):
         complain: Function that converts argparse's message to an error message. By default, the
             error message consists of the command's name, argparse's message and the option with the
             most similar name.
-        otherwise: Hint at the end of an error message if no option has a similar name.
+        otherwise: Hint at the end of the error message about an unknown option if no option has a
+            similar name.
         elsewhere: Function that returns the options of another program for which users take this
             one's. An error about such an option ends with ``otherwise``.
         prog: Name of the program in help texts and messages, or ``None`` for the name of the
@@ -69,11 +70,11 @@ class CommandParser(argparse.ArgumentParser):
         if self._complain is not None:
             raise ConfigError(self._complain(message))
         unknown = message.partition("unrecognized arguments: ")[2].partition("=")[0].split()
-        hint = self._hint("".join(unknown[:1]))
+        hint = self._hint(unknown[0]) if unknown else "see --help"
         raise ConfigError(f"{_short_name(self.prog)}: {message}; {hint}")
 
     def _hint(self, unknown: str) -> str:
-        """Returns what to use instead of the option ``unknown``, which may be empty."""
+        """Returns what to use instead of the option ``unknown``."""
         # Compare names without dashes. Otherwise every short name would be similar to --help.
         options = {option.strip("-"): option for option in self._option_string_actions}
         nearest = difflib.get_close_matches(unknown.strip("-"), options, n=1)

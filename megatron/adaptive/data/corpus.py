@@ -133,8 +133,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
                     _fill(folder, documents, spec, progress)
         except OSError as error:
             raise DataError(
-                f"cannot write to {folder} ({error.strerror}); free space or choose another "
-                "--output-dir"
+                f"cannot write to {folder} ({error.strerror}); free space or choose another folder"
             ) from None
     return Corpus(
         jsonl=folder / "corpus.jsonl",
@@ -241,7 +240,7 @@ def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
             raise DataError(
                 f"{folder / _MANIFEST} has format {manifest['format']}, but this program "
                 f"supports only format {_FORMAT}; use the program that made the corpus, or "
-                "choose another --output-dir"
+                "choose another folder"
             )
         return all(manifest.get(key) == value for key, value in spec.settings().items()) and all(
             (folder / name).stat().st_size == manifest["sizes"][name] for name in _FILES
@@ -255,12 +254,12 @@ def _refuse_foreign(folder: Path) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder; choose another --output-dir")
+        raise DataError(f"{folder} is not a folder; choose another folder")
     expected = {*_FILES, _MANIFEST, _LOCK, INDEX_CACHE}
     expected |= {entry.name for entry in folder.glob(_LEFT_BEHIND)}
     foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in expected)
     if foreign:
         raise DataError(
             f"{folder} contains other files (such as {foreign[0]!r}) and no corpus with these "
-            "settings; choose another --output-dir, or empty the folder"
+            "settings; choose another folder, or empty the folder"
         )

@@ -341,7 +341,7 @@ class Forwards:
     def joined(self, other: Forwards, model: torch.nn.Module) -> Forwards:
         """Returns these forward passes together with those of another mode.
 
-        Optional cut points that only one mode passes are removed.
+        Optional cut points that the model reaches in only one of the two modes are removed.
 
         Args:
             other: Forward passes of the same microbatch, recorded by the same method.

@@ -148,6 +148,22 @@ def test_spikes_are_named_and_not_taken_for_slowness(say: Say, replicas: int) ->
     assert str(finding.period) == "now and then"
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(kind="spikes", rank=1, factor=4, probability=0.05),
+        Fault(kind="slow-link", rank=2, to=3, seconds=0.02),
+    ],
+    ids=lambda fault: fault.kind,
+)
+def test_advice_does_not_suggest_the_schedule_that_runs(say: Say, fault: Fault) -> None:
+    (finding,) = say(fault, schedule="adaptive").findings
+    assert "--activation-cap" in finding.advice[1]
+    assert "--pipeline-schedule" not in finding.format()
+    (finding,) = say(fault, schedule="1f1b").findings
+    assert "--pipeline-schedule adaptive" in finding.format()
+
+
 def test_two_faults_are_both_named_the_dearer_first(say: Say) -> None:
     findings = say(
         Fault(kind="slow-rank", rank=1, factor=1.6),

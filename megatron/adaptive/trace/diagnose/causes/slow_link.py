@@ -62,12 +62,17 @@ class SlowLink(Cause):
         source, target = finding.ranks
         hosts = " and ".join(sorted(set(finding.hosts)))
         check = f"check the network of {hosts}, or exclude one of these machines"
+        more = (
+            "allow more microbatches in flight (a larger --activation-cap)"
+            if evidence.is_ordered_at_run_time
+            else "choose an order with more microbatches in flight (--pipeline-schedule adaptive "
+            "or hinted, a larger --activation-cap)"
+        )
         return Remedy(
             (
                 finding.reason.remedy if finding.reason else check,
-                "choose an order with more microbatches in flight (--pipeline-schedule adaptive "
-                f"or hinted, a larger --activation-cap), which hides the {finding.delay_ms:.3g} ms "
-                f"from rank {source} to rank {target}",
+                f"{more}, which hides the {finding.delay_ms:.3g} ms from rank {source} to rank "
+                f"{target}",
             )
         )
 

@@ -40,11 +40,15 @@ class Spikes(Cause):
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         hosts = " and ".join(sorted(set(finding.hosts)))
+        search = f"look for other programs on {hosts}"
+        if evidence.is_ordered_at_run_time:
+            more = "allow more microbatches in flight (a larger --activation-cap)"
+            return Remedy((search, f"{more}, which fill such gaps"))
         return Remedy(
             (
                 "choose the order at run time (--pipeline-schedule adaptive), which fills such "
                 "gaps",
-                f"look for other programs on {hosts}",
+                search,
             )
         )
 
