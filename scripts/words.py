@@ -151,23 +151,23 @@ def stumbles(path: Path) -> list[Stumble]:
 def main() -> int:
     """Prints counts or places. Returns 1 if a count is above its limit, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="*", type=Path, help="list the places in these paths")
+    parser.add_argument("paths", nargs="*", type=Path, help="list the places in these paths only")
     options = parser.parse_args()
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["words"]
     roots = options.paths or [ROOT / path for path in settings["paths"]]
     files = [file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))]
     listed = [stumble for file in sorted(files) for stumble in stumbles(file)]
-    if options.paths:
-        for stumble in listed:
-            print(f"{stumble.path}:{stumble.line}: {stumble.rule}: {stumble.text}")
     counts = Counter(stumble.rule for stumble in listed)
-    status = 0
-    for rule, limit in settings["limits"].items():
+    limits = settings["limits"]
+    too_many = [rule for rule, limit in limits.items() if counts[rule] > limit]
+    for stumble in listed:
+        if options.paths or stumble.rule in too_many:
+            print(f"{stumble.path}:{stumble.line}: {stumble.rule}: {stumble.text}")
+    for rule, limit in limits.items():
         print(f"{rule.replace('_', ' '):<31} {counts[rule]:7,} of {limit:,}")
-        if counts[rule] > limit:
-            print(f"error: {rule} is above its limit; reword the listed places", file=sys.stderr)
-            status = 1
-    return status
+    for rule in too_many:
+        print(f"error: {rule} is above its limit; reword the listed places", file=sys.stderr)
+    return 1 if too_many else 0
 
 
 if __name__ == "__main__":

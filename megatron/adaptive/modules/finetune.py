@@ -29,8 +29,8 @@ from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
 
 if TYPE_CHECKING:
-    # At run time, Pipeline must be imported before this module, because it lets megatron-core run
-    # without CUDA.
+    # This is not imported at run time, because Pipeline must be imported first: it lets
+    # megatron-core run without CUDA.
     from megatron.adaptive.modules.content import MicrobatchOrder
 
 _RECORD = "finetune.json"
