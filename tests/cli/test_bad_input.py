@@ -74,26 +74,37 @@ def test_two_runs_started_in_one_second_have_a_folder_each(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("variables", "speaks"),
+    ("variables", "waits"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
-        ({"RANK": "abc", "WORLD_SIZE": "2"}, True),
-        # Rank 0 detects this error too.
-        ({"RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "many"}, False),
-        # Only this rank detects this error.
-        ({"RANK": "5", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, []),
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, []),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, [6.0]),
+        # The first rank of another node speaks before the others of its node.
+        ({"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}, [3.0]),
     ],
 )
-def test_an_error_before_the_ranks_meet_is_said_by_one(
-    variables: dict[str, str], speaks: bool, monkeypatch: pytest.MonkeyPatch
+def test_ranks_wait_for_rank_0_before_they_print_an_error(
+    variables: dict[str, str], waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert pretrain_gpt._speaks(AdaptiveError("bad")) is speaks
-    assert pretrain_gpt._speaks(TransportError("cut off")) is True
+    waited: list[float] = []
+    monkeypatch.setattr(pretrain_gpt.time, "sleep", waited.append)
+    pretrain_gpt._wait_for_rank_0(AdaptiveError("bad"))
+    assert waited == waits
+    pretrain_gpt._wait_for_rank_0(TransportError("cut off"))
+    assert waited == waits
+
+
+def test_an_error_of_one_rank_alone_is_printed(tmp_path: Path) -> None:
+    # Only the node of this rank lacks the file.
+    flags = ["--load-hf", str(tmp_path / "no-model")]
+    done = run(TRAINER, *SMALL.split(), *flags, RANK="1", WORLD_SIZE="2", LOCAL_RANK="0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "no-model" in done.stderr
 
 
 def test_signals_are_given_back(capsys: pytest.CaptureFixture[str]) -> None:

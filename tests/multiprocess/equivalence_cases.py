@@ -249,6 +249,8 @@ OPTIONS = (
     Case("1f1b", pp=2, dp=2, extra="--micro-batch-size 4"),
     Case("adaptive", pp=2, chunks=2, extra=RECOMPUTE),
     Case("adaptive", tp=2, pp=2, extra=RECOMPUTE),
+    Case("adaptive", tp=2, pp=2, extra=f"{RECOMPUTE} --distribute-saved-activations"),
+    Case("zb-h1", tp=2, pp=2, extra=f"{RECOMPUTE} --distribute-saved-activations"),
     # Gradients of replicas must be reduced at the right time if reductions overlap.
     Case("adaptive", dp=2, extra="--overlap-grad-reduce"),
     Case("adaptive", dp=2, extra="--use-distributed-optimizer"),

@@ -73,7 +73,9 @@ COMMON = (
 ).split()
 _ERROR = re.compile(r"(?:^|\.)(?:[A-Z]\w*(?:Error|Exception|Exit)\b.*|.*error: .*)")
 _OURS = re.compile(r"(?:megatron\.adaptive\.errors\.\w+: |error: )(.*)")
-_NOISE = ("Connection closed by peer", "Broken pipe", "SIGABRT")
+_NAMED = re.compile(r"megatron\.adaptive\.errors|rank \d+: error: ")
+_NOISE = ("Connection closed by peer", "Broken pipe", "SIGABRT", "is gone: ", "lost its channel")
+"""Texts of errors that only report the failure of another rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +108,6 @@ class Tree:
     Attributes:
         folder: Folder for the logs and notes of all runs. A new run of a feature set replaces the
             logs and notes of an earlier run.
-        folder: Folder for the logs and notes of all runs. Those of an earlier run of a set are
-            replaced.
     """
 
     path: Path
@@ -198,7 +198,7 @@ def reason_of(log: str) -> tuple[str, bool]:
     errors = [line for line in errors if not any(noise in line for noise in _NOISE)] or errors
     for line in errors:
         if match := _OURS.search(line):
-            return match[1], "megatron.adaptive.errors" in line or line.startswith("rank ")
+            return match[1], _NAMED.search(line) is not None
     return (errors[0] if errors else "no line of the log contains an error"), False
 
 

@@ -49,7 +49,6 @@ MEANINGS = (
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
-    "apply_residual_connection_post_layernorm",
     "window_rotary_base",
     "scale_embeddings",
     "attention_softcap",

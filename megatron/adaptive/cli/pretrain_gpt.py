@@ -13,6 +13,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -53,6 +54,13 @@ Made by `python -m megatron.adaptive train flags > docs/flags.md`; change the fi
 
 A switch takes no value; its default is off. Several spellings of one flag are separated
 by commas. Flags of Megatron-LM that this trainer refuses are at the end.
+"""
+
+
+_WAIT_S = 3.0
+"""Seconds that the first rank of a node waits for rank 0 before it prints an error.
+
+The other ranks of the node wait twice as long, so that one of them prints the error.
 """
 
 
@@ -261,8 +269,9 @@ def run(
 ) -> int:
     """Runs a program as one process of a job, and reports expected errors in one line.
 
-    Wrong settings cause the same error on all ranks, and only rank 0 prints it. Until the program
-    has installed its own signal handlers, Ctrl-C kills the process without a traceback.
+    Wrong settings cause the same error on all ranks, so other ranks print it some seconds after
+    rank 0, if the launcher has not ended them. Until the program has installed its own signal
+    handlers, Ctrl-C kills the process without a traceback.
 
     Args:
         argv: Arguments for the program, or ``None`` to use the arguments of the process.
@@ -276,30 +285,24 @@ def run(
         expected_error = expected(error)
         if expected_error is None:
             raise
-        if _speaks(expected_error):
-            say(f"error: {expected_error}", lines=isinstance(expected_error, ScheduleError))
+        _wait_for_rank_0(expected_error)
+        say(f"error: {expected_error}", lines=isinstance(expected_error, ScheduleError))
         return EXIT_EXPECTED_ERROR
     finally:
         signal.signal(signal.SIGINT, former)
 
 
-def _speaks(error: AdaptiveError) -> bool:
-    """Returns whether this rank should print ``error``.
+def _wait_for_rank_0(error: AdaptiveError) -> None:
+    """Waits before this rank prints ``error``, unless it is rank 0 or lost a peer.
 
-    Rank 0 prints every error. Other ranks only print errors that do not occur on rank 0.
+    If rank 0 has the same error, it prints it and exits, and the launcher ends this rank during the
+    wait. Otherwise only this rank has the error, for example because its node lacks a file.
     """
-    rank = os.environ.get("RANK", "0").strip()
-    if not natural(rank) or isinstance(error, TransportError):
-        return True
-    try:
-        Environment.read()
-    except AdaptiveError:
-        try:
-            Environment.read({**os.environ, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
-        except AdaptiveError:
-            return False
-        return True
-    return False
+    # An invalid number of a rank counts as 0, so this rank prints the error at once.
+    names = ("RANK", "LOCAL_RANK")
+    rank, local_rank = (natural(os.environ.get(name, "0").strip()) or 0 for name in names)
+    if rank and not isinstance(error, TransportError):
+        time.sleep(2 * _WAIT_S if local_rank else _WAIT_S)
 
 
 def flags(argv: Sequence[str]) -> int:

@@ -144,6 +144,7 @@ distribute_saved_activations needs tensor_model_parallel_size>1
 distribute_saved_activations excludes sequence_parallel | the second flag already splits activations
 lora_alpha lora_dropout lora_targets load_lora needs lora_rank
 hf_family needs load_hf
+perform_initialization=False needs load/load_hf | the weights would have arbitrary values
 lora_rank excludes {_UNLIKE} overlap_moe_expert_parallel_comm | such layers do not support adapters
 sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengths
     | the sample is a single plain text
@@ -175,6 +176,7 @@ num_moe_experts+tensor_model_parallel_size>1 needs sequence_parallel
 attention_softcap excludes use_flash_attn attention_backend=flash,fused
     | these kernels do not support bounded scores
 attention_backend=flash use_flash_attn cross_entropy_fusion_impl=te moe_latent_size
+    use_te_activation_func fused_single_qkv_rope
     needs {_ENGINE}
 attention_backend=local needs transformer_impl=local
 window_rotary_base needs window_size position_embedding_type=rope
@@ -357,6 +359,12 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
         f"{flags.moe_router_load_balancing_type} and {flags.moe_aux_loss_coeff} must have the "
         "same number of entries; use one coefficient for each type",
     )
+    for name in ("moe_permute_fusion", "moe_router_fusion"):
+        yield (
+            getattr(core, name) and not installed.transformer_engine,
+            f"--{name.replace('_', '-')} requires Transformer Engine, which is not installed; "
+            "install it, or remove the flag",
+        )
     yield (
         core.moe_token_dispatcher_type == "flex" and not installed.flexible_dispatch,
         f"{flags.moe_token_dispatcher_type} requires GPUs and DeepEP, which is not installed; "

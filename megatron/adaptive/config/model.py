@@ -111,9 +111,6 @@ class ModelConfig:
     )
     norm_epsilon: Positive = flag("Number added to the variance in normalization.", 1e-5)
     apply_layernorm_1p: bool = switch("Store normalization weights around zero instead of one.")
-    apply_residual_connection_post_layernorm: bool = switch(
-        "Use the output of the normalization as the residual."
-    )
     parallel_residual: bool = switch(
         "Run attention and feed-forward block in parallel: both take the layer's input."
     )

@@ -57,6 +57,10 @@ the engine frees activations in the order that it chooses at run time; drop the 
 all tensor-parallel ranks of a stage hold their parts of its weights; use
 --use-distributed-optimizer
     tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards
+megatron-core's layers always add their input to their output; drop the flag
+    apply-residual-connection-post-layernorm
+megatron-core does not implement it; limit the tokens of experts with --moe-expert-capacity-factor
+    moe-token-dropping
 layers have one residual stream; drop the flag
     enable-mhc-connections enable-hyper-connections
 learning rate and initialization do not follow the width; set --lr and --init-method-std

@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.utils import get_model_config, get_model_type
+from megatron.core.utils import MakeViewlessTensor, get_model_config, get_model_type
 
 from megatron.adaptive.accelerator import current_device
 from megatron.adaptive.engine.executor import ActivationMeter, Executor
@@ -289,8 +289,7 @@ class MegatronStages(SplitStages):
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         trains = not self.forward_only
         slices = self.slices
-        if received is not None and trains:
-            received.requires_grad_()
+        model_input = self._model_input(received) if trains else received
         model = self.chunks[chunk]
         position = place_of(microbatch, self._count)
         held: Iterable[torch.Tensor] = model.parameters()
@@ -308,7 +307,7 @@ class MegatronStages(SplitStages):
                 self.data_iterators[chunk],
                 model,
                 self.loss_parts or self.num_microbatches,
-                received,
+                model_input,
                 self.reduced_losses,
                 self.config,
                 self.groups.cp.size(),
@@ -321,11 +320,30 @@ class MegatronStages(SplitStages):
             )
         if self._is_last[chunk]:
             self.num_tokens += num_tokens
+        if received is not None and model_input is not received:
+            # The backward pass reads only the shape of ``received``, so free its memory.
+            received.data = received.new_empty(1).expand_as(received)
         if trains:
             self._kept[chunk, microbatch] = received, output
         elif slices is not None and position.part == position.slices - 1:
             slices.release(chunk, microbatch)
         return output
+
+    def _model_input(self, received: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the tensor that the chunk gets as its input, whose gradient goes to ``received``.
+
+        With ``distribute_saved_activations``, megatron-core replaces the data of its saved input by
+        this rank's part, and puts the whole data back before the backward pass. Hooks for saved
+        tensors, such as those of ``meter``, give it a copy of the tensor object, so ``received``
+        itself would keep the shape of the part, and autograd would refuse its gradient.
+        """
+        if received is None:
+            return None
+        received.requires_grad_()
+        if not getattr(self.config, "distribute_saved_activations", False):
+            return received
+        model_input: torch.Tensor = MakeViewlessTensor.apply(received, True)
+        return model_input
 
     def release(self, chunk: int, microbatch: int) -> None:
         """Frees the memory of an output that the transport has copied or holds a reference to.

@@ -308,13 +308,24 @@ def checked(kind: Any, settings: dict[str, Any]) -> Any:
     Raises:
         ConfigError: If megatron-core rejects the settings.
     """
-    try:
+    with _in_one_line(kind.__name__):
         return kind(**settings)
-    except (AssertionError, ValueError, NotImplementedError) as error:
+
+
+@contextlib.contextmanager
+def _in_one_line(name: str) -> Iterator[None]:
+    """Raises a :class:`ConfigError` with one line if megatron-core rejects settings.
+
+    Args:
+        name: Name of the class or function of megatron-core that is called in this context.
+    """
+    try:
+        yield
+    except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
         reason = " ".join(str(error).split()) or "a rule without a text"
         raise ConfigError(
-            f"megatron-core's {kind.__name__} rejected the settings ({reason}); change or remove "
-            "the flags that it names"
+            f"megatron-core's {name} rejected the settings ({reason}); change or remove the flags "
+            "that it names"
         ) from error
 
 
@@ -384,14 +395,15 @@ def build_chunks(
     chunks = []
     for chunk in range(placement.num_chunks):
         stage = placement.stage_of(pp_rank, chunk)
-        model = _build_chunk(
-            config,
-            core,
-            padded_vocab_size,
-            vp_stage=chunk if placement.num_chunks > 1 else None,
-            first=stage == 0,
-            last=stage == placement.num_stages - 1,
-        )
+        with _in_one_line(GPTModel.__name__):
+            model = _build_chunk(
+                config,
+                core,
+                padded_vocab_size,
+                vp_stage=chunk if placement.num_chunks > 1 else None,
+                first=stage == 0,
+                last=stage == placement.num_stages - 1,
+            )
         chunks.append(freeze(model, config).to(accelerator.device))
     start_equal(chunks)
     if (widths := widths_of(config)) is not None:
@@ -420,10 +432,11 @@ def wrap(
             "average_in_collective": parallel.ddp_average_in_collective,
         },
     )
-    wrapped = [
-        DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
-        for chunk, model in enumerate(chunks)
-    ]
+    with _in_one_line(DistributedDataParallel.__name__):
+        wrapped = [
+            DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
+            for chunk, model in enumerate(chunks)
+        ]
     if config.parallel.unequal_sizes is not None or config.balance != "off":
         sum_gradients(wrapped)
     return wrapped
@@ -558,7 +571,9 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
     )
     # The overrides exempt biases and normalization weights from weight decay, and set the separate
     # learning rate of the embedding.
-    optimizer = get_megatron_optimizer(core, list(chunks), get_standard_config_overrides(core))
+    with _in_one_line(get_megatron_optimizer.__name__):
+        overrides = get_standard_config_overrides(core)
+        optimizer = get_megatron_optimizer(core, list(chunks), overrides)
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
         fuse_adam(leaf.optimizer)
     return optimizer
