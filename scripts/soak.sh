@@ -37,6 +37,7 @@ tokens          60   tests.soak.tokens
 rdma            60   tests.labs.rdma_speed
 slurm           60   tests.soak.slurm_jobs
 features       120   tests.soak.feature_sets
+flags           30   tests.soak.trainer_flags
 '
 
 quick=()

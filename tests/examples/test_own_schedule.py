@@ -44,6 +44,8 @@ def test_they_train_to_the_same_losses(tmp_path: Path) -> None:
     rule = losses_of(tmp_path, "--pipeline-schedule", NAMES[1], "--split-backward", "False")
     assert rule == whole
     assert losses_of(tmp_path, "--pipeline-schedule", NAMES[1], "--split-backward", "True")
+    also = ("--auto-candidates", ",".join(NAMES))
+    assert losses_of(tmp_path, "--pipeline-schedule", "auto", *also) == whole
 
 
 def test_they_are_compared_with_others(

@@ -6,6 +6,7 @@ The first lines of the table describe its format.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -49,36 +50,46 @@ class FeatureSet:
         return "--first-weights" in self.flags
 
 
-def _feature_set(line: str, short: dict[str, str]) -> FeatureSet:
-    name, both, *of_engine = _SEPARATOR.split(line)
+def read_rows(text: str) -> list[list[list[str]]]:
+    """Returns the columns of each row of a table of flags, each column as a list of words.
+
+    Empty lines and lines that begin with ``#`` are skipped. The word ``{name}`` is replaced by the
+    words of the line ``{name} = ...``.
+    """
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    short = dict(line.split(" = ", 1) for line in lines if line.startswith("{"))
+    return [
+        [
+            [flag for word in column.split() for flag in short.get(word, word).split()]
+            for column in _SEPARATOR.split(line)
+        ]
+        for line in lines
+        if not line.startswith("{")
+    ]
+
+
+def split_ranks(words: Sequence[str]) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of ranks, and the flags without ``--ranks``."""
     ranks, flags = 2, list[str]()
-    expanded = iter([flag for word in both.split() for flag in _expanded(word, short)])
-    for word in expanded:
+    remaining = iter(words)
+    for word in remaining:
         if word == _RANKS:
-            ranks = int(next(expanded))
+            ranks = int(next(remaining))
         else:
             flags.append(word)
     for flag, size in pairwise(flags):
         if flag == "--pipeline-model-parallel-size":
             ranks = max(ranks, int(size))
-    return FeatureSet(
-        name=name.strip(),
-        ranks=ranks,
-        flags=tuple(flags),
-        engine_flags=tuple(" ".join(of_engine).split()),
-    )
+    return ranks, tuple(flags)
 
 
-def _expanded(word: str, short: dict[str, str]) -> list[str]:
-    if not word.startswith("{"):
-        return [word]
-    return short[word].split()
+def _feature_set(name: str, both: list[str], of_engine: Sequence[str] = ()) -> FeatureSet:
+    ranks, flags = split_ranks(both)
+    return FeatureSet(name=name, ranks=ranks, flags=flags, engine_flags=tuple(of_engine))
 
 
 def _read(text: str) -> dict[str, FeatureSet]:
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    short = dict(line.split(" = ", 1) for line in lines if line.startswith("{"))
-    sets = [_feature_set(line, short) for line in lines if not line.startswith("{")]
+    sets = [_feature_set(name, *columns) for (name,), *columns in read_rows(text)]
     return {feature_set.name: feature_set for feature_set in sets}
 
 

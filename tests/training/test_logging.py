@@ -410,13 +410,14 @@ class TestOtherLoggers:
         pytest.importorskip("wandb")
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("WANDB_SILENT", "true")
-        self.log(f"--wandb-project made --wandb-exp-name first --wandb-save-dir {tmp_path}")
+        flags = "--wandb-project made --wandb-exp-name first --wandb-entity team"
+        self.log(f"{flags} --wandb-save-dir {tmp_path}")
         (file,) = tmp_path.rglob("*.wandb")
         # A separate process writes the file, so wait until it has done so.
         end_s = time.monotonic() + 60
         while b"lm loss" not in (content := file.read_bytes()) and time.monotonic() < end_s:
             time.sleep(0.1)
-        for word in (b"lm loss", b"gain/slow rank 1", b"findings", b"made", b"first"):
+        for word in (b"lm loss", b"gain/slow rank 1", b"findings", b"made", b"first", b"team"):
             assert word in content
         assert list(tmp_path.rglob("findings*.table.json"))
         assert "receives no more values" not in capsys.readouterr().err
@@ -428,13 +429,16 @@ class TestOtherLoggers:
         monkeypatch.setenv(
             "MLFLOW_ALLOW_FILE_STORE", "true"
         )  # Newer versions of MLflow require this variable, because they prefer a database.
-        self.log(f"--mlflow-experiment made --mlflow-tracking-uri file://{tmp_path}")
+        flags = "--mlflow-experiment made --mlflow-run-name attempt-7"
+        self.log(f"{flags} --mlflow-tracking-uri file://{tmp_path}")
         (points,) = tmp_path.rglob("metrics/lm loss")
         assert [line.split()[1:] for line in points.read_text().splitlines()] == [
             ["10.0", "1"],
             ["11.0", "2"],
             ["12.0", "3"],
         ]
+        (name,) = tmp_path.rglob("tags/mlflow.runName")
+        assert name.read_text() == "attempt-7"
         (artifact,) = tmp_path.rglob("findings.json")
         assert json.loads(artifact.read_text())[0]["gain"] == 0.25
         assert "receives no more values" not in capsys.readouterr().err
