@@ -60,7 +60,7 @@ def read_rows(text: str) -> list[list[list[str]]]:
     short = dict(line.split(" = ", 1) for line in lines if line.startswith("{"))
     return [
         [
-            [flag for word in column.split() for flag in short.get(word, word).split()]
+            [flag for item in column.split() for flag in short.get(item, item).split()]
             for column in _SEPARATOR.split(line)
         ]
         for line in lines

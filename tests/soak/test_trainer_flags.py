@@ -38,7 +38,7 @@ def test_a_row_has_flags_of_the_context_and_flags_to_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mark", "engine", "own", "context", "result"),
+    ("mark", "engine", "core", "context", "result"),
     [
         ("", run(STEP), run(STEP), run(), "equal"),
         ("", run(STEP), run(STEP), run(STEP), "IDLE"),
@@ -53,9 +53,9 @@ def test_a_row_has_flags_of_the_context_and_flags_to_test() -> None:
         ("refused", run(STEP), run(), run(), "FAILS"),
     ],
 )
-def test_results(mark: str, engine: Run, own: Run, context: Run, result: str) -> None:
+def test_results(mark: str, engine: Run, core: Run, context: Run, result: str) -> None:
     row = read_sets(f"{ROW} | {mark}")["name"]
-    trainer = cast(Trainer, Recorded(engine=engine, own=own, context=context))
+    trainer = cast(Trainer, Recorded(engine=engine, own=core, context=context))
     assert judge(trainer, row)[0] == result
 
 
@@ -64,12 +64,14 @@ def test_every_flag_of_the_trainer_is_in_a_test() -> None:
     # A list of flags of Megatron-LM's command line tests only names.
     skipped = {"megatron_lm_flags.py", Path(__file__).name}
     texts = [path.read_text() for path in paths if path.name not in skipped]
-    words = set(re.findall(r"--[a-z0-9-]+|\b[a-z0-9_]+\b", "\n".join(texts)))
+    names_in_tests = set(re.findall(r"--[a-z0-9-]+|\b[a-z0-9_]+\b", "\n".join(texts)))
     for rows in flag_table().values():
         for spelling, _, _ in rows:
             names = re.findall(r"--[a-z0-9-]+", spelling)
             fields = {name.strip("-").replace("-", "_") for name in names}
-            assert not words.isdisjoint({*names, *fields}), f"no test has the flag {names[0]}"
+            assert not names_in_tests.isdisjoint({*names, *fields}), (
+                f"no test has the flag {names[0]}"
+            )
 
 
 @pytest.mark.long

@@ -136,9 +136,9 @@ class Trainer:
         The kind ``own`` uses megatron-core's schedule, ``engine`` this project's engine, and
         ``context`` this project's engine without the flags that are tested.
         """
-        own = ("--pipeline-schedule", "megatron")
+        core = ("--pipeline-schedule", "megatron")
         if kind != "context":
-            flags = (*flag_set.context, *flag_set.flags, *(own if kind == "own" else ()))
+            flags = (*flag_set.context, *flag_set.flags, *(core if kind == "own" else ()))
             return self._train(flag_set, kind, flags)
         key = (flag_set.ranks, flag_set.context)
         if key not in self._of_contexts:
@@ -174,11 +174,11 @@ def judge(trainer: Trainer, flag_set: FlagSet) -> tuple[str, str]:
         return ("refused", reason) if is_refused else ("FAILS", f"not refused: {reason}")
     if not engine.is_complete:
         return "FAILS", reason
-    own = trainer.run(flag_set, "own")
-    if not own.is_complete:
-        return "own fails", own.errors[0] if own.errors else ""
-    if own.numbers != engine.numbers or not own.numbers:
-        return "DIFFERS", f"{engine.numbers} instead of {own.numbers}"
+    reference = trainer.run(flag_set, "own")
+    if not reference.is_complete:
+        return "own fails", reference.errors[0] if reference.errors else ""
+    if reference.numbers != engine.numbers or not reference.numbers:
+        return "DIFFERS", f"{engine.numbers} instead of {reference.numbers}"
     is_idle = trainer.run(flag_set, "context").numbers == engine.numbers
     if is_idle != (flag_set.mark == "same"):
         return ("IDLE" if is_idle else "CHANGES"), str(engine.numbers[-1])
