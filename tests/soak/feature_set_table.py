@@ -68,10 +68,10 @@ def read_rows(text: str) -> list[list[list[str]]]:
     ]
 
 
-def split_ranks(words: Sequence[str]) -> tuple[int, tuple[str, ...]]:
+def split_ranks(items: Sequence[str]) -> tuple[int, tuple[str, ...]]:
     """Returns the number of ranks, and the flags without ``--ranks``."""
     ranks, flags = 2, list[str]()
-    remaining = iter(words)
+    remaining = iter(items)
     for word in remaining:
         if word == _RANKS:
             ranks = int(next(remaining))
