@@ -86,3 +86,14 @@ def test_beside_another_profiler_a_line_says_so(tmp_path: Path) -> None:
     (line,) = said
     assert "another torch.profiler is running in this process" in line
     assert any(event.name == "aten::mm" for event in other.events())
+
+
+def test_a_line_says_that_no_selected_iteration_is_traced(tmp_path: Path) -> None:
+    said: list[str] = []
+    recorder = KernelRecorder(str(tmp_path), 0, range(2, 4), on_gpu=False, say=said.append)
+    for iteration in range(1, 6):
+        recorder.begin(iteration, is_traced=iteration % 4 == 1)
+        recorder.end(tuple)
+    recorder.close()
+    (line,) = said
+    assert "iterations 2 to 3 are not traced" in line

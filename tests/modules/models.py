@@ -73,6 +73,45 @@ def knotty(**options: float) -> Knotty:
     return Knotty(**options)  # type: ignore[arg-type]
 
 
+class Wasteful(Knotty):
+    """Model with a layer whose output is not used, like the pooler of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of the batch."""
+        loss = super().forward(ids, mask, label)
+        self.pooler(self.words(ids)[:, 0])
+        return loss
+
+
+def wasteful() -> Wasteful:
+    """Returns a :class:`Wasteful` with the same weights in each call."""
+    torch.manual_seed(3)
+    return Wasteful()
+
+
+class Sharp(nn.Module):
+    """Model in which gradients between stages overflow in fp16 at a large loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of the batch."""
+        x = F.one_hot(ids % 8, 8).float()
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number < 3:
+                x = self.cuts[number](x)
+        return (x.float() ** 2).sum()
+
+
 def make_batch(samples: int, seed: int = 0, length: int = 5) -> dict[str, torch.Tensor]:
     """Returns a batch of ``samples`` random samples for :func:`knotty`."""
     generator = torch.Generator().manual_seed(seed)

@@ -29,15 +29,17 @@ from models import (
     WORDS,
     Knotty,
     Plain,
+    Sharp,
     Single,
     Tower,
     knotty,
     make_batch,
     viewed,
     viewer,
+    wasteful,
 )
 
-from megatron.adaptive import CutPoint, Pipeline
+from megatron.adaptive import Pipeline
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner.model_file import read_model
@@ -76,10 +78,14 @@ def train(pipeline: Pipeline, batches: Sequence[Any]) -> list[float]:
 
 
 def reference(
-    model: torch.nn.Module, batches: list[Any], clip: float = float("inf"), size: int = 2
+    model: torch.nn.Module,
+    batches: list[Any],
+    clip: float = float("inf"),
+    size: int = 2,
+    optimizer_of: Any = sgd,
 ) -> tuple[list[float], list[float]]:
     """Trains the whole model in this process, and returns each step's loss and gradient norm."""
-    optimizer = sgd(model.parameters())
+    optimizer = optimizer_of(model.parameters())
     losses, norms = [], []
     for batch in batches:
         optimizer.zero_grad()
@@ -188,12 +194,13 @@ def a_transport_of_the_user_trains_alike() -> None:
 
 
 def replicas_train_on_their_own_samples() -> None:
+    """Checks that replicas train as one process, also if the loss does not depend on a weight."""
     parts = [[make_batch(8, seed + 10 * replica) for seed in range(2)] for replica in range(2)]
     batches = [{n: torch.cat([a[n], b[n]]) for n in a} for a, b in zip(*parts, strict=True)]
-    whole = knotty()
-    losses, _ = reference(whole, batches)
-    with make(pipeline_size=2, schedule="zb-h1", partition="4-5") as pipeline:
-        pipeline.set_optimizer(sgd)
+    whole = wasteful()
+    losses, _ = reference(whole, batches, optimizer_of=decaying)
+    with make(model=wasteful(), pipeline_size=2, schedule="zb-h1", partition="4-5") as pipeline:
+        pipeline.set_optimizer(decaying)
         own_batches = parts[dist.get_rank() % 2]
         assert [pipeline.step(batch)[0] for batch in own_batches] == pytest.approx(losses, rel=1e-5)
         require_same(pipeline.named_parameters(), whole)
@@ -211,24 +218,6 @@ def dropout_does_not_depend_on_the_cut() -> None:
         assert losses[-1] == pytest.approx(losses[0], rel=1e-6)
     with make() as plain:
         assert plain.step(make_batch(8))[0] != pytest.approx(losses[0][0], rel=1e-6)
-
-
-class Sharp(torch.nn.Module):
-    """Model in which gradients between stages overflow in fp16 at a large loss scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-        self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(3))
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        x = torch.nn.functional.one_hot(ids % 8, 8).float()
-        for number, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            if number < 3:
-                x = self.cuts[number](x)
-        return (x.float() ** 2).sum()
 
 
 def fp16_skips_steps_until_the_scale_fits() -> None:

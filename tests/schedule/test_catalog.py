@@ -58,6 +58,8 @@ def test_unknown_names_list_the_known_ones() -> None:
         lambda: is_rule("greedy"),
     ):
         with pytest.raises(
-            ScheduleError, match=f"unknown policy 'greedy'.*{', '.join(policy_names())}"
+            ScheduleError, match=f"unknown schedule 'greedy'.*{', '.join(policy_names())}"
         ):
             ask()
+    with pytest.raises(ScheduleError, match=r"'auto' works only in the trainer .* choose one of"):
+        is_rule("auto")

@@ -153,7 +153,7 @@ def test_figures_of_known_schedules() -> None:
 
 
 def test_unknown_names_and_no_draws() -> None:
-    with pytest.raises(ScheduleError, match="unknown policy 'best'"):
+    with pytest.raises(ScheduleError, match="unknown schedule 'best'"):
         make_candidate("best", 4, 2, 16)
     with pytest.raises(ScheduleError, match="seeds must not be empty"):
         evaluate(make_candidate("1f1b", 4, 2, 16), 16, EQUAL, [])

@@ -58,13 +58,18 @@ class KernelRecorder:
         self._outage = Outage("kernels of the trace", "kernels")
         self._running: Any = None
         self._iteration = 0
+        self._is_idle = True
         self._marks_ns: list[int] = []
 
     def begin(self, iteration: int, *, is_traced: bool) -> None:
         """Begins ``iteration``, and starts recording if it is traced and selected."""
         self._stop()
-        if not is_traced or iteration not in self._iterations:
+        if iteration not in self._iterations:
             return
+        if not is_traced:
+            self._report_if_idle(iteration)
+            return
+        self._is_idle = False
         if torch.autograd._profiler_enabled():
             self._say(
                 f"kernels of iteration {iteration} are not recorded, because another "
@@ -82,6 +87,14 @@ class KernelRecorder:
             self._marks_ns.append(time.monotonic_ns())
             with profiler.record_function(_MARK):
                 pass
+
+    def _report_if_idle(self, iteration: int) -> None:
+        """Logs after the last selected iteration that none of the selected iterations is traced."""
+        if self._is_idle and iteration == self._iterations[-1]:
+            self._say(
+                f"no kernels are recorded, because iterations {self._iterations[0]} to {iteration} "
+                "are not traced; change the interval of traced iterations or the profiled ones"
+            )
 
     def end(self, rows: Callable[[], Iterable[SpanRow]]) -> None:
         """Ends an iteration. If it was recorded, writes its kernels to the file.

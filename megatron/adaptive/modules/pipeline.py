@@ -499,7 +499,7 @@ class Pipeline:
         self.last_order = tuple(work.order)
         losses = self._run(work, step=self.steps, scale=self._update.scale)
         with self._tracing.span("reduce"):
-            self._update.reduce(spares_unused=work.is_listed)
+            self._update.reduce()
             self.loss, self.grad_norm = self._update.totals(
                 losses, count, weights=work.passed_weights
             )

@@ -229,14 +229,11 @@ class Update:
             groups["optimizer"] = dist.group.WORLD
         return groups
 
-    def reduce(self, *, spares_unused: bool = False) -> None:
+    def reduce(self) -> None:
         """Sums gradients of shared weights, and averages all gradients over replicas.
 
-        All ranks must call this.
-
-        Args:
-            spares_unused: Whether a parameter without a gradient on any rank keeps no gradient, so
-                that the optimizer skips it. Otherwise, its gradient becomes zero.
+        A parameter without a gradient on any rank keeps no gradient, so that the optimizer skips
+        it, as in a training loop without this package. All ranks must call this.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         has_gradient = {id(parameter): parameter.grad is not None for parameter in trained}
@@ -249,8 +246,7 @@ class Update:
         if self._mesh.dp_size > 1:
             gradients = _gradients(self.parameters.values())
             _all_reduce(gradients, self._mesh.dp_group, divide_by=self._mesh.dp_size)
-        if spares_unused:
-            self._drop_unused(trained, has_gradient)
+        self._drop_unused(trained, has_gradient)
 
     def _drop_unused(
         self, trained: Sequence[torch.nn.Parameter], has_gradient: dict[int, bool]

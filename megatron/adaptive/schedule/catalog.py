@@ -269,8 +269,13 @@ def is_rule(name: str) -> bool:
 def _spec_of(name: str) -> ScheduleSpec:
     """Returns the specification of the static schedule or run-time rule called ``name``."""
     spec = _find_spec(name)
-    if spec is None or spec.kind not in ("fixed", "rule"):
-        raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
+    choices = f"choose one of {', '.join(policy_names())}"
+    if spec is None:
+        raise ScheduleError(f"unknown schedule {name!r}: {choices}")
+    if spec.kind not in ("fixed", "rule"):
+        raise ScheduleError(
+            f"schedule {name!r} works only in the trainer and in the plug-in: {choices}"
+        )
     return spec
 
 
