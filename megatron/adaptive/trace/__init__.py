@@ -1,6 +1,6 @@
 """Records the spans of a run, and reads, diagnoses and displays the recorded traces.
 
-Used during training (these modules import neither torch nor a drawing package):
+These modules are used during training, and import neither torch nor a drawing package:
 
 - ``trace_format``  defines the records of a trace (header, iterations, spans, clock samples) and
   their text format
@@ -14,7 +14,7 @@ Used during training (these modules import neither torch nor a drawing package):
   ``gpu_counters``
 - ``hang_watch``    runs a separate process that finds the rank that blocks a hanging job
 
-Used to read a trace:
+These modules are used to read a trace:
 
 - ``block_index``   finds the positions of spans in a file without reading them, and parses spans
 - ``span_columns``  stores the spans of a rank as columns, and matches each send with its receive

@@ -41,7 +41,7 @@ class Block:
     """Describes the location of consecutive spans of one iteration in a file.
 
     Attributes:
-        marker: Content of the line before the spans.
+        marker: Content of the marker, which is the line before the spans.
         offset: Offset in bytes of the first span in the file.
         size_bytes: Total size in bytes of the spans' complete lines.
         is_whole: Whether the file contains all spans counted by the marker.
@@ -142,7 +142,10 @@ def index_file(path: Path) -> FileIndex:
 
 
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
-    """Returns the block of spans after ``marker``, and moves ``file`` to the end of the block."""
+    """Returns the block of spans after ``marker``, and moves ``file`` to the end of the block.
+
+    ``file_size`` is the size of the file in bytes when reading started.
+    """
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):
         file.seek(offset + size)
@@ -206,7 +209,7 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
 
 
 def _line_number(path: Path, offset: int) -> int:
-    """Returns the number (from 1) of the line that begins at byte ``offset``."""
+    """Returns the number, from 1, of the line in ``path`` that begins at byte ``offset``."""
     with open_file(path) as file:
         return 1 + file.read(offset).count(b"\n")
 
@@ -218,7 +221,8 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
     """Returns whether a complete block of spans ends at byte ``end`` of ``file``.
 
-    A complete block ends with a complete line, and the next line is not a span.
+    A complete block ends with a complete line, and the next line is not a span. ``size`` is the
+    size of the file in bytes.
     """
     if end > size:
         return False
@@ -286,7 +290,10 @@ def _plain(data: bytes) -> Ints | None:
 
 
 def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
-    """Returns an error that names the first line that cannot have been written by the recorder."""
+    """Returns an error that contains the position of the first line in ``data`` that is not a span.
+
+    ``where`` returns the position of a line, given its index in ``data``.
+    """
     pattern = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
     wrong = (n for n, line in enumerate(data.splitlines()) if not pattern.fullmatch(line))
     return TraceError(

@@ -58,7 +58,10 @@ from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, Tr
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
-"""Fraction of the exchanges in a window that are used: the fastest, and at least one exchange."""
+"""Fraction of the samples in each time window that are used.
+
+The fastest samples are used, and at least one sample.
+"""
 
 STAMP_NS = 2_000.0
 """Minimum error in nanoseconds that is assumed for each clock reading."""
@@ -67,7 +70,7 @@ DRIFT_PRIOR = 1e-4
 """Assumed clock drift in seconds per second, which limits the slope of a fit to few samples."""
 
 BENT = 4.0
-"""Ratio of residual to expected error above which a piecewise linear function is fitted instead."""
+"""Ratio of residual to expected error above which a piecewise linear function replaces the line."""
 WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
 
@@ -234,7 +237,8 @@ def _place_unsure(
 
     Args:
         moves: ``[clocks]``, number of nanoseconds to add to each clock; modified in place.
-        slack_ns: Shortest times of messages, as in :func:`settle`.
+        slack_ns: Shortest time in ns between the send and the arrival of a message, for each pair
+            (sender's clock, receiver's clock).
         unsure: Clocks whose offset was not measured.
     """
     waiting = set(unsure) - {0}
@@ -665,9 +669,9 @@ def _prepare(connection: socket.socket) -> None:
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
     """Receives ``size`` bytes, and returns them and their arrival time in nanoseconds.
 
-    Fewer bytes are returned if the connection closes. The arrival time is a reading of the clock
-    ``now``, but the kernel's timestamp is a time of day. Therefore, the age of the timestamp is
-    subtracted from a reading of ``now``.
+    Fewer bytes are returned if the connection closes. The kernel timestamps data with the time of
+    day. To convert this to the clock ``now``, the timestamp's age is subtracted from the current
+    reading of ``now``.
     """
     data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
     unix_ns = time.time_ns()

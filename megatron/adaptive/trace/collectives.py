@@ -32,7 +32,7 @@ _NS_PER_MS = 1e6
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinedCollectives:
-    """Holds one group's collectives of one operation, whose times all members recorded.
+    """Holds the times of one group's collectives of one kind, as recorded by all members.
 
     Attributes:
         kind: Kind of the group, such as ``tensor``.
@@ -108,7 +108,9 @@ class JoinedCollectives:
 
 
 def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCollectives]:
-    """Combines the collectives that the members of each group recorded, using the common clock.
+    """Combines the times that the members of each process group recorded for the same collective.
+
+    All times are on the run's common clock.
 
     Args:
         run: Trace of the run.
@@ -200,9 +202,10 @@ def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
 
 
 def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:
-    """Returns a dict from index in the iteration to (start, end) in ns of each ``operation``.
+    """Returns the recorded start and end times in ns of the collectives called ``operation``.
 
-    Only collectives whose times were recorded are included.
+    The key is the collective's index in the iteration. Collectives whose times were not recorded
+    are omitted.
     """
     return {
         number: (start_ns, end_ns)

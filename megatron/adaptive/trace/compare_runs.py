@@ -77,7 +77,7 @@ class Change:
         before_ms: Time in ms in the first run, per message for ``link``, per read for ``data``, and
             per step for ``layer``, ``transfers`` and ``waits``. For all other kinds, it is the
             computing time per microbatch.
-        after_ms: Time in ms in the second run, of the same kind as ``before_ms``.
+        after_ms: Time in ms in the second run, with the same meaning as ``before_ms``.
         confidence: Probability that the change is not random, between 0.5 and 0.99.
     """
 
@@ -243,7 +243,10 @@ def _check_shapes(before: RunTrace, after: RunTrace) -> None:
 
 
 def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
-    """Returns the difference of the medians over the first axis, and its standard error."""
+    """Returns the median of ``after`` minus that of ``before``, and its standard error.
+
+    Both medians are taken over the first axis.
+    """
     errors = [
         _MEDIAN_ERROR * spread(series, axis=0) / math.sqrt(len(series))
         for series in (before, after)
@@ -260,8 +263,8 @@ def _computing(first: Measured, second: Measured) -> Iterator[Change]:
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
-    # A run may have too few iterations to estimate the noise of a cell. Each cell is therefore
-    # assumed to have at least the median noise of all cells.
+    # A run may have too few iterations to estimate the noise of a cell, which is one kind of action
+    # on one chunk of a rank. So assume that each cell has at least the median noise of all cells.
     error = np.maximum(error, middle(error))
     times_ms = [np.exp(middle(log_ns, axis=0)) / 1e6 for log_ns in series]
     is_known = np.isfinite(change)
@@ -339,7 +342,7 @@ same cells, such as a rank with one chunk and its stage, the kind that comes fir
 """
 
 _PREFERRED = 1 + 1e-9
-"""Minimum ratio by which a later kind of part must explain more than an earlier kind.
+"""Factor by which a kind of part must explain more than the kinds listed before it.
 
 The factor is needed because sums of the same numbers over different axes may have different
 rounding errors.

@@ -33,10 +33,10 @@ _ROOM_BYTES = 1 << 16
 
 
 def _has_room(file: int) -> bool:
-    """Returns whether the disk of ``file`` has enough free space to try writing again.
+    """Returns whether the disk that contains ``file`` has enough space to try writing again.
 
-    At least 64 KiB must be free. With a smaller limit, a few bytes freed by another program would
-    briefly end the outage.
+    ``file`` is a file descriptor. At least 64 KiB must be free. With a smaller limit, a few bytes
+    freed by another program would briefly end the outage.
     """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return True
@@ -151,7 +151,10 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes the result of ``head``. If this fails, it is written before any later data."""
+        """Writes the result of the ``head`` function that was passed to the constructor.
+
+        If the write fails, it is retried before any later data is written.
+        """
         self._has_head = False
         self.append(b"", 0)
 
@@ -199,7 +202,9 @@ class _LossyOutput(io.FileIO):
         self._lost = 0
 
     def write(self, data: Any) -> int:
-        """Writes ``data`` or drops it. After a failure, the number of lost bytes is written first.
+        """Writes ``data``, or drops it if the write fails.
+
+        After a failure, the number of lost bytes is written first.
 
         Returns:
             Number of bytes in ``data``, even if they were dropped.

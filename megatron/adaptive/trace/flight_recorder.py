@@ -30,7 +30,10 @@ _VERSION = re.compile(r"2(\.\d+)*")
 _LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
 _PEERS = re.compile(r"(\d+)(->|<-)(\d+)")
 _BATCH = "coalesced"
-"""Suffix of the name of a batch entry, which follows the entries of the batch's messages."""
+"""Suffix of the name of an entry for a batch of messages.
+
+This entry follows the entries of the messages.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +166,10 @@ class StuckCalls:
 
 
 def dump_files(folder: Path | None) -> dict[int, Path]:
-    """Returns a dict from rank to the path of its dump in ``folder``; empty without dumps."""
+    """Returns a dict from rank to the path of the rank's dump in ``folder``.
+
+    The dict is empty if there are no dumps.
+    """
     if folder is None or not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -316,7 +322,7 @@ def _signature(call: RecordedCall) -> tuple[str, str]:
 
 
 def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
-    """Returns the ranks that block the job, a sentence with the reason, and advice."""
+    """Returns the ranks that block the job, the reason, and advice, given all ``stuck`` calls."""
     if not stuck:
         return (), "every recorded collective has finished on the ranks that called it", ""
     if different := next((call for call in stuck if call.mismatch), None):
@@ -365,7 +371,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
 
 
 def _endless(stuck: StuckCall) -> tuple[str, str]:
-    """Returns a sentence and advice about a call that all ranks made but that does not finish."""
+    """Returns the reason and advice for a call that all ranks made but that does not finish."""
     call = stuck.call
     if call.is_message:
         return (

@@ -35,7 +35,7 @@ STEPS = 10.0
 """The default of ``--hang-after-s`` is 30 s or 10 median steps, whichever is longer."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Number of hang limits for which ranks may compute between steps without progress."""
+"""Multiple of the hang limit for which ranks may compute between steps without progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
 """Minimum usage per second of a working rank: processor time in seconds, processor time plus time
 in the run queue in seconds, and bytes read or written. Monitoring threads alone use less."""
@@ -106,7 +106,10 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Text with the code line that the main thread runs, except in ``threading``, ``queue``."""
+        """Text with the code line that the main thread runs.
+
+        Frames in ``threading`` and ``queue`` are skipped.
+        """
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
@@ -115,11 +118,11 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """(Sender, kind, chunk, action index, microbatch) of each message that is waited for."""
+        """(Sender, kind, chunk, action index, microbatch) of each message that the rank awaits."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
-        """Returns whether ``line`` or the file of one of the ``depth`` innermost frames matches."""
+        """Returns whether ``line`` or one of the ``depth`` innermost files matches ``pattern``."""
         files = [str(frame[0]) for frame in self.frames[:depth]]
         return any(pattern.search(text) for text in (*files, self.line))
 
@@ -137,7 +140,10 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished action number ``turn`` of ``kind`` on ``chunk``."""
+        """Returns whether the rank has finished action number ``turn`` of ``kind`` on ``chunk``.
+
+        The action belongs to the training step with index ``step``.
+        """
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -252,7 +258,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the result if ``rank`` blocks the job and does not wait for other ranks."""
+    """Describes why ``rank``, which waits for no other rank, blocks the job."""
     missed = next(
         (
             f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
@@ -308,7 +314,10 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers above ``begun`` of collectives in group ``name`` that ranks wait in."""
+    """Returns the numbers of the collectives that ranks wait in, if larger than ``begun``.
+
+    Only collectives of the process group called ``name`` are included.
+    """
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
@@ -472,7 +481,7 @@ _MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "slice", "done", 
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on, or ``["X"]`` after the exit."""
+    """Returns the fields of /proc/PID/stat after the name, or ``["X"]`` if ``pid`` has exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -495,7 +504,9 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence about this machine's ranks from outside. This takes several seconds.
+    """Collects evidence about this machine's ranks from outside their processes.
+
+    This takes several seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -594,7 +605,10 @@ def _source(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Returns each rank's last status report; empty if the file is from an earlier process."""
+    """Returns the last status report of each rank in ``pids``.
+
+    A report is empty if its file was written by an earlier process with a different process ID.
+    """
     nows: dict[int, dict[str, Any]] = {}
     for rank, pid in pids.items():
         now = _read_json(folder / f"now_rank_{rank:05d}.json")
@@ -614,7 +628,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
-    """Returns a hang report as text, with the culprit, a line per rank, and all stacks."""
+    """Returns a hang report as text, with the culprit, a line per rank, and all stacks.
+
+    ``still_s`` is the time in seconds without progress.
+    """
     lines = [
         f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",

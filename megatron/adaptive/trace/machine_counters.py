@@ -222,7 +222,7 @@ class MachineCounters:
     All methods must be called from the same thread.
 
     Args:
-        gpu_uuid: ID of the process's GPU, as in ``nvidia-smi -L``; empty if there is none.
+        gpu_uuid: ID of the process's GPU, as in ``nvidia-smi -L``; empty if the process has no GPU.
         gpu_ranks: Number of ranks of the job that share the GPU.
         interface: Name of the network interface that the job uses; empty if unknown.
 

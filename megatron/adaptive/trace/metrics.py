@@ -249,8 +249,8 @@ def run_figures(
         iterations: Numbers of the iterations to include, or ``None`` for all.
         ranks: Global ranks to include, or ``None`` for all. Step times cover only these ranks.
         workers: Number of processes that read files. ``None`` means one per processor core, or only
-            this process if that is faster. If it is more than one, the calling program needs an
-            ``if __name__ == "__main__"`` guard, because each process imports it again.
+            this process if that is faster. With several processes, the calling program needs an
+            ``if __name__ == "__main__"`` guard, because each process imports the program again.
 
     Raises:
         TraceError: A file is damaged, or there are no spans for these iterations and ranks.
@@ -395,7 +395,11 @@ def _within_actions(
 def _parts(
     traces: Sequence[RankTrace], only: frozenset[int] | None, num_chunks: int, workers: int | None
 ) -> Iterator[RankFigures]:
-    """Yields the statistics of each rank in the order of ``traces``, using several processes."""
+    """Yields the statistics of each rank in the order of ``traces``, using several processes.
+
+    ``only`` contains the iterations to read, or is ``None`` for all. ``workers`` is the number of
+    processes, or ``None`` to choose it by the size of the files.
+    """
     size = sum(
         block.size_bytes
         for trace in traces
@@ -437,7 +441,7 @@ def _by_kind(table: TraceTable, row: Ints, count: int) -> Ints:
 
 
 def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Applies ``function`` (such as ``np.maximum``) to each group of consecutive values.
+    """Applies ``function``, such as ``np.maximum``, to each group of consecutive values.
 
     Group i consists of ``sizes[i]`` values starting at index ``begins[i]``. The result for an empty
     group is 0.
@@ -540,6 +544,9 @@ def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints)
     The forward pass of a slice counts as the fraction ``share`` of a microbatch, and as 0 in a
     frozen chunk, which keeps nothing for a backward pass. Sums are rounded up to whole
     microbatches.
+
+    ``row`` contains the index of each action's iteration. Iteration i has ``sizes[i]`` actions,
+    starting at index ``begins[i]``.
     """
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
     held = np.cumsum(step * share)
@@ -577,7 +584,10 @@ class LayerFigures:
 
 
 def layer_figures(run: RunTrace, iteration: int) -> list[LayerFigures]:
-    """Returns the times of each layer in ``iteration``; empty if layers were not timed."""
+    """Returns the times of each layer in ``iteration``.
+
+    The list is empty if layers were not timed.
+    """
     of_layer: dict[int, dict[int, tuple[int, ...]]] = {}
     for rank, trace in run.ranks.items():
         for layer, *times in trace.layers(iteration):

@@ -144,7 +144,10 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Trace header of any rank, for fields that are equal on all ranks, or ``None``."""
+        """Trace header of any rank, or ``None`` if there is no trace yet.
+
+        Only fields that are equal on all ranks should be used.
+        """
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
     @property
@@ -163,7 +166,10 @@ class Snapshot:
         return float(value) if isinstance(value, int | float) else None
 
     def left_s(self) -> float | None:
-        """Estimates how many seconds remain until training ends, from the latest iterations."""
+        """Estimates how many seconds remain until training ends, or returns ``None`` if unknown.
+
+        The estimate is based on the latest iterations.
+        """
         recent = self.progress[-20:]
         if len(recent) < 2 or not self.total_iterations:
             return None

@@ -217,8 +217,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Passes the iteration's spans to the writer thread.
 
         Blocks only if the queue is full, for at most 10 s. If the queue is still full, the
-        iteration is dropped. Later iterations are then dropped without waiting until the queue has
-        space.
+        iteration is dropped. Until the queue has space again, later iterations are dropped
+        immediately.
         """
         begun, rows = self._begun, self._rows
         self._begun, self._rows = None, None

@@ -178,8 +178,7 @@ class SpanRow(NamedTuple):
         chunk: Local index of the model chunk, or -1 if there is none.
         microbatch: Index of the microbatch within the iteration, or -1 if there is none. If
             microbatches are split into slices, this is the index of the slice, counted over all
-            microbatches of the iteration. Only spans of kind ``data`` then still have the index of
-            the microbatch.
+            microbatches of the iteration, except in spans of kind ``data``.
         piece: Index of the piece if a weight-gradient pass (W) is computed in several pieces;
             otherwise 0.
         start_ns: Start time in nanoseconds on the rank's monotonic clock.
@@ -256,8 +255,8 @@ class TraceHeader:
         gpu_ranks: Number of ranks, including this rank, that use this rank's GPU; 1 on a CPU or if
             unknown.
         num_slices: Number of slices into which each microbatch is split along its sequence. It is 1
-            if microbatches are not split, or if they have different numbers of slices. In the
-            latter case, each iteration's marker has ``slices``.
+            if microbatches are not split, or if they have different numbers of slices. If the
+            numbers differ, the marker of each iteration contains them in ``slices``.
         uncounted: Names of the counters of :mod:`machine_counters` that are unavailable on the
             rank's machine.
         device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.
@@ -347,7 +346,10 @@ class GroupCollectives:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Creates an object from ``record``, an entry of a marker whose values were checked."""
+        """Creates an object from ``record``, an entry of a marker whose values were checked.
+
+        ``start_ns`` is the start of the iteration on the rank's monotonic clock.
+        """
         kept = tuple(
             (number, of, start_ns + start, start_ns + start + duration)
             for number, of, start, duration in record["kept"]

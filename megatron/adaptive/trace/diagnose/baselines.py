@@ -12,9 +12,8 @@ The logarithm of this ratio is modelled as the sum of
 
 A slow rank appears as a shift, which means that its ratio is higher in all or some iterations.
 Generalized least squares gives the size of the shift and its standard error. The method weights the
-evidence from peers, from other stages and from the rank's other iterations by its certainty.
-Evidence that is missing (because there are no peers, no plan or no earlier iterations) has no
-weight.
+evidence from peers, from other stages and from the rank's other iterations by its certainty. If
+there are no peers, no plan or no earlier iterations, this evidence has no weight.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from megatron.adaptive.trace.diagnose.samples import (
 from megatron.adaptive.trace.span_columns import Ints
 
 ALIKE = 0.015
-"""Assumed relative standard deviation of the speeds of equal machines (prior)."""
+"""Prior standard deviation of the relative speeds of identical machines."""
 
 SEEN_BEFORE = 16
 """Weight of the prior :data:`ALIKE`, as a number of observed ranks."""
@@ -61,7 +60,7 @@ If there are more, only intervals that last to the end of the run are searched.
 """
 
 INTERVALS_AT_ONCE = 500_000
-"""Maximum number of pairs of an interval and a rank whose scores are in memory at the same time."""
+"""Maximum number of scores, one per interval and rank, that are in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,10 @@ class RankBaselines:
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
-        """Returns each rank's shift over the whole run and its standard error, both ``[ranks]``."""
+        """Returns each rank's mean deviation over the whole run, and its standard error.
+
+        Both arrays have the shape ``[ranks]``.
+        """
         precision = self._level.diagonal
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
@@ -346,7 +348,7 @@ def _index_of_group(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> In
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
-    """Returns the weighted mean of the finite values along ``axis``, or NaN if there are none."""
+    """Returns the weighted mean of the finite values along ``axis``, or NaN if none is finite."""
     used = np.isfinite(values) * weights
     sums = (np.nan_to_num(values) * used).sum(axis=axis)
     total = used.sum(axis=axis)

@@ -1,6 +1,6 @@
 """Defines the interface of the causes of slow steps that a diagnosis searches for.
 
-A cause is a subclass of :class:`Cause`, which finds a cause in the measured times, describes it,
+Each subclass of :class:`Cause` finds one cause of slow steps in the measured times, describes it,
 suggests remedies, and computes the durations of operations without the cause. The modules in the
 folder ``causes`` contain the causes of this package, which need no registration. Users can define
 causes in any module, and pass them as ``trace diagnose --cause package.module:Class``. A package
@@ -118,7 +118,7 @@ class RecordedSteps:
 
     @cached_property
     def workers(self) -> list[int]:
-        """Index of the worker that represents each affected rank, or -1 for ranks not simulated."""
+        """Index of each affected rank's worker, or -1 if no worker represents the rank."""
         m = self.evidence.measured
         simulated = self._simulated
         worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}
@@ -225,7 +225,9 @@ def built_in_causes() -> tuple[Cause, ...]:
 
 
 def find_cause(name: str) -> Cause:
-    """Returns an object of the user-defined cause called ``name``.
+    """Returns an instance of the user-defined cause class ``name``.
+
+    Such a class searches for one cause of slow steps.
 
     Args:
         name: ``package.module:Class``, or the name of an entry point.

@@ -56,7 +56,7 @@ class Covariance:
         return Covariance(self.variances + factor * other.variances, (*self.shared, *scaled))
 
     def with_own(self, added: Floats) -> Covariance:
-        """Returns a copy of this covariance with ``added``, ``[ranks]``, added to ``variances``."""
+        """Returns a copy of this covariance in which ``added`` is added to the ranks' variances."""
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
@@ -96,13 +96,19 @@ class InverseCovariance:
         self.diagonal: Floats = 1 / self._variances - shrunk - (self._update**2).sum(axis=1)
 
     def __matmul__(self, values: Floats) -> Floats:
-        """Returns the product of the inverse and ``values``, ``[ranks]`` or ``[ranks, n]``."""
+        """Returns the product of the inverse and ``values``.
+
+        Both ``values`` and the product have the shape ``[ranks]`` or ``[ranks, n]``.
+        """
         columns = values if values.ndim > 1 else values[:, None]
         product = self._within_groups(columns) - self._update @ (self._update.T @ columns)
         return np.asarray(product if values.ndim > 1 else product[:, 0])
 
     def column(self, index: int) -> Floats:
-        """Returns column ``index`` of the inverse, ``[ranks]``, which is equal to row ``index``."""
+        """Returns column ``index`` of the inverse, with shape ``[ranks]``.
+
+        The inverse is symmetric, so this is also row ``index``.
+        """
         unit = np.zeros(len(self._variances))
         unit[index] = 1.0
         return self @ unit
@@ -115,6 +121,9 @@ class InverseCovariance:
         return result
 
     def _sums(self, values: Floats) -> Floats:
-        """Returns the sums of ``values``, ``[ranks, n]``, over each group, as ``[groups, n]``."""
+        """Returns the sums of ``values`` over the ranks of each group.
+
+        ``values`` has the shape ``[ranks, n]``, and the sums have the shape ``[groups, n]``.
+        """
         sums: Floats = np.add.reduceat(values[self._order], self._begins, axis=0)
         return sums

@@ -140,7 +140,7 @@ class _Search:
         return reported
 
     def _cost_fraction(self, cause: Cause, finding: Finding) -> float | None:
-        """Simulates the last affected iterations without the cause of a finding.
+        """Simulates the last affected iterations without the cause of ``finding``.
 
         Returns:
             Fraction of the step time that the cause costs, or ``None`` if the trace cannot be

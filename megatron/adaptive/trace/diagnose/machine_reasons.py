@@ -210,7 +210,7 @@ _LIMITS = (CLOCK_LIMIT, FULL_CLOCK)
 
 
 def shares(m: Measured, counter: str) -> Floats:
-    """Returns the time of ``counter`` as a fraction of each iteration, ``[iterations, ranks]``."""
+    """Returns the fraction of each iteration that ``counter`` counted, ``[iterations, ranks]``."""
     with np.errstate(invalid="ignore", divide="ignore"):
         result: Floats = m.machine[counter] / m.machine[ELAPSED]
     return result
@@ -248,7 +248,9 @@ def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
 
 
 def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
-    """Returns the reasons why a rank was slow, with the main reason first; empty if unknown.
+    """Returns the reasons why a rank was slow, with the main reason first.
+
+    The list is empty if no reason is known.
 
     Args:
         m: Measured times of the run.
@@ -343,7 +345,11 @@ def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if ranks of a link retransmit many TCP segments, otherwise ``None``."""
+    """Returns a reason if ranks of a link retransmit many TCP segments, otherwise ``None``.
+
+    ``columns`` are the columns of the link's ranks, and ``chosen`` are the indices of the
+    iterations.
+    """
     worst, host = 0.0, ""
     for column in columns:
         sent = float(np.nansum(m.machine[SENT_SEGMENTS][chosen, column]))
@@ -401,7 +407,7 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
 
 
 def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]]:
-    """Yields the time that all ranks on a machine waited, for each counter of waits.
+    """Yields the fraction of time that the ranks on a machine waited, for each counter of waits.
 
     Args:
         m: Measured times of the run.

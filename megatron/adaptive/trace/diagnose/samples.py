@@ -293,8 +293,8 @@ def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
     """Returns the iterations to read, which are a sample of ``iterations`` if there are many.
 
-    By default, these are all complete iterations except the first (warm-up), or an evenly spaced
-    sample if there are too many.
+    If ``iterations`` is ``None``, the sample is taken from all complete iterations except the
+    first, which includes warm-up.
     """
     if iterations is not None:
         candidates = sorted(set(iterations))

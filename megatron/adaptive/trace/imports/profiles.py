@@ -54,7 +54,7 @@ _COMPUTES = {
     "weight-compute": r"PP:(\d{1,9})W(\d{1,9})",
     "optimizer": r"Optimizer\.step#.*|optimizer[ _-]?step|_exec_optimizer_step",
 }
-"""Patterns of range names in torch.distributed.pipelining (torchtitan), Megatron-LM, DeepSpeed."""
+"""Patterns of range names that torch.distributed.pipelining, Megatron-LM and DeepSpeed use."""
 _COLLECTIVES = {
     "all-reduce": r"all_?reduce",
     "all-gather": r"all_?gather",
@@ -113,7 +113,9 @@ _NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 @dataclass
 class _Event:
-    """Contains one operation of a rank, read from the file; -1 stands for an unknown number.
+    """Contains one operation of a rank, as read from the rank's file.
+
+    The value -1 stands for an unknown number.
 
     Attributes:
         kind: Kind of operation, as in a published table. If the direction of a message (forward or
@@ -299,7 +301,10 @@ def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
 
 
 def _append(file: _RankFile, later: _RankFile) -> None:
-    """Appends ``later``, a later file of the same process, and renumbers its steps."""
+    """Appends the events and steps of ``later`` to ``file``, an earlier file of the same process.
+
+    The steps of ``later`` are renumbered.
+    """
     last = max((number for number, _, _ in file.steps), default=-1)
     first = min((number for number, _, _ in later.steps), default=last + 1)
     shift = last + 1 - first if first <= last else 0
@@ -312,7 +317,10 @@ def _append(file: _RankFile, later: _RankFile) -> None:
 
 
 def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields the file's decompressed bytes in parts, and sets ``is_cut`` if it is truncated."""
+    """Yields the decompressed bytes of ``file`` in parts of about ``size`` bytes.
+
+    If the file is truncated, ``file.is_cut`` is set.
+    """
     unpack = zlib.decompressobj(31) if file.path.suffix == ".gz" else None
     try:
         with file.path.open("rb") as stream:
@@ -374,7 +382,10 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns the attribute ``name``, with or without a dotted prefix, as an integer."""
+    """Returns the attribute ``name``, with or without a dotted prefix, as an integer.
+
+    The result is ``default`` if the attribute is missing or is not a number.
+    """
     for key, value in attributes.items():
         if f".{key}".endswith(f".{name}"):
             with suppress(TypeError, ValueError):
@@ -474,7 +485,7 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the rank and the job's sizes from the file's name and from ``held``, its first bytes.
+    """Reads the rank and the job's sizes from the file's name and its first bytes, ``held``.
 
     Raises:
         TraceError: A value in the head is impossible.
@@ -625,7 +636,11 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
-    """Returns the rank's pipeline rank, the number of pipeline ranks, and the rank's replica."""
+    """Returns the rank's pipeline rank, the number of pipeline ranks, and the rank's replica.
+
+    ``pipeline`` is the requested number of pipeline ranks, or ``None`` to use the number in
+    ``file``.
+    """
     world = max(file.world_size, file.rank + 1)
     group = file.groups.get("pp", [])
     if pipeline is not None:
@@ -646,7 +661,11 @@ def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
 
 
 def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[OperationRow]:
-    """Returns the operations of a rank as rows of a published table."""
+    """Returns the operations of a rank as rows of a published table.
+
+    ``pp_rank`` is the pipeline rank, ``num_ranks`` is the number of pipeline ranks, and ``dp_rank``
+    is the index of the replica.
+    """
     operations, computes = _operations(file)
     counts: Counter[tuple[int, str]] = Counter()
     for event in operations:

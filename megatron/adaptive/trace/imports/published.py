@@ -62,7 +62,10 @@ _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
 
 
 class OperationRow(NamedTuple):
-    """Contains one row of a table: :data:`COLUMNS`, then :data:`OPTIONAL`. Times are in ns."""
+    """Contains one row of a table, with the columns :data:`COLUMNS` and :data:`OPTIONAL`.
+
+    Times are in ns.
+    """
 
     dp_rank: int
     stage: int
@@ -133,8 +136,8 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
     Args:
         columns: Arrays or sequences by name, as in :data:`COLUMNS` and :data:`OPTIONAL`.
         origin: Path of the table, for error messages.
-        world_size: Minimum number of ranks in the job. It is larger if the table contains higher
-            ranks.
+        world_size: Minimum number of ranks in the job. The job has more ranks if the table contains
+            higher ranks.
 
     Raises:
         TraceError: A column is missing or has an impossible value, or the table is inconsistent.
@@ -179,8 +182,8 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
     """Aligns ranks whose clocks seem to differ, and returns start times and notes for the user.
 
-    A clock seems to differ if the rank's first step begins earlier or later than the first rank's
-    by more than twice the median length of this step.
+    A rank's clock seems to differ if its first step begins earlier or later than the first step of
+    the lowest rank, by more than twice the median length of these steps.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -312,9 +315,11 @@ class _Table:
         return replace(run, caveats=tuple(notes))
 
     def _blocks(self, rows: Ints, spans: TraceTable) -> dict[int, dict[int, TraceTable]]:
-        """Returns a dict from worker to a dict from iteration to spans.
+        """Returns the spans of each worker and iteration, as a dict of dicts.
 
-        ``rows`` contains the index of the table row of each span.
+        A worker is the index of a rank in the table. Workers are the keys of the outer dict, and
+        iterations are the keys of the inner dicts. ``rows`` contains the index of the table row of
+        each span.
         """
         order = np.lexsort((spans.start_ns, spans.iteration, self._worker[rows]))
         worker = self._worker[rows][order]
@@ -328,7 +333,7 @@ class _Table:
         return blocks
 
     def _rows(self, *names: str) -> Ints:
-        """Returns the rows of the kinds in ``names``, ordered by step, rank and ``seq_id``."""
+        """Returns the rows whose kind is in ``names``, ordered by step, rank and ``seq_id``."""
         kinds = [index for index, name in enumerate(self._kind_names) if name in names]
         rows = np.flatnonzero(np.isin(self._kind, kinds))
         keys = (self._seq[rows], self._worker[rows], self._step[rows])
@@ -451,7 +456,7 @@ class _Table:
 
 
 def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
-    """Writes the trace of a run into a folder, with one file per rank.
+    """Writes the trace of ``run`` into ``folder``, with one file per rank.
 
     Raises:
         TraceError: The folder already contains traces, or cannot be written.

@@ -142,7 +142,10 @@ def perfetto_events(
 
 
 def _by_start(table: TraceTable | None) -> list[Span]:
-    """Returns spans ordered by start; among spans that start together, the longest comes first."""
+    """Returns the spans of ``table`` ordered by start.
+
+    Among spans that start at the same time, the longest comes first.
+    """
     spans = () if table is None else table.spans()
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
@@ -209,7 +212,7 @@ def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) 
 
 
 def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
-    """Yields the events that set the name and the position (``index``) of a rank's process."""
+    """Yields the events that set the name and the position ``index`` of a rank's process."""
     header = trace.header
     name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
@@ -230,7 +233,10 @@ def _metadata(event_name: str, rank: int, tid: int, **arguments: Any) -> Event:
 
 
 def _tid(rank: int, number: int) -> int:
-    """Returns a thread ID that differs from all process IDs and from other processes' threads."""
+    """Returns the ID of thread ``number`` of a rank.
+
+    The ID differs from all process IDs, and from the thread IDs of other ranks.
+    """
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
@@ -331,7 +337,9 @@ def _name(span: Span, num_slices: SliceCounts) -> str:
 
 
 def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
-    """Returns for each span the first thread on which it overlaps no other span or can be nested.
+    """Returns the index of the first thread on which each span can be drawn.
+
+    On this thread, the span overlaps no other span, or it can be nested in another span.
 
     Args:
         spans: Spans in the order of :func:`_by_start`.
@@ -371,7 +379,7 @@ def _microseconds(times_ns: Sequence[int]) -> list[float]:
 
 
 def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
-    """Returns a dict from (rank, kind of span, peer, message) to an end of the message's flow."""
+    """Returns a dict from (rank, kind of span, peer, message) to the start or end of a flow."""
     ends: dict[tuple[Any, ...], Event] = {}
     names = ("source", "target", "iteration", "chunk", "microbatch", "of")
     columns = [getattr(messages, name).tolist() for name in names]

@@ -206,7 +206,10 @@ def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least
 
 
 def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]:
-    """Yields the cells of a row: a cell per span, and idle cells between spans."""
+    """Yields the cells of a row: a cell per span, and idle cells between spans.
+
+    A cell has at least ``least`` columns, which represent ``unit_ns`` nanoseconds each.
+    """
     column = 0
     for span in row:
         start = max(column, round(span.start_ns / unit_ns))
@@ -512,7 +515,7 @@ def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
 
 
 def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
-    """Yields columns with the mean and standard deviation of the times of F, B and W by chunk."""
+    """Yields columns with the mean and standard deviation of the actions' durations, by chunk."""
     number = figures.count[rows].astype(np.float64)
     means = np.nan_to_num(figures.mean_ns[rows])
     spreads = np.nan_to_num(figures.std_ns[rows])

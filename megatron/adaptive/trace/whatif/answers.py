@@ -223,9 +223,10 @@ Durations = Callable[[_Part], Floats]
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
-    """Multiplies (``power`` 1) or divides (-1) computing times by the lengths of microbatches.
+    """Multiplies computing times by the lengths of their microbatches, raised to ``power``.
 
-    The results are then scaled so that the total computing time of each step stays the same.
+    A ``power`` of -1 removes the effect of unequal lengths. The results are then scaled so that the
+    total computing time of each step stays the same.
     """
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)
@@ -504,7 +505,10 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Returns a dict from description of a repair to flags (or advice) and durations."""
+        """Returns a dict from the description of a repair to its flags or advice, and durations.
+
+        ``slowest`` contains the indices of the slowest ranks.
+        """
         where = self._where
         repairs: dict[str, tuple[str, Durations]] = {}
         work_s = self._own_cells.sum(axis=(1, 2))

@@ -351,7 +351,8 @@ def _kinds(table: TraceTable) -> Ints:
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
     """Returns the row of the computation that produced each computation's input.
 
-    The second result is the number of inputs that no recorded computation produced.
+    The second result is the number of inputs that no recorded computation produced. ``actions``
+    contains the computations, ``stage`` their stages, and ``owner`` the indices of their workers.
 
     The row is -1 if no recorded computation produced the input. It is also -1 for forward passes in
     the first stage, which are not counted as missing.
@@ -374,7 +375,7 @@ def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> 
 def _transfers(
     table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
-    """Returns the messages that carried the inputs of the computations ``came``.
+    """Returns the transfers that brought the inputs of the computations in rows ``came``.
 
     If the arrival of a message was not observed, its transfer time is assumed to be the median of
     the other messages in its direction.
@@ -726,7 +727,8 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
     """Returns up to two predecessors of each node, ``[2, nodes]``, or 0 if there are fewer.
 
     A node with more than two predecessors gets helper nodes in between, each with at most two
-    predecessors.
+    predecessors. ``sources`` and ``targets`` contain the two nodes of each dependency, and
+    ``count`` is the number of nodes.
     """
     while True:
         order = np.argsort(targets, kind="stable")

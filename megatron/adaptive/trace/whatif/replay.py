@@ -156,7 +156,10 @@ class RecordedTimes:
         )
 
     def usual_part(self, iteration: int, replica: int) -> Floats:
-        """Returns the times of ``replica`` in seconds, as if its ranks had the usual speed."""
+        """Returns the times of ``replica`` in ``iteration``, as if its ranks had the usual speed.
+
+        Times are in seconds, ``[2, stages, microbatches]``.
+        """
         part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return part
 

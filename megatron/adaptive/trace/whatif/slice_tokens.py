@@ -93,10 +93,11 @@ def token_repairs(
 
 
 def _token_ranks(run: RunTrace, tokens: int) -> int:
-    """Returns the number of ranks that share the tokens of a slice, which must divide its length.
+    """Returns the number of ranks that share the tokens of a slice.
 
-    Traces of earlier versions do not contain this number. For these traces, the result is the
-    tensor-parallel size, or 1 if ``tokens`` is not divisible by this size.
+    The length of each slice must be a multiple of this number. Traces of earlier versions do not
+    contain the number. For these traces, the result is the tensor-parallel size, or 1 if ``tokens``
+    is not divisible by this size.
     """
     headers = [trace.header for trace in run.ranks.values()]
     recorded = max(header.token_ranks for header in headers)
@@ -239,10 +240,10 @@ class _Model:
 
     @property
     def miss(self) -> float:
-        """Largest relative difference between a recorded step and its simulations.
+        """Largest relative difference between the recorded and the simulated time of a step.
 
-        One simulation uses the recorded durations, and the other uses fitted durations and the same
-        slice length.
+        Each step is simulated twice: with its recorded durations, and with durations that were
+        fitted for the slice length of the recording.
         """
         misses = []
         for step in self._steps:

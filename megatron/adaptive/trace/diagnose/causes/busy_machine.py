@@ -60,7 +60,7 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding if the ranks in ``columns`` wait, otherwise ``None``.
+    """Returns a finding if the ranks in ``columns`` wait for their machine, otherwise ``None``.
 
     All of these ranks are on the same machine.
     """

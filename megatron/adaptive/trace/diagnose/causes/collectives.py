@@ -243,13 +243,13 @@ def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Findi
 def _period(
     m: Measured, series_ns: Floats, least_ns: float, differ_ns: float
 ) -> tuple[Ints, float, float, str] | None:
-    """Finds the iterations in which a time per step is too long.
+    """Finds the iterations in which ``series_ns`` is too large.
 
     Args:
         m: Measured times of the run.
         series_ns: ``[iterations]``, time in ns by which each iteration is longer than usual.
         least_ns: Minimum time in ns for a finding.
-        differ_ns: Standard deviation in ns of the time between equal groups.
+        differ_ns: Standard deviation in ns of this time over groups of the same kind.
 
     Returns:
         Numbers of the iterations, additional time in ns, this time in standard errors, and the

@@ -43,7 +43,10 @@ SLOWER_PASS = 1.15
 """Minimum ratio of a slow layer's forward and backward times to the times of other layers."""
 
 SLOWER_LAST = 2.0
-"""Like :data:`SLOWER`, but for the model's last layer, which often does additional work."""
+"""Minimum ratio for the model's last layer, which often does additional work.
+
+For other layers, the minimum ratio is :data:`SLOWER`.
+"""
 
 ALIKE = 1.25
 """Maximum ratio between the times of two slow layers that are assumed to be of another kind."""
@@ -108,7 +111,7 @@ def find_slow_layers(m: Measured) -> list[Finding]:
 
 
 def _kind(m: Measured, index: int) -> int:
-    """Returns the number of the kind of layer ``index``, or -1 if the kind is unknown."""
+    """Returns the kind of layer ``index`` as a number, or -1 if the kind is unknown."""
     return m.layer_kinds[index] if index < len(m.layer_kinds) else -1
 
 

@@ -169,8 +169,9 @@ def _compared(links: Sequence[_Link]) -> tuple[Ints, Floats]:
         links: Links of one kind: all within machines, or all between machines.
 
     Returns:
-        Columns of the two ranks of each link, with the lower first, ``[links, 2]``, and median and
-        10th percentile of its travel time in ns, ``[links, 2]``.
+        Two arrays with the shape ``[links, 2]``. The first contains the columns of the two ranks of
+        each link, with the lower column first. The second contains the median and the 10th
+        percentile of the link's travel time in ns.
     """
     links = links[:: max(1, -(-len(links) // MOST_COMPARED))]
     pairs = np.array([sorted(link.ends) for link in links], dtype=np.int64).reshape(-1, 2)
@@ -231,7 +232,11 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
 def _slow_link(
     m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, against: str
 ) -> Finding | None:
-    """Returns a finding for ``link``, or ``None`` if waits for processors may explain the delay."""
+    """Returns a finding for ``link``, or ``None`` if waits for processors may explain the delay.
+
+    In the iterations ``chosen``, messages are ``excess`` nanoseconds late, which is ``sure``
+    standard errors. ``against`` is the reference of the comparison.
+    """
     rows = np.flatnonzero(np.isin(m.iterations, chosen))
     if excess < LINK_OF_WAITS * turn_wait_ns(m, link.ends, rows):
         return None

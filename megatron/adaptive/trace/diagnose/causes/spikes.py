@@ -63,7 +63,7 @@ SPIKE_FEWEST = 4
 """Minimum number of spikes to report, because fewer spikes may be random."""
 
 SPIKE_MOST = 0.25
-"""Maximum fraction of a rank's actions that are spikes. If there are more, they are normal."""
+"""Maximum fraction of slow actions on a rank. If more actions are slow, this is normal."""
 
 SPIKE_BACKGROUND = 1e-3
 """Assumed number of spikes per action on any rank. This prior counts as one observed spike."""
