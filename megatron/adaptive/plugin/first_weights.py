@@ -153,7 +153,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns this rank's indices in the parallel groups on which a generator's seed depends."""
+    """Returns this rank's indices in the groups that determine the seed of generator ``name``."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

@@ -165,7 +165,7 @@ class Seam:
 
 
 def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunction | None:
-    """Returns the step function if megatron-core runs the steps, or ``None`` for the engine.
+    """Returns megatron-core's step function, or ``None`` if the engine runs the steps.
 
     Args:
         chosen: Step function that megatron-core has chosen.

@@ -166,10 +166,11 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes rank 0 also build datasets in a V, where the last rank has first and last stage.
+        """Makes rank 0 build datasets too if stages are placed in a V.
 
-        Rank 0 builds the indices of the data sets, which other ranks then read. If rank 0 had no
-        data, Megatron-LM would not train on any rank.
+        In a V, the last rank has both the first and the last stage. Rank 0 builds the indices of
+        the data sets, which other ranks then read. If rank 0 had no data, Megatron-LM would not
+        train on any rank.
         """
         bound = inspect.signature(original).bind(builder, *args, **kwargs)
         builds_here = bound.arguments["is_built_on_rank"]

@@ -305,13 +305,14 @@ def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, floa
 
 
 def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor | None:
-    """Returns the sum of :func:`_summed_loss` over replicas, or ``None`` before the last stage.
+    """Adds up the results of :func:`_summed_loss` over all replicas.
 
-    All replicas of the last stage must call this together. A replica without a loss contributes
-    zeros, because other replicas may have a loss and wait for the all-reduce.
+    The result is ``None`` on ranks without the last stage. All replicas of the last stage must call
+    this together. A replica without a loss contributes zeros, because other replicas may have a
+    loss and wait for the all-reduce.
 
     Args:
-        reported: Results of the loss function, or empty except on the last stage.
+        reported: Results of the loss function on the last stage; empty on other stages.
         group: Process group of the replicas.
     """
     if not reported:
@@ -325,7 +326,11 @@ def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> 
 
 
 def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
-    """Returns the mean loss, or ``None`` if a replica reported no loss. Waits for the device."""
+    """Returns the mean loss over replicas, or ``None`` if a replica reported no loss.
+
+    ``total`` is a result of :func:`_summed_over_replicas` for ``num_replicas`` replicas. This
+    function waits for the device.
+    """
     if total is None:
         return None
     loss, count, replicas = total.tolist()

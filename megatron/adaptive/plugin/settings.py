@@ -1,6 +1,7 @@
 """Defines the settings of the plugin, which users pass in code or on Megatron-LM's command line.
 
-This module does not import torch or megatron-core, because flags are added before these are needed.
+This module does not import torch or megatron-core, because the flags are added before either
+package is needed.
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ def _specs() -> dict[str, FieldSpec]:
 
 
 def megatron_arguments() -> Any:
-    """Returns Megatron-LM's parsed arguments, or ``None`` if it has not parsed any arguments."""
+    """Returns Megatron-LM's parsed arguments, or ``None`` if no arguments have been parsed."""
     training = sys.modules.get("megatron.training")
     get_args = getattr(training, "get_args", None)
     if get_args is None:
