@@ -123,7 +123,7 @@ def trained_bytes(parameter: torch.Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOutcome:
-    """Consequences of the measured gain of a move.
+    """Decisions that follow from the measured gain of a move.
 
     Attributes:
         gain: Minimum predicted gain of the next move, as a fraction of the step time.
@@ -140,7 +140,7 @@ def loads_over(
     partition: Partition,
     num_microbatches: int,
 ) -> list[Loads]:
-    """Computes the loads of ranks and stages over all measured steps, and over each half.
+    """Computes the times of ranks and stages over all measured steps, and over each half.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -229,7 +229,10 @@ def judge(
 def _with_least(
     step_s: Callable[[Partition], float], least_layers: int
 ) -> Callable[[Partition], float]:
-    """Wraps ``step_s`` so that it returns infinity if a stage has too few layers."""
+    """Wraps ``step_s`` so that the step time is infinite if a stage has too few layers.
+
+    ``least_layers`` is the minimum number of layers of each stage.
+    """
 
     def limited(partition: Partition) -> float:
         return step_s(partition) if min(partition) >= least_layers else math.inf
@@ -470,7 +473,10 @@ def _most_layers(
 
 
 def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
-    """Returns a dict from layer size to the size of a microbatch's activations, in bytes."""
+    """Returns a dict from layer size to the size of a microbatch's activations, in bytes.
+
+    The size of the activations is a mean over all layers of that size.
+    """
     sums: dict[int, list[float]] = {}
     for of_rank in measured:
         for sizes, kept in zip(of_rank.layer_bytes, of_rank.layer_kept, strict=False):

@@ -53,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Parts of the state that a rank has before a move and needs after it.
+    """Ranges of tensors that a rank holds before a move, and that it needs after the move.
 
     Attributes:
         replica: Index of the rank among data- and context-parallel ranks.
@@ -70,14 +70,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Copy of a range of a share's elements from one rank to another.
+    """Copy of a range of a tensor's elements from one rank to another.
 
     Source and target may be the same rank.
 
     Attributes:
         source: Global rank that holds the elements.
         target: Global rank that needs the elements.
-        name: Name of the share.
+        name: Name of the share, which is a range of a tensor's elements on one rank.
         start: Index of the first element.
         end: Index of the last element, plus one.
     """
@@ -278,9 +278,10 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Copies the elements of all passages. Must be called on all sources and targets.
+    """Copies the elements that ``needed`` lists from their sources to their targets.
 
-    Blocks until all messages from and to this rank have been transferred.
+    This function must be called on all sources and targets. It blocks until all messages from and
+    to this rank have been transferred.
 
     Args:
         needed: Passages of all ranks, from :func:`passages`.

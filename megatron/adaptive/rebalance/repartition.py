@@ -58,7 +58,7 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps after which a move by ``auto`` is checked, and checked again."""
+"""Number of steps before the first and before the second check of a move by ``auto``."""
 _MOST_BETWEEN = 128
 """Maximum number of steps between two checks of a move by ``auto``."""
 
@@ -124,7 +124,7 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Starts to measure ``run``, which has just been built, initially or after a move."""
+        """Starts to measure ``run``, which has just been built."""
         self._run = run
         self._skip = _WARM_UP
         self._partition = run.job.config.layers_per_stage
@@ -146,10 +146,10 @@ class Repartitioner:
     def gather_loads(self, num_microbatches: int) -> list[Loads]:
         """Gathers the measurements of all ranks, and computes the loads of ranks and stages.
 
-        Collective over all ranks.
+        Collective over all ranks. ``num_microbatches`` is the number of microbatches per step.
 
         Returns:
-            Three loads: over all steps since the last decision, over their first half, and over
+            Three objects: for all steps since the last decision, for their first half, and for
             their second half.
         """
         return self._loads(self._run.job.gather(self._measurements()), num_microbatches)
@@ -158,7 +158,8 @@ class Repartitioner:
     def is_needed(self) -> bool:
         """Whether layers may move later.
 
-        Layers that ``auto`` has moved may move again, because what slowed a rank may pass.
+        Layers that ``auto`` has moved may move again, because the reason for a slow rank may
+        disappear.
         """
         has_moved = self._partition != self._first_partition
         return self._may_move or self._promise is not None or has_moved
@@ -269,7 +270,7 @@ class Repartitioner:
         return self._usual_items / items
 
     def _in_slices(self, candidate: Candidate) -> Candidate:
-        """Returns the schedule to simulate, which treats slices as microbatches if steps differ.
+        """Returns a schedule in which slices count as microbatches if their number varies.
 
         If documents are packed, the number of slices varies between steps, so each slice counts as
         a microbatch. Otherwise, ``candidate`` is returned unchanged.
