@@ -43,10 +43,10 @@ NO_STEP = -1
 
 _BURST = 4
 _GO = 0
-"""Index of the chunk in the label of a message. It signals that a further round follows."""
+"""Chunk index in the label of a message, which signals that a further round follows."""
 
 _STOP = 1
-"""Index of the chunk in the label of a message. It signals that this round is the last."""
+"""Chunk index in the label of a message, which signals that this round is the last."""
 
 _LONG_S = 0.2
 """Maximum time of a message in seconds. After a slower message, no larger message is sent, because

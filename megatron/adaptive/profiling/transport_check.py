@@ -136,6 +136,7 @@ class TransportCheck:
     ) -> dict[str, Any]:
         """Checks the contents of messages, then measures latency and bandwidth.
 
+        ``leads`` is true on the rank that sends first. The measurements take ``seconds`` seconds.
         The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth is measured
         with bursts of 4 MiB messages, in GB/s.
         """
