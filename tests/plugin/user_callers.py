@@ -334,7 +334,7 @@ class Offloaded:
                 values.update({name: value.clone() for name, value in values.items()})
 
     def back(self) -> None:
-        """Moves the weights back to newly allocated memory, and sets the gradients to zero."""
+        """Restores the weights, and allocates the gradients again with the value zero."""
         for weight, kept in zip(self._weights, self._kept, strict=True):
             weight.data = kept
         for gradient, nbytes in zip(self._gradients, self._nbytes, strict=True):

@@ -112,7 +112,10 @@ class Replay:
         return output * torch.zeros_like(output).scatter(-1, indices, 1.0), bias
 
     def step(self, loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
-        """Runs a microbatch through ``model``. Its recomputation later replays the same choices."""
+        """Runs the next microbatch through ``model``.
+
+        The recomputation of this microbatch later replays the same choices.
+        """
         if self.mode != "record":
             self.mode = "forward"
         outputs = _plain(loss, iterator, model)
