@@ -14,7 +14,7 @@ These modules are used during training, and import neither torch nor a drawing p
   ``gpu_counters``
 - ``hang_watch``    runs a separate process that finds the rank that blocks a hanging job
 
-These modules are used to read a trace:
+These modules read, convert and display a trace:
 
 - ``block_index``   finds the positions of spans in a file without reading them, and parses spans
 - ``span_columns``  stores the spans of a rank as columns, and matches each send with its receive
@@ -22,7 +22,7 @@ These modules are used to read a trace:
   :class:`~megatron.adaptive.trace.read.RunTrace`
 - ``metrics``       computes statistics of a whole run with several processes
 - ``monitor``       reads the state of an active run, which ``cli.top`` displays
-- ``step_view``     represents one iteration of one pipeline as objects, for charts
+- ``step_view``     represents one iteration of one pipeline as objects, from which charts are drawn
 - ``legacy_text``   writes and reads the older text format
   ``trace_pipeline_<p>_model_chunks_<c>.txt``
 - ``locate``        finds the trace of the run that the user chose, or of the newest run

@@ -1,10 +1,10 @@
 """Finds the positions of all spans in a trace file, and reads the spans of selected iterations.
 
-Before each iteration's spans, a trace file has a line (a marker) that contains the size of these
-spans in bytes. Therefore, only markers have to be read, which is fast even for a large file. If the
-run was killed, the last line of its file may be truncated; this line is dropped and counted. If the
-size in a marker is wrong, because the file was truncated or edited, the lines after the marker are
-read one by one.
+Before the spans of each iteration, a trace file has a line (a marker) that contains their size in
+bytes. To find the spans, it is therefore enough to read the markers, which is fast even for a large
+file. If the run was killed, the last line of its file may be truncated. Such a line is dropped and
+counted. If the size in a marker is wrong, because the file was truncated or edited, the lines after
+the marker are read one by one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block:
     """Describes the location of consecutive spans of one iteration in a file.
 
     Attributes:
-        marker: Content of the marker, which is the line before the spans.
+        marker: Content of the line before the spans, which describes the iteration.
         offset: Offset in bytes of the first span in the file.
         size_bytes: Total size in bytes of the spans' complete lines.
         is_whole: Whether the file contains all spans counted by the marker.
@@ -123,7 +123,10 @@ class FileIndex:
                 self.offset = file.tell()
 
     def __str__(self) -> str:
-        """Returns the current position as ``file:line``, which is slow for a large file."""
+        """Returns the current position in the file as ``file:line``.
+
+        This is slow for a large file, because the lines are counted.
+        """
         return f"{self.path}:{_line_number(self.path, self.offset)}"
 
 
@@ -248,8 +251,8 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
-        An unknown kind is replaced by ``other``. An unknown ``of`` or ``reason`` is replaced by the
-        value that means that there is no such action or reason.
+        An unknown kind of action is replaced by ``other``. An unknown ``of`` or ``reason`` is
+        replaced by the value that means that the span has no such field.
 
     Raises:
         TraceError: A line is not a list of integers, one per column.
@@ -264,7 +267,7 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines in exactly the format that the recorder writes.
+    """Parses lines of spans in exactly the format that the recorder writes.
 
     Returns ``None`` if any line has a different format.
     """

@@ -73,7 +73,7 @@ class Outage:
             self._say(f"warning: cannot write {self._name}: {reason}; the run continues without it")
 
     def ends(self) -> None:
-        """Ends the outage if there is one, and prints how much data was lost."""
+        """Ends the current outage, if any, and prints how much data was lost."""
         if self.is_on:
             self.is_on = False
             self._say(f"note: {self._name} can be written again; lost: {self.lost} {self._unit}")
@@ -125,7 +125,7 @@ class BestEffortFile:
         """Appends all of ``data``, or nothing if the disk does not accept all of it.
 
         Args:
-            data: Bytes to append, such as several lines.
+            data: Bytes to append.
             count: Number of units in ``data``, which are counted as lost if the write fails.
 
         Returns:
@@ -280,8 +280,9 @@ def drop_closed_terminal() -> bool:
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
     """Renames ``folder`` to ``<folder>-1``, ``<folder>-2`` and so on, unless it is empty.
 
-    The first unused name is chosen. Each start of a job needs an empty folder of traces. If several
-    machines share the folder, all of them may call this function at the same time.
+    The new name is the first name that is not used. A job needs an empty folder of traces each time
+    it starts. If several machines share the folder, all of them may call this function at the same
+    time.
 
     Returns:
         New path of the folder, or ``None`` if it was empty or missing.

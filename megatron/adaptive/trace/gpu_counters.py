@@ -98,10 +98,10 @@ class GpuCounters:
         self._begun = dict(self._values)
 
     def end(self) -> dict[str, int]:
-        """Returns the counts since :meth:`begin`, and the current clocks, temperature and power.
+        """Returns the counts since :meth:`begin`, and the current values of all other counters.
 
-        The GPU is read at most once a second. Until the next reading, counts are 0 and the other
-        values stay the same.
+        The other counters are clock rates, the temperature and the power. The GPU is read at most
+        once a second. Until the next reading, counts are 0 and the other values stay the same.
         """
         if self._nvml is None:
             return {}

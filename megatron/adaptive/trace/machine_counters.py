@@ -258,16 +258,17 @@ class MachineCounters:
         self.missing = (*missing, *self._gpu.missing)
 
     def begin(self) -> None:
-        """Reads all counters as the starting point for the counts returned by :meth:`end`."""
+        """Reads all counters. The method :meth:`end` returns the increase since this call."""
         self._begun = self._read()
         self._turns_begun = self._turns
         self._tcp_begun = self._tcp.read()
         self._gpu.begin()
 
     def end(self) -> dict[str, int]:
-        """Returns a dict from counter name to its increase since :meth:`begin`.
+        """Returns the increase of each counter since :meth:`begin`, by counter name.
 
-        Clocks, the link speed and the number of processors are current values. Zeros are omitted.
+        For clock rates, the link speed and the number of processors, the current values are
+        returned. Zeros are omitted.
         """
         counts = dict.fromkeys(COUNTERS, 0)
         for (name, source), value in self._read().items():
@@ -295,7 +296,7 @@ class MachineCounters:
         self._processor = -1
 
     def _read(self) -> dict[tuple[str, str], int]:
-        """Returns a dict from (counter name, source) to value.
+        """Returns the value of each counter. The keys of the dict are (counter name, source).
 
         Some counters have several sources, such as nested control groups.
         """
@@ -318,7 +319,7 @@ class MachineCounters:
         return {key: value for key, value in values.items() if value is not None}
 
     def _read_threads(self, threads: Iterable[str]) -> dict[str, _Turns]:
-        """Returns a dict from thread ID to the thread's waits, without threads that have exited."""
+        """Returns the waits of ``threads`` by thread ID, without threads that have exited."""
         values = {thread: self._threads[thread].value() for thread in threads}
         return {thread: turns for thread, turns in values.items() if turns is not None}
 
@@ -341,7 +342,7 @@ class MachineCounters:
         return longest.waited_ns, of_messages.waited_ns // max(1, of_messages.number)
 
     def _read_clocks(self) -> dict[str, int]:
-        """Returns a dict from counter name to clock in kHz for the processor that was used last."""
+        """Returns the clock rates in kHz of the processor that was used last, by counter name."""
         stat = _opened("/proc/self/stat")
         if stat is None:
             return {}
@@ -427,8 +428,8 @@ def _renew(
 
 
 def _sources() -> Iterator[tuple[str, _Source[int]]]:
-    """Yields (counter name, open file) for the counters of the machine and of this process."""
-    # Every control group from the process's own group up to the root may have a quota.
+    """Yields the name and the open file of each counter of the machine or of this process."""
+    # Any control group from the group of the process up to the root may have a quota.
     quotas = [str(folder / "cpu.stat") for folder in control_groups.folders("cpu")]
     files: list[tuple[str, str, Callable[[bytes], int]]] = [
         *((THROTTLED, path, _throttled_ns) for path in quotas),
@@ -461,7 +462,10 @@ def _opened(path: str) -> BinaryIO | None:
 
 
 def _name_of(thread: str) -> str:
-    """Returns the kernel's name for ``thread`` of this process; empty if the thread has exited."""
+    """Returns the kernel's name for ``thread`` of this process.
+
+    The name is empty if the thread has exited.
+    """
     file = _opened(f"{_TASKS}/{thread}/comm")
     if file is None:
         return ""

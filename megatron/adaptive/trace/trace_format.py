@@ -184,7 +184,8 @@ class SpanRow(NamedTuple):
         start_ns: Start time in nanoseconds on the rank's monotonic clock.
         end_ns: End time in nanoseconds on the same clock; the file stores the duration instead.
         bytes: Size in bytes of a message, or of all messages that an action received and sent.
-        in_flight_bytes: Total size in bytes of the activations held after the span started.
+        in_flight_bytes: Total size in bytes of the activations in memory after the start of the
+            span.
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
         peer: Global rank of the other side of a message, or -1 if there is none.
         of: Index of the kind of action that a wait or a message belongs to, or -1 if there is none.
@@ -499,7 +500,8 @@ class Span:
         iteration: Iteration number.
         wait_ns: Time in ns for which the rank was idle before this action.
         bytes: Size in bytes of a message, or of all messages that an action received and sent.
-        in_flight_bytes: Total size in bytes of the activations held after the span started.
+        in_flight_bytes: Total size in bytes of the activations in memory after the start of the
+            span.
         piece: Index of the piece if a weight-gradient pass (W) is computed in several pieces;
             otherwise 0.
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
@@ -535,7 +537,10 @@ class Span:
         return item_label(self.microbatch, num_slices)
 
     def numbers(self, num_slices: SliceCounts) -> dict[str, int]:
-        """Returns the indices of the microbatch and, if microbatches are split, the slice."""
+        """Returns the index of the microbatch and, if microbatches are split, of the slice.
+
+        The keys of the dict are ``microbatch`` and ``slice``.
+        """
         if self.microbatch < 0:
             return {}
         is_whole = num_slices == 1 or self.action == "data"

@@ -49,7 +49,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_group(value: Any) -> bool:
-    """Returns whether ``value`` has the form of a ``trace_format.GroupCollectives`` in a marker."""
+    """Returns whether ``value`` has the form of a ``trace_format.GroupCollectives`` in a file."""
     if not isinstance(value, dict):
         return False
     operations = value.get("operations")

@@ -6,10 +6,10 @@ deviation::
     covariance = diagonal of the variances + sum over kinds of group of (u u' within a group)
 
 Memory and time therefore grow linearly with the number of ranks. The inverse is computed in two
-steps. The kind with the most groups is inverted group by group (Sherman-Morrison formula), because
-its groups have no rank in common. All groups of other kinds are added in one low-rank update
-(Woodbury identity). For 10,000 ranks in 100 replicas with 100 stages each, the matrix of the update
-is 101 x 101.
+steps. In the first step, the kind of group with the most groups is inverted group by group
+(Sherman-Morrison formula), because its groups have no rank in common. In the second step, all
+groups of other kinds are added in one low-rank update (Woodbury identity). For 10,000 ranks in 100
+replicas with 100 stages each, the matrix of the update is 101 x 101.
 
 Source: W. W. Hager, "Updating the inverse of a matrix", SIAM Review 31 (2), 1989.
 """
@@ -26,7 +26,7 @@ from megatron.adaptive.trace.span_columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Describes deviations that the ranks of a group share. Groups of a kind are disjoint.
+    """Describes deviations that the ranks of a group have in common. No rank is in two groups.
 
     Attributes:
         group: ``[ranks]``, index of each rank's group, from 0 without gaps.
@@ -60,7 +60,7 @@ class Covariance:
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
-        """Returns the inverse of this covariance, by which arrays can be multiplied."""
+        """Returns the inverse of this covariance, which can be multiplied by arrays."""
         return InverseCovariance(self)
 
 

@@ -1,7 +1,7 @@
 """Reads tables of a training job's operations in a published format, and writes runs as traces.
 
 A table is a Parquet or CSV file with one row per operation and the columns :data:`COLUMNS`. For
-computations, the table contains the microbatch. Messages are only numbered: the n-th input that a
+computations, the table contains the microbatch. Messages are only numbered: the n-th message that a
 rank receives belongs to the n-th of its computations that need an input.
 """
 
@@ -131,10 +131,11 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
 
 
 def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0) -> RunTrace:
-    """Converts the columns of a table to the trace of a run.
+    """Converts a table with the given columns to the trace of a run.
 
     Args:
-        columns: Arrays or sequences by name, as in :data:`COLUMNS` and :data:`OPTIONAL`.
+        columns: Array or sequence of each column, by the names in :data:`COLUMNS` and
+            :data:`OPTIONAL`.
         origin: Path of the table, for error messages.
         world_size: Minimum number of ranks in the job. The job has more ranks if the table contains
             higher ranks.
@@ -205,9 +206,10 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Returns start times in ns with which each step begins after the end of the previous step.
+    """Shifts the steps in time so that each step begins after the end of the previous step.
 
-    This is needed because the times of every step may begin at 0.
+    Returns the start times in ns. The shift is needed because the times of every step in a table
+    may begin at 0.
     """
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
@@ -333,7 +335,10 @@ class _Table:
         return blocks
 
     def _rows(self, *names: str) -> Ints:
-        """Returns the rows whose kind is in ``names``, ordered by step, rank and ``seq_id``."""
+        """Returns the indices of the rows whose kind is in ``names``.
+
+        The rows are ordered by step, rank and ``seq_id``.
+        """
         kinds = [index for index, name in enumerate(self._kind_names) if name in names]
         rows = np.flatnonzero(np.isin(self._kind, kinds))
         keys = (self._seq[rows], self._worker[rows], self._step[rows])
@@ -373,7 +378,10 @@ class _Table:
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns the index of the table row of each span, and the spans.
+        """Returns the spans of all computations and messages.
+
+        The first array contains the index of the table row of each span. A received message gets
+        two spans: ``wait`` and ``receive``. ``computes`` contains the rows of the computations.
 
         A received message gets two spans: ``wait`` and ``receive``.
         """
@@ -424,13 +432,16 @@ class _Table:
         return np.concatenate(row_parts), TraceTable.concat(span_parts)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
-        """Pairs the n-th message of a rank in each step with the n-th computation in that step."""
+        """Pairs the n-th message of a rank in each step with the n-th computation in that step.
+
+        Returns the rows of the paired messages and of their computations.
+        """
         keys = [[self._step[rows], self._worker[rows]] for rows in (messages, computes)]
         partner = find_rows([*keys[1], nth_of_equal(keys[1])], [*keys[0], nth_of_equal(keys[0])])
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank of ``pp_rank`` in each worker's pipeline, or -1 if missing."""
+        """Returns the global rank at ``pp_rank`` in each worker's pipeline, or -1 if missing."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],
@@ -438,7 +449,10 @@ class _Table:
         return np.where(index >= 0, self._ranks[index], -1)
 
     def _roots(self, name: str, rows: Ints) -> Ints:
-        """Returns the lowest rank of each collective's process group, or -1 if unknown."""
+        """Returns the lowest rank of each collective's process group, or -1 if unknown.
+
+        ``name`` is the name of the collective, and ``rows`` contains its rows in the table.
+        """
         worker = self._worker[rows]
         pp_rank = self._pp_rank[worker]
         dp_rank = self._dp_rank[worker]

@@ -379,9 +379,9 @@ def _groups(
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
-    """Returns at most ``most`` iterations from ``asked``.
+    """Returns at most ``most`` of the iterations in ``asked``.
 
-    These are the slowest iterations, and iterations at even intervals.
+    The selected iterations are the slowest iterations, and iterations at even intervals.
     """
     if len(asked) <= most:
         return list(asked)
@@ -513,7 +513,10 @@ def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints],
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
-    """Returns the index of each span's category in :func:`categories`, or -1 without a bar."""
+    """Returns the index of each span's category in :func:`categories`.
+
+    The index is -1 if the span is not drawn as a bar.
+    """
     index_of = {
         (category.kind, category.chunk, category.cause): index
         for index, category in enumerate(categories(num_chunks))

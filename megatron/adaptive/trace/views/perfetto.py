@@ -171,7 +171,11 @@ def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequen
 def _within_limit(
     run: RunTrace, iterations: Sequence[int], dp_rank: int | None
 ) -> tuple[list[int], list[int], list[str]]:
-    """Returns the iterations and ranks that stay within the limit, and notes on omitted parts."""
+    """Returns the iterations and ranks to write, and notes on omitted iterations.
+
+    The first of the ``iterations`` are omitted if there are more than :data:`MAX_SPANS` spans.
+    ``dp_rank`` is the replica to write, or ``None`` for all replicas.
+    """
     for iteration in iterations:
         run.require_iteration(iteration)
     chosen = sorted(set(iterations))
@@ -379,7 +383,11 @@ def _microseconds(times_ns: Sequence[int]) -> list[float]:
 
 
 def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
-    """Returns a dict from (rank, kind of span, peer, message) to the start or end of a flow."""
+    """Returns the start and the end of a flow (an arrow) for each message.
+
+    The keys of the dict are tuples of a rank, a kind of span, the rank at the other end, and
+    numbers that identify the message.
+    """
     ends: dict[tuple[Any, ...], Event] = {}
     names = ("source", "target", "iteration", "chunk", "microbatch", "of")
     columns = [getattr(messages, name).tolist() for name in names]
@@ -394,7 +402,10 @@ def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
 
 
 def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Event]:
-    """Yields the values of counters, such as memory and queued inputs, at each action."""
+    """Yields the values of counters, such as memory and queued inputs, at each action.
+
+    ``origin_ns`` is the time in nanoseconds that corresponds to the file's time 0.
+    """
     last: dict[str, int] = {}
     iteration = -1
     in_flight = 0

@@ -326,7 +326,10 @@ def _fill_cell(sheet: Worksheet, row: int, shown: ChartCell, end: int, step: Pip
 def _patch(
     sheet: Worksheet, row: int, start: int, color: str, label: str, text: str | None = None
 ) -> None:
-    """Draws a colour sample with a label, which begins at column ``start`` of the time axis."""
+    """Writes ``label`` and a colour sample into a row of the legend.
+
+    The sample begins at column ``start`` of the time axis, and may contain a ``text``.
+    """
     sheet.cell(row, 1, label)
     _merge(sheet, row, start, start + PATCH_COLUMNS)
     cell = sheet.cell(row, LABEL_COLUMNS + 1 + start, text)
@@ -538,7 +541,7 @@ def _block(
     figures: RunFigures,
     columns: Sequence[_Column],
 ) -> int:
-    """Writes a titled table into a sheet, and returns the number of the row below it."""
+    """Writes a table with the title ``text``, and returns the number of the row below the table."""
     sheet.cell(first_row, 1, text)
     for number, (name, _, _) in enumerate(columns, start=2):
         sheet.cell(first_row + 1, number, name)

@@ -375,10 +375,13 @@ def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> 
 def _transfers(
     table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
-    """Returns the transfers that brought the inputs of the computations in rows ``came``.
+    """Returns the times of the messages that contained the inputs of the computations ``came``.
 
-    If the arrival of a message was not observed, its transfer time is assumed to be the median of
-    the other messages in its direction.
+    If the arrival of a message was not recorded, its transfer time is assumed to be the median of
+    the other messages in its direction. ``table`` contains all spans, and ``worker`` the rank index
+    of each span. ``actions`` contains the computations, ``owner`` the rank index of each
+    computation, and ``came`` the rows of the computations that received their input from another
+    rank.
 
     Returns:
         Time of each transfer in seconds, arrival time of each message in nanoseconds, and whether

@@ -453,7 +453,10 @@ def _rows_by_replica(ops: Operations, iterations: Ints) -> dict[int, list[Ints]]
 
 
 def _span_s(ops: Operations, computes: Ints) -> float:
-    """Returns the time in seconds from the first start to the last end of ``computes``."""
+    """Returns the time in seconds from the first start to the last end of a computation.
+
+    ``computes`` contains the rows of the computations.
+    """
     return float((ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S)
 
 

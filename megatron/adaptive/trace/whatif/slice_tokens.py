@@ -263,7 +263,10 @@ class _Model:
         return float(np.mean([self._step_s(step, tokens) for step in self._steps]))
 
     def _step_s(self, step: _Step, tokens: int) -> float:
-        """Packs a step's documents into slices of ``tokens``, and returns the time of the step."""
+        """Packs a step's documents into slices of ``tokens`` tokens, and simulates the step.
+
+        Returns the time of the step in seconds.
+        """
         documents, replicas = step.documents, len(step.replicas)
         rows = first_fit(documents, tokens, replicas, replicas)
         cuts = [_cut(tokens, [documents[number] for number in row]) for row in rows]

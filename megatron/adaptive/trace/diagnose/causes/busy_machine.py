@@ -60,9 +60,9 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding if the ranks in ``columns`` wait for their machine, otherwise ``None``.
+    """Returns a finding if ranks on one machine wait for this machine, otherwise ``None``.
 
-    All of these ranks are on the same machine.
+    ``columns`` contains the indices of all ranks on the machine.
     """
     for counter, series in waits_of(m, columns):
         period = _period(series)

@@ -139,7 +139,7 @@ def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
 
     Args:
         steps: Operations of recorded steps, and the finding that contains the delay.
-        chosen: ``[operations]``, whether an operation contains a part of the delay.
+        chosen: ``[operations]``, whether the delay affects each operation.
     """
     num_steps = max(1, len(np.unique(steps.operations.iteration)))
     workers = max(1, len(np.unique(steps.operations.worker[chosen])))
@@ -171,8 +171,9 @@ def _slow_member(
 ) -> Finding | None:
     """Returns a finding about the member of a group that the other members wait for.
 
-    ``groups`` contains the collectives of the group, with one object per operation. The result is
-    ``None`` if the other members wait only briefly.
+    ``groups`` contains the collectives of the group, with one object per operation, ``kind`` is the
+    kind of the group, and ``ranks`` contains its members. The result is ``None`` if the other
+    members wait only briefly.
     """
     # All members leave a collective together, so the member that arrives last spends the least time
     # in it. If ranks are late at random, every rank is sometimes last, and the totals are equal.

@@ -86,7 +86,7 @@ class _Layer:
     """Holds the times of one layer on one rank.
 
     Attributes:
-        column: Column of the rank.
+        column: Index of the rank on the rank axis.
         index: Index of the layer in the model.
         passes_ns: ``[iterations, 2]``, time in ns of a forward and of a backward pass, or NaN if
             unknown.
@@ -103,7 +103,7 @@ class _Layer:
 
 
 def find_slow_layers(m: Measured) -> list[Finding]:
-    """Returns findings for layers that are slower than other layers of the same kind in the run."""
+    """Returns findings for layers that are slower than other layers of the same kind."""
     by_kind: dict[int, list[_Layer]] = {}
     for layer in _layers(m):
         by_kind.setdefault(_kind(m, layer.index), []).append(layer)
@@ -111,7 +111,7 @@ def find_slow_layers(m: Measured) -> list[Finding]:
 
 
 def _kind(m: Measured, index: int) -> int:
-    """Returns the kind of layer ``index`` as a number, or -1 if the kind is unknown."""
+    """Returns the number of the kind of layer ``index``, or -1 if the kind is unknown."""
     return m.layer_kinds[index] if index < len(m.layer_kinds) else -1
 
 

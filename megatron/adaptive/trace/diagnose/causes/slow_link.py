@@ -39,8 +39,8 @@ class SlowLink(Cause):
         return find_slow_links(evidence.measured)
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        # If a rank is slow, the thread that receives its messages is slow too. This alone does not
-        # delay the step.
+        # If a rank is slow, the thread that receives its messages is slow too. Such a delay does
+        # not slow down the step.
         is_symptom = is_simulated and not self._slow_ranks.isdisjoint(finding.ranks)
         return not is_symptom or finding.cost_fraction >= LINK_OF_STEP
 
@@ -119,7 +119,7 @@ class _Link:
     """Holds the messages from one rank to another.
 
     Attributes:
-        ends: Columns of the sender and the receiver on the rank axis of ``Measured``.
+        ends: Indices of the sender and the receiver on the rank axis of ``Measured``.
         crosses: Whether the two ranks are on different machines.
         travel_ns: ``[messages]``, time in ns from the start of the send to the arrival.
         iteration: ``[messages]``, iteration number.
@@ -143,7 +143,7 @@ class _Link:
 
 
 def find_slow_links(m: Measured) -> list[Finding]:
-    """Returns findings for slow links, with the slowest first and at most one per pair of ranks."""
+    """Returns at most one finding per pair of ranks, with the slowest link first."""
     links = _links(m)
     action = float(middle(m.median_ns))
     compared = [
@@ -169,8 +169,8 @@ def _compared(links: Sequence[_Link]) -> tuple[Ints, Floats]:
         links: Links of one kind: all within machines, or all between machines.
 
     Returns:
-        Two arrays with the shape ``[links, 2]``. The first contains the columns of the two ranks of
-        each link, with the lower column first. The second contains the median and the 10th
+        Two arrays with the shape ``[links, 2]``. The first contains the indices of the two ranks of
+        each link, with the lower index first. The second contains the median and the 10th
         percentile of the link's travel time in ns.
     """
     links = links[:: max(1, -(-len(links) // MOST_COMPARED))]

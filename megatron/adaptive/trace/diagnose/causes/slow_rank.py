@@ -201,8 +201,8 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
 
-    Ranks whose columns are in ``judged`` are skipped. The caller stops comparing other ranks with
-    the fast rank, because they would all seem slow.
+    Ranks whose indices are in ``judged`` are skipped. The caller stops comparing other ranks with
+    the fast rank, because all other ranks would seem slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape

@@ -97,7 +97,7 @@ def find_spikes(m: Measured) -> list[Finding]:
     widths = spread(of_rank, axis=1)
     if not np.isfinite(widths).any():
         return []
-    # Use a higher limit for ranks whose times vary a lot in general.
+    # Use a higher limit for ranks whose times vary a lot.
     limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
     totals = np.isfinite(of_rank).sum(axis=1).tolist()
     counts = (of_rank > limits[:, None]).sum(axis=1).tolist()
