@@ -142,7 +142,10 @@ class Seam:
         os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
     def _kind(self) -> PlacementKind:
-        """Returns the current kind of placement. Called several times per microbatch."""
+        """Returns the current kind of placement.
+
+        This method is called several times per microbatch.
+        """
         return self._settings_of_model().kind
 
     def _draws_by_layer(self) -> bool:

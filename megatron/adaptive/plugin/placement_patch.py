@@ -128,7 +128,10 @@ class Placed:
         return self._kind() == "v"
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Creates process groups. In a V, embedding groups include the rank of the first stage."""
+        """Creates megatron-core's process groups by calling ``original``.
+
+        If the placement is V-shaped, the embedding groups also include the rank of the first stage.
+        """
         renew_program()  # The program has imported all of its modules by now.
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
@@ -166,10 +169,10 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes rank 0 build datasets too if stages are placed in a V.
+        """Calls ``original`` so that rank 0 also builds datasets if stages are placed in a V.
 
         In a V, the last rank has both the first and the last stage. Rank 0 builds the indices of
-        the data sets, which other ranks then read. If rank 0 had no data, Megatron-LM would not
+        the datasets, which other ranks then read. If rank 0 had no data, Megatron-LM would not
         train on any rank.
         """
         bound = inspect.signature(original).bind(builder, *args, **kwargs)

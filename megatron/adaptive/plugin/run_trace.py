@@ -137,10 +137,10 @@ class StepTrace:
         )
 
     def returned(self, reported: Sequence[Any]) -> None:
-        """Stores the loss in ``reported``, the results of the loss function in a training step.
+        """Stores the loss of a training step, given the results of the loss function.
 
-        All replicas must call this together. On a GPU, this method does not wait for the
-        all-reduce.
+        All replicas must call this method with their results, ``reported``, together. On a GPU, the
+        method does not wait for the all-reduce.
         """
         self._loss = _summed_over_replicas(reported, self._groups.dp_cp)
 

@@ -88,15 +88,15 @@ class Watch:
             )
 
     def look_at(self, evidence: Callable[[], Mapping[str, Any]]) -> None:
-        """Monitors a model until another model runs.
+        """Monitors the model that is running, until a different model runs.
 
-        ``evidence`` returns what the model is doing.
+        ``evidence`` is a function that returns what the model is doing.
         """
         if self._guard is not None:
             self._guard.snapshot = evidence
 
     def close(self) -> None:
-        """Stops the hang detector. Safe to call more than once."""
+        """Stops the hang detector. This method can be called more than once."""
         atexit.unregister(self._close)
         if self._guard is not None:
             self._guard.close()
@@ -336,7 +336,10 @@ class Engine:
         self._watch.begin(self._job, settings)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns what this rank is doing. Called by the thread of the hang detector."""
+        """Returns what this rank is doing.
+
+        This method is called by the thread of the hang detector.
+        """
         activity = {} if self._trace is None else self._trace.tracing.now()
         if self._wiring is not None:
             activity |= self._wiring.executor.evidence()
