@@ -280,7 +280,7 @@ def compare(
 
 
 def step_seconds(spans_s: Sequence[Sequence[float]]) -> float:
-    """Returns the median step time in seconds, where a step takes as long as its slowest rank.
+    """Returns the median step time in seconds. A step takes as long as its slowest rank.
 
     Args:
         spans_s: Time of each step in seconds, by rank.
@@ -473,9 +473,9 @@ def _most_layers(
 
 
 def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
-    """Returns a dict from layer size to the size of a microbatch's activations, in bytes.
+    """Returns the size in bytes of a microbatch's activations in a layer, by size of the layer.
 
-    The size of the activations is a mean over all layers of that size.
+    The size of the activations is a mean over all layers with the same size.
     """
     sums: dict[int, list[float]] = {}
     for of_rank in measured:
@@ -486,7 +486,7 @@ def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
 
 
 def reason_of(loads: Loads) -> str:
-    """Returns a clause for the log that names the slow ranks or the rank with the most work."""
+    """Returns a clause for the log that names the slow ranks, or the rank with the most work."""
     slow = [
         f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
         for rank, factor in enumerate(loads.slowness)

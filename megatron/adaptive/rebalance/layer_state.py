@@ -92,7 +92,7 @@ class Passage:
 def shares_of(
     optimizer: Any, chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> dict[str, Share]:
-    """Returns a dict from name to this rank's share (range of elements) of a tensor.
+    """Returns this rank's share (range of elements) of each tensor, by name of the share.
 
     The tensors in the shares are views of the tensors in use.
 
@@ -130,11 +130,11 @@ def shares_of(
 
 
 def _leaf_of_each(leaves: Sequence[Any]) -> dict[torch.Tensor | None, Any]:
-    """Returns a dict from parameter to the chained optimizer that updates it on this rank.
+    """Returns, for each parameter, the chained optimizer that updates it on this rank.
 
-    megatron-core uses one optimizer for experts that are distributed over ranks, and another for
-    all other parameters. With muon, it uses one optimizer for matrices, and another for all other
-    parameters.
+    A chained optimizer is one of the optimizers that megatron-core combines into one. megatron-core
+    uses one optimizer for experts that are distributed over ranks, and another for all other
+    parameters. With muon, it uses one optimizer for matrices, and another for all other parameters.
     """
     held_by: dict[torch.Tensor | None, Any] = {}
     for leaf in leaves:

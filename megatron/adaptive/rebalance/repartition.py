@@ -66,9 +66,10 @@ _MOST_BETWEEN = 128
 def resume_partition(job: TrainingJob) -> TrainingJob:
     """Returns a copy of ``job`` with the partition of the checkpoint that it loads.
 
-    Returns ``job`` unchanged without ``--repartition auto`` or a checkpoint, or if the checkpoint
-    has a different number of pipeline ranks, chunks or layers. An unreadable checkpoint is ignored
-    here, because loading it later reports the error. Collective over all ranks.
+    If ``--repartition auto`` is not set, there is no checkpoint, or the checkpoint has a different
+    number of pipeline ranks, chunks or layers, ``job`` is returned unchanged. An unreadable
+    checkpoint is ignored here, because loading it later reports the error. All ranks must call this
+    function together.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
@@ -146,7 +147,8 @@ class Repartitioner:
     def gather_loads(self, num_microbatches: int) -> list[Loads]:
         """Gathers the measurements of all ranks, and computes the loads of ranks and stages.
 
-        Collective over all ranks. ``num_microbatches`` is the number of microbatches per step.
+        All ranks must call this method together. ``num_microbatches`` is the number of microbatches
+        per step.
 
         Returns:
             Three objects: for all steps since the last decision, for their first half, and for
@@ -175,7 +177,7 @@ class Repartitioner:
     def promise_of(self, decision: Decision) -> Move | None:
         """Returns the move of layers that ``auto`` decided on, so that it can be checked later.
 
-        Collective over all ranks.
+        All ranks must call this method together.
 
         Args:
             decision: Decision, equal on all ranks.
