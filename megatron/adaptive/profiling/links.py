@@ -215,7 +215,7 @@ def measure_links(
 ) -> list[dict[str, Any]]:
     """Measures every kind of link: within each type of node, and between types of nodes.
 
-    Collective over all ranks.
+    All ranks must call this function together.
 
     Args:
         job: Environment of this process: ranks, device, process groups.
@@ -280,7 +280,9 @@ def _mean(measured: Sequence[Points]) -> Points:
 def measure_reductions(
     job: Job, names: Sequence[str], widths: Sequence[int], *, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
-    """Measures all-reduces among consecutive ranks of a node. Collective over all ranks.
+    """Measures all-reduces among consecutive ranks of a node.
+
+    All ranks must call this function together.
 
     Args:
         job: Environment of this process: ranks, device, process groups.
