@@ -474,7 +474,7 @@ Gather = Callable[[Any], Sequence[Any]]
 
 BURST = 16
 PAUSE_S = 0.001
-"""Pause in seconds between two exchanges, so that a single delay does not affect a whole burst."""
+"""Pause in seconds between two requests, so that a single delay does not affect a whole burst."""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
 """Initial and maximum time in seconds between bursts. The time doubles after each burst."""

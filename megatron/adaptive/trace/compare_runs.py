@@ -337,7 +337,7 @@ _KINDS_OF_PART: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("stage", (2,)),
     ("action on rank", (1,)),
 )
-"""Kinds of parts, each with the axes of ``[ranks, chunks, 3]`` over which its cells are summed.
+"""Kinds of parts of the work, each with the axes of ``[ranks, chunks, 3]`` that are summed.
 
 A cell is the computing time of one kind of action on one chunk of a rank. If two parts have the
 same cells, such as a rank with one chunk and its stage, the kind that comes first is used.

@@ -11,10 +11,10 @@ import time
 from typing import Any
 
 GPU_POWER_LIMITED = "gpu_power_limited_ns"
-"""Name of the counter of the time in ns for which the power limit lowered the GPU's clock."""
+"""Name of the counter of the time in ns for which the power limit lowered the GPU's clock rate."""
 
 GPU_HOT = "gpu_hot_ns"
-"""Name of the counter of the time in ns for which the GPU's temperature lowered its clock."""
+"""Name of the counter of the time in ns for which heat lowered the GPU's clock rate."""
 
 GPU_ERRORS = "gpu_memory_errors"
 """Name of the counter of uncorrectable errors in the GPU's memory (ECC)."""
@@ -23,10 +23,10 @@ GPU_REPLAYS = "gpu_pcie_replays"
 """Name of the counter of PCIe packets that the GPU retransmitted."""
 
 GPU_CLOCK = "gpu_clock_mhz"
-"""Name of the counter with the current clock in MHz of the GPU's processors."""
+"""Name of the counter with the current clock rate in MHz of the GPU's processors."""
 
 GPU_FULL_CLOCK = "gpu_full_clock_mhz"
-"""Name of the counter with the maximum clock in MHz of the GPU's processors."""
+"""Name of the counter with the maximum clock rate in MHz of the GPU's processors."""
 
 GPU_CELSIUS = "gpu_celsius"
 """Name of the counter with the GPU's temperature in degrees Celsius."""

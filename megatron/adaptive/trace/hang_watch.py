@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 LEAST_S = 30.0
 STEPS = 10.0
-"""The default of ``--hang-after-s`` is 30 s or 10 median steps, whichever is longer."""
+"""Default of ``--hang-after-s`` as a multiple of the median step time, but at least 30 s."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
 """Multiple of the hang limit for which ranks may compute between steps without progress."""

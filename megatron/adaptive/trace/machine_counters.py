@@ -66,7 +66,10 @@ THROTTLED = "throttled_ns"
 """Name of the counter of the time in ns for which a control group's quota stopped its processes."""
 
 STEAL = "steal_ns"
-"""Name of the counter of the time in ns that the host took away, averaged over processors."""
+"""Name of the counter of the time in ns that a virtual machine's host took from a processor.
+
+The time is averaged over the machine's processors.
+"""
 
 MEMORY_WAIT = "memory_wait_ns"
 """Name of the counter of the time in ns for which programs waited for memory (reclaim, swap)."""
@@ -84,13 +87,13 @@ Only the process that read most is counted. Reads from the page cache are not in
 """
 
 CLOCK = "clock_khz"
-"""Name of the counter with the clock in kHz of the processor that this process used last."""
+"""Name of the counter with the clock rate in kHz of the processor that this process used last."""
 
 CLOCK_LIMIT = "clock_limit_khz"
-"""Name of the counter with the configured clock limit in kHz of this processor."""
+"""Name of the counter with the configured limit on this processor's clock rate in kHz."""
 
 FULL_CLOCK = "full_clock_khz"
-"""Name of the counter with the maximum clock in kHz that this processor's hardware supports."""
+"""Name of the counter with the maximum clock rate in kHz that this processor supports."""
 
 MACHINE_BUSY = "machine_busy_ns"
 """Name of the counter of the processor time in ns that all programs of the machine used."""

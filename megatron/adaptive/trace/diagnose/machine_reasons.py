@@ -68,7 +68,7 @@ OTHERS_USE = 0.1
 """Minimum number of processors that other processes must keep busy to be reported as a reason."""
 
 SLOWER_CLOCK = 0.95
-"""Maximum ratio of a processor's clock to the usual clock for the clock to be the reason."""
+"""Maximum ratio of a processor's clock rate to the usual rate for a slow clock to be reported."""
 
 LOSES = 0.005
 """Minimum fraction of TCP segments that must be retransmitted to report packet loss."""
@@ -184,7 +184,7 @@ _FAULTS = (
         "look for other jobs on the network of {host}, and check its routes",
     ),
 )
-"""Counter, text and remedy of each fault of a port."""
+"""Counter, description and remedy for each kind of fault of a network port."""
 
 _GPU_FAULTS = (
     (
@@ -198,7 +198,7 @@ _GPU_FAULTS = (
         "check the slot and the PCIe link of the GPU on {host} (nvidia-smi -q, lspci -vv)",
     ),
 )
-"""Counter, text and remedy of each fault of a GPU."""
+"""Counter, description and remedy for each kind of fault of a GPU."""
 
 _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
 """Counters of waits that cover all programs on a machine."""

@@ -21,7 +21,7 @@ SURE = 3.2
 """
 
 MOST_OF = 0.75
-"""Minimum fraction of iterations with waits for the waits to be called permanent."""
+"""Minimum fraction of iterations in which ranks wait, for the waits to count as permanent."""
 
 LEAST_NOISE = 0.005
 """Minimum standard deviation assumed for the noise, as a fraction of an iteration."""

@@ -40,7 +40,7 @@ RANDOMLY = 0.02
 """Maximum probability that late messages and retransmitted segments coincide by chance."""
 
 DRAWS = 1000
-"""Number of random permutations of the iterations that are used to estimate the probability."""
+"""Number of random permutations of the iterations for estimating how likely a coincidence is."""
 
 LINK_FEWEST = 20
 """Minimum number of messages that is required to judge a link."""
