@@ -36,7 +36,7 @@ OF_PROCESS = {
 
 
 OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
-"""Names of the settings for which Megatron-LM has flags of its own."""
+"""Names of the settings for which Megatron-LM has its own flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
