@@ -58,9 +58,9 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps before the first and before the second check of a move by ``auto``."""
+"""Number of steps before each of the first two checks of a move that ``auto`` made."""
 _MOST_BETWEEN = 128
-"""Maximum number of steps between two checks of a move by ``auto``."""
+"""Maximum number of steps between two checks of a move that ``auto`` made."""
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
