@@ -147,7 +147,8 @@ def index_file(path: Path) -> FileIndex:
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
     """Returns the block of spans after ``marker``, and moves ``file`` to the end of the block.
 
-    ``file_size`` is the size of the file in bytes when reading started.
+    ``index`` lists the contents of the file, and ``file_size`` is the size of the file in bytes
+    when reading started.
     """
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):

@@ -412,7 +412,10 @@ def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
 
 
 def _links(first: Measured, second: Measured) -> Iterator[Change]:
-    """Yields a change for each link whose message times differ between the two runs."""
+    """Yields a change for each link whose message times differ between the two runs.
+
+    ``first`` and ``second`` contain the measured times of the two runs.
+    """
     clocks_ns = first.clock_error_ns + second.clock_error_ns
     delays = [_delays(m) for m in (first, second)]
     for link in sorted(delays[0].keys() & delays[1].keys()):
@@ -467,7 +470,10 @@ def _data(first: Measured, second: Measured) -> Iterator[Change]:
 def _layers(
     runs: tuple[RunTrace, RunTrace], measured: tuple[Measured, Measured]
 ) -> Iterator[Change]:
-    """Yields a change for each layer that changed differently from other layers on its ranks."""
+    """Yields a change for each layer that changed differently from other layers on its ranks.
+
+    ``runs`` contains the traces of both runs, and ``measured`` their measured times.
+    """
     times = [_times_of_layers(*both) for both in zip(runs, measured, strict=True)]
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for layer in sorted(times[0].keys() & times[1].keys()):
@@ -530,7 +536,10 @@ def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
 
 
 def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
-    """Yields changes of the transfer times of groups, and of the time spent waiting for ranks."""
+    """Yields changes of the transfer times of groups, and of the time spent waiting for ranks.
+
+    ``first`` and ``second`` contain the measured times of the two runs.
+    """
     groups = [{(of.name, of.ranks): of for of in m.collectives} for m in (first, second)]
     for name, ranks in sorted(groups[0].keys() & groups[1].keys()):
         of_runs = [of_run[name, ranks] for of_run in groups]

@@ -512,7 +512,11 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float, float]:
-    """Returns the usage of each resource in :data:`_BUSY` since the process ``pid`` started."""
+    """Returns what the process ``pid`` has used since its start.
+
+    The values are the processor time in seconds, the processor time plus the time in the run queue
+    in seconds, and the number of bytes read or written.
+    """
     stat = _stat(pid)
     moved = 0
     waited_ns = 0

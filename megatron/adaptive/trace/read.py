@@ -513,7 +513,7 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
 
 
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
-    """Returns ``table`` with times on the run's common clock.
+    """Returns ``table`` with times converted by ``fit`` to the run's common clock.
 
     If the rank's clock was set back during a span, the duration of the span is 0 instead of
     negative.
@@ -523,7 +523,7 @@ def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
 
 
 def _on_clock(group: GroupCollectives, fit: ClockFit) -> GroupCollectives:
-    """Returns ``group`` with times on the run's common clock."""
+    """Returns ``group`` with times converted by ``fit`` to the run's common clock."""
     return replace(group, kept=_rows_on_clock(group.kept, fit))
 
 

@@ -476,13 +476,20 @@ def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
 
 
 def _reads(m: Measured, column: int, chosen: slice) -> bool:
-    """Returns whether the rank with index ``column`` reads pages or files from a disk."""
+    """Returns whether the rank with index ``column`` reads pages or files from a disk.
+
+    ``chosen`` contains the indices of the iterations to use.
+    """
     pages, size_bytes = (m.machine[name][chosen, column] for name in (DISK_PAGES, DISK_READ))
     return bool(np.nansum(pages)) or bool(np.nansum(size_bytes))
 
 
 def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
-    """Returns whether a rank reads many more pages from disk than other ranks on its machine."""
+    """Returns whether a rank reads many more pages from disk than other ranks on its machine.
+
+    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
+    use.
+    """
     pages = np.nan_to_num(m.machine[DISK_PAGES][chosen]).mean(axis=0)
     host = m.headers[column].host
     others = [
@@ -539,7 +546,11 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a rank's GPU is used by more outside processes than other GPUs."""
+    """Returns a reason if a rank's GPU is used by more outside processes than other GPUs.
+
+    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
+    use.
+    """
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
     elsewhere = np.delete(others, column, axis=1)
@@ -554,7 +565,11 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 
 
 def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a rank's GPU has many more faults than the GPUs of other ranks."""
+    """Returns a reason if a rank's GPU has many more faults than the GPUs of other ranks.
+
+    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
+    use.
+    """
     for counter, text, remedy in _GPU_FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
         others = np.delete(means, column)

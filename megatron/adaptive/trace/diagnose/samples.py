@@ -418,7 +418,10 @@ class Interval:
 
 
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
-    """Returns the median of ``values``, ignoring NaN. The result is NaN if all values are NaN."""
+    """Returns the median of ``values`` along ``axis``, ignoring NaN.
+
+    The result is NaN if all values are NaN.
+    """
     with warnings.catch_warnings():
         # Slices that contain only NaN are expected, and numpy would issue a warning for each.
         warnings.simplefilter("ignore", RuntimeWarning)

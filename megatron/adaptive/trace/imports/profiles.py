@@ -743,8 +743,6 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
     The step is determined by the profiler's step marks in ``file`` on the timeline ``line``. If
     there are no step marks, each optimizer call ends a step.
-
-    If there are no step marks, each optimizer call ends a step.
     """
     steps = sorted((start, number) for number, category, start in file.steps if category == line)
     if not steps:

@@ -356,7 +356,10 @@ class _Table:
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 
     def _check_once(self, origin: Path, computes: Ints) -> None:
-        """Raises ``TraceError`` if the table contains the same computation twice."""
+        """Raises ``TraceError`` if the table contains the same computation twice.
+
+        ``computes`` contains the rows of all computations, and ``origin`` is the path of the table.
+        """
         keys = [key[computes] for key in (self._worker, self._step, self._kind, self._seq)]
         again = computes[find_rows(keys, keys) != np.arange(len(computes))]
         if len(again):
@@ -368,7 +371,10 @@ class _Table:
             )
 
     def _check_microbatches(self, computes: Ints) -> None:
-        """Numbers the microbatches in order, unless the table contains unique numbers for them."""
+        """Numbers the microbatches in order, unless the table contains unique numbers for them.
+
+        ``computes`` contains the rows of all computations.
+        """
         keys = [self._step, self._worker, self._kind, self._chunk]
         columns = [*(key[computes] for key in keys), self._microbatch[computes]]
         is_unique = (find_rows(columns, columns) == np.arange(len(computes))).all()
@@ -382,8 +388,6 @@ class _Table:
 
         The first array contains the index of the table row of each span. A received message gets
         two spans: ``wait`` and ``receive``. ``computes`` contains the rows of the computations.
-
-        A received message gets two spans: ``wait`` and ``receive``.
         """
         parts: list[tuple[Ints, TraceTable]] = []
 

@@ -356,7 +356,10 @@ def choose(
 def _groups(
     run: RunTrace, figures: RunFigures, dp_rank: int | None, labels: Mapping[int, str] | None
 ) -> tuple[list[_Group], list[str]]:
-    """Returns the groups of ranks that a page shows, and notes on omitted ranks."""
+    """Returns the groups of ranks that a page shows, and notes on omitted ranks.
+
+    The parameters are those of :func:`choose`.
+    """
     if labels is not None:
         every = [run.ranks[rank] for rank in labels]
         return [_Group("all ranks", list(labels.values()), every)], []

@@ -59,7 +59,7 @@ _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
 def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
     """Returns the fill colour of ``chunk`` for a kind of action, as ``RRGGBB``.
 
-    The colours are unique for up to about 100 chunks.
+    There are ``num_chunks`` chunks per rank. The colours are unique for up to about 100 chunks.
     """
     hue, saturation = _HUES[action]
     if num_chunks <= 1:

@@ -151,7 +151,7 @@ def _by_start(table: TraceTable | None) -> list[Span]:
 
 
 def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> None:
-    """Writes events to ``file`` as JSON text, with one event per line."""
+    """Writes the events of ``ranks`` in ``iterations`` to ``file`` as JSON, one event per line."""
     about = {
         "run": run.run,
         "iterations": describe_numbers(iterations),

@@ -171,7 +171,9 @@ def _write_texts(
 
     A text is, for example, ``0-3`` for chunk 0 and microbatch 3, or ``0-3.5`` for slice 5 of this
     microbatch. All texts of a kind of action have the same font size and direction. Texts that
-    would be too small are rotated by 90 degrees.
+    would be too small are rotated by 90 degrees. ``points_per_ns`` is the width of a nanosecond in
+    points, ``row_in`` the height of a row in inches, and ``largest`` the maximum font size in
+    points.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
     for action in step.actions:

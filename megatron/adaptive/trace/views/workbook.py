@@ -381,7 +381,10 @@ def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) ->
 
 
 def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures) -> int:
-    """Adds the sheet *iterations* to ``workbook``, and returns the number of its iterations."""
+    """Adds the sheet *iterations* to ``workbook``, and returns the number of rows for iterations.
+
+    The sheet shows ``figures``, and the labels of its ranks are those of ``step``.
+    """
     sheet = workbook.create_sheet("iterations")
     total = len(figures.iterations)
     stride = -(-total // MAX_ITERATIONS)
@@ -518,7 +521,10 @@ def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
 
 
 def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
-    """Yields columns with the mean and standard deviation of the actions' durations, by chunk."""
+    """Yields columns with the mean and standard deviation of the actions' durations, by chunk.
+
+    The values cover the iterations in ``rows``.
+    """
     number = figures.count[rows].astype(np.float64)
     means = np.nan_to_num(figures.mean_ns[rows])
     spreads = np.nan_to_num(figures.std_ns[rows])
@@ -541,7 +547,10 @@ def _block(
     figures: RunFigures,
     columns: Sequence[_Column],
 ) -> int:
-    """Writes a table with the title ``text``, and returns the number of the row below the table."""
+    """Writes a table with the title ``text``, and returns the number of the row below the table.
+
+    The title is in row ``first_row``. The table contains ``columns``, with a row for each rank.
+    """
     sheet.cell(first_row, 1, text)
     for number, (name, _, _) in enumerate(columns, start=2):
         sheet.cell(first_row + 1, number, name)

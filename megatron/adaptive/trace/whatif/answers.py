@@ -223,10 +223,10 @@ Durations = Callable[[_Part], Floats]
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
-    """Multiplies computing times by the lengths of their microbatches, raised to ``power``.
+    """Multiplies ``durations_s`` of computations by the lengths of their microbatches.
 
-    A ``power`` of -1 removes the effect of unequal lengths. The results are then scaled so that the
-    total computing time of each step stays the same.
+    The lengths are raised to ``power``. A ``power`` of -1 removes the effect of unequal lengths.
+    The results are then scaled so that the total computing time of each step stays the same.
     """
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)

@@ -344,7 +344,12 @@ def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
 def _described(
     names: Sequence[str], partition: tuple[int, ...], layers: Sequence[int]
 ) -> tuple[str, str]:
-    """Returns a text that describes a change of settings, and the new settings."""
+    """Returns a text that describes a change of settings, and the new settings.
+
+    ``names`` contains the settings that change to ``"time"``. ``partition`` is the new number of
+    segments per stage, or empty if it does not change, and ``layers`` contains the recorded
+    numbers.
+    """
     texts = [_TEXTS[name] for name in names]
     settings = [f'{name}="time"' for name in names]
     text = f"microbatches {' and '.join(texts)} by cost" if texts else ""

@@ -88,7 +88,7 @@ class StepSlices(Protocol):
 
 
 def whole(iteration: int, replica: int) -> SliceCounts:
-    """Returns 1, for runs whose microbatches are not split."""
+    """Returns 1, the number of slices of a microbatch in runs whose microbatches are not split."""
     return 1
 
 
@@ -463,7 +463,11 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Returns the time in seconds that each rank waited for the last rank of a collective, or 0."""
+    """Returns the time in seconds that each rank waited for the last rank of a collective.
+
+    ``group`` contains the index of each operation's collective. The time is 0 for operations that
+    are not part of a collective.
+    """
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):

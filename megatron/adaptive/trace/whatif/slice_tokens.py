@@ -181,7 +181,10 @@ class _Step:
 
     @classmethod
     def of(cls, ops: Operations, iteration: int, rows: Sequence[Sequence[_Row]]) -> _Step | None:
-        """Returns the step of ``iteration``, or ``None`` if actions are missing."""
+        """Returns the step of ``iteration``, or ``None`` if actions are missing.
+
+        ``rows`` contains the microbatches of each replica.
+        """
         replicas = recorded_replicas(ops, iteration)
         if replicas is None:
             return None
@@ -201,7 +204,10 @@ def _cut(tokens: int, documents: Sequence[int]) -> Cut:
 
 
 def _work(cuts: Sequence[Cut]) -> Floats:
-    """Returns the number of tokens, and of token pairs, in each slice, ``[slices, 2]``."""
+    """Returns the number of tokens, and of token pairs, in each slice of ``cuts``.
+
+    The result has the shape ``[slices, 2]``.
+    """
     work = [cut.work(index) for cut in cuts for index in range(len(cut.ends))]
     return np.array(work, dtype=np.float64)
 
