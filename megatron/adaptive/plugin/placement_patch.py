@@ -197,9 +197,9 @@ class Placed:
             )
 
     def _set_up_embeddings(self, original: Callable[..., None], model: Any) -> None:
-        """Makes both copies of the tied embedding of ``model`` equal.
+        """Calls ``original``, and makes both copies of the tied embedding of ``model`` equal.
 
-        megatron-core sets one of the copies to zero.
+        In ``original``, megatron-core sets one of the copies to zero.
         """
         original(model)
         if not self.is_v or model.config.pipeline_model_parallel_size == 1:
@@ -229,7 +229,10 @@ class Placed:
 
 
 def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Replaces the attribute ``name`` of ``owner`` and of each module that imported it by name."""
+    """Replaces the attribute ``name`` of ``owner`` and of each module that imported it by name.
+
+    ``old`` is the current value of the attribute, and ``new`` is the value that replaces it.
+    """
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
         # Read the dictionary of the module, because getattr would trigger imports in lazy modules.
@@ -306,7 +309,10 @@ def _check(config: Any) -> None:
 
 
 def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns the names of the layers that megatron-core assigns to each stage, in order."""
+    """Returns the names of the layers that megatron-core assigns to each stage, in order.
+
+    ``config`` is the configuration of the model.
+    """
     ranks = config.pipeline_model_parallel_size
     chunks = [(rank, chunk) for chunk in range(_CHUNKS) for rank in range(ranks)]
     layout = config.pipeline_model_parallel_layout

@@ -268,8 +268,8 @@ def stage_sizes(
     """Returns the number of layers and the compute cost (in layers) of each stage.
 
     All ranks must call this together. The cost of a stage is its number of multiply-adds divided by
-    that of one layer, as in the trainer of this package. Both results are empty if a chunk has no
-    list of layers.
+    that of one layer, as in the trainer of this package. ``seq_length`` is the number of tokens of
+    a sample. Both results are empty if a chunk has no list of layers.
     """
     local = {
         placement.stage_of(pp_rank, chunk): _sizes_of(model, seq_length)
@@ -289,7 +289,8 @@ def stage_sizes(
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
     """Returns the number of layers of ``chunk``, and two costs in multiply-adds per token.
 
-    The first cost is that of one layer, and the second cost is that of the logits.
+    The first cost is that of one layer, and the second cost is that of the logits. ``seq_length``
+    is the number of tokens of a sample.
     """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)
