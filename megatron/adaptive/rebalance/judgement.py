@@ -369,7 +369,10 @@ def _slowest_replicas(
     partition: Sequence[int],
     steps: slice,
 ) -> list[_Stage]:
-    """Returns the times of each stage on the slowest data-parallel rank that runs it."""
+    """Returns the times of each stage on the slowest data-parallel rank that runs it.
+
+    ``steps`` selects the measured steps to use. The other parameters are those of :func:`loads_of`.
+    """
     stages = [_Stage()] * placement.num_stages
     for of_rank in measured:
         for chunk in range(placement.num_chunks):
@@ -422,7 +425,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns the median times of the F, B and W passes of ``chunk``, in seconds."""
+    """Returns the median times of the F, B and W passes of ``chunk`` over ``steps``, in seconds."""
     medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]

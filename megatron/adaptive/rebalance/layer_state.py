@@ -132,9 +132,10 @@ def shares_of(
 def _leaf_of_each(leaves: Sequence[Any]) -> dict[torch.Tensor | None, Any]:
     """Returns, for each parameter, the chained optimizer that updates it on this rank.
 
-    A chained optimizer is one of the optimizers that megatron-core combines into one. megatron-core
-    uses one optimizer for experts that are distributed over ranks, and another for all other
-    parameters. With muon, it uses one optimizer for matrices, and another for all other parameters.
+    A chained optimizer is one of the optimizers that megatron-core combines into one, and
+    ``leaves`` contains all of them. megatron-core uses one optimizer for experts that are
+    distributed over ranks, and another for all other parameters. With muon, it uses one optimizer
+    for matrices, and another for all other parameters.
     """
     held_by: dict[torch.Tensor | None, Any] = {}
     for leaf in leaves:
@@ -154,7 +155,10 @@ def _is_spread(weight: torch.Tensor) -> bool:
 def _named(
     chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of parameters and persistent buffers, with equal names on all ranks."""
+    """Yields (name, tensor) of parameters and persistent buffers, with equal names on all ranks.
+
+    ``stages`` contains the index of the pipeline stage in each of the ``chunks``.
+    """
     dense = f"of {parallel_state.get_tensor_model_parallel_rank()}"
     spread = (
         f"of {parallel_state.get_expert_tensor_parallel_rank()}, experts of "

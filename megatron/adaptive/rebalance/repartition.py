@@ -350,6 +350,9 @@ class Repartitioner:
     ) -> tuple[Move | None, float, bool]:
         """Decides, on rank 0, whether to move layers.
 
+        ``measured`` contains the measurements of all ranks, and ``num_microbatches`` is the number
+        of microbatches per step.
+
         Returns:
             Tuple of three values: move to make or ``None``, measured step time in seconds, and
             whether the search exceeded its time limit.
@@ -378,7 +381,7 @@ def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
     """Starts to measure the fraction of a forward pass that the layers of each chunk take.
 
     Only chunks with an embedding or a loss are measured, because in other chunks the fraction is 1.
-    Chunks whose layers differ in size are also measured, layer by layer.
+    Chunks whose layers differ in size (``layer_bytes``) are also measured, layer by layer.
     """
     chunks = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
     unlike = {
