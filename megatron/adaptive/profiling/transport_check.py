@@ -139,7 +139,7 @@ class TransportCheck:
     def _measure(
         self, transport: Transport, peer: int, leads: bool, seconds: float
     ) -> dict[str, Any]:
-        """Checks the contents of messages, then measures latency and bandwidth.
+        """Checks the contents of messages to ``peer``, then measures latency and bandwidth.
 
         ``leads`` is true on the rank that sends first. The measurements take ``seconds`` seconds.
         The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth is measured
