@@ -128,5 +128,5 @@ def test_workers_that_replay_choices_or_call_from_other_threads(
 
 @pytest.mark.parametrize("python_path", [pytest.param("0.19.2", marks=real)], indirect=True)
 def test_process_groups_of_the_program(python_path: str, tmp_path: Path) -> None:
-    """Checks a program that creates process groups itself, with pipelines of adjacent ranks."""
+    """Checks that results do not change if a program creates its process groups itself."""
     run(FOREIGN, 4, tmp_path, python_path)

@@ -25,7 +25,7 @@ PIPELINE: Any = object()
 
 
 class Chunk(torch.nn.Module):
-    """Replaces a model chunk. It has only a model type and attributes."""
+    """Fake model chunk that has only a model type and attributes."""
 
     def __init__(self, kind: Any = ModelType.encoder_or_decoder, **attributes: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Chunk(torch.nn.Module):
 
 
 class FullyShardedDataParallel(Chunk):
-    """Replaces a chunk. Its class has the name of a class of megatron-core."""
+    """Fake chunk whose class has the name of a class of megatron-core."""
 
 
 def configuration(**changes: Any) -> Any:

@@ -43,7 +43,7 @@ V: dict[str, dict[str, Any]] = {
 
 
 def in_pairs(orders: dict[str, dict[str, Any]], turn: int) -> list[dict[str, Any]]:
-    """Returns cases that combine one order with one model. All orders and all models occur.
+    """Returns a case for each entry of ``orders``, combined with one of the models.
 
     ``turn`` shifts which model is combined with which order.
     """

@@ -334,7 +334,7 @@ class Offloaded:
                 values.update({name: value.clone() for name, value in values.items()})
 
     def back(self) -> None:
-        """Moves the weights back to newly allocated memory, and sets the gradients to zero."""
+        """Restores the weights, and allocates the gradients again with the value zero."""
         for weight, kept in zip(self._weights, self._kept, strict=True):
             weight.data = kept
         for gradient, nbytes in zip(self._gradients, self._nbytes, strict=True):
@@ -369,7 +369,10 @@ def served_weights(model: Model) -> str:
 
 
 def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains an actor and a critic with a reference model, as verl does. Returns the results."""
+    """Trains an actor and a critic with a reference model, as verl does.
+
+    ``prepare`` is called with all models before the first step. Returns the results of this rank.
+    """
     groups = make_groups(program)
     varying = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     models = {
@@ -450,7 +453,10 @@ def _yield(batches: list[Batch]) -> Iterator[Batch]:
 
 
 def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy model, as NeMo-RL does. Returns the results."""
+    """Trains a policy model, as NeMo-RL does.
+
+    ``prepare`` is called with the model before the first step. Returns the results of this rank.
+    """
     groups = make_groups(program)
     model = make_model(program, groups, seed=5)
     prepare({"policy": model})
@@ -526,7 +532,10 @@ class BridgeStep:
 
 
 def run_bridge(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a model, as Megatron Bridge does. Returns the results."""
+    """Trains a model, as Megatron Bridge does.
+
+    ``prepare`` is called with the model before the first step. Returns the results of this rank.
+    """
     groups = make_groups(program)
     model = make_model(program, groups, seed=3, calculate_per_token_loss=True)
     prepare({"model": model})

@@ -35,7 +35,10 @@ from megatron.adaptive.engine.process_context import destroy_groups, process_gro
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
-    """Runs the program of ``case`` once, after ``install(**settings)`` if these are given."""
+    """Runs the program of ``case`` once.
+
+    If ``settings`` is not ``None``, the plugin is installed with these settings.
+    """
     megatron.adaptive.uninstall()
     gc.collect()
     dist.barrier()

@@ -374,7 +374,7 @@ def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any
 
 
 def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Writes a checkpoint as Megatron-LM does. Each replica writes a part of it."""
+    """Writes a checkpoint as Megatron-LM does. Each replica writes a part of the checkpoint."""
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True)
     dist.barrier()

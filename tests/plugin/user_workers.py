@@ -112,7 +112,10 @@ class Replay:
         return output * torch.zeros_like(output).scatter(-1, indices, 1.0), bias
 
     def step(self, loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
-        """Runs a microbatch through ``model``. Its recomputation later replays the same choices."""
+        """Runs the next microbatch through ``model``.
+
+        The recomputation of this microbatch later replays the same choices.
+        """
         if self.mode != "record":
             self.mode = "forward"
         outputs = _plain(loss, iterator, model)
@@ -122,7 +125,10 @@ class Replay:
 
 
 def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy model that shares memory with its reference model, as slime does."""
+    """Trains a policy model that shares memory with its reference model, as slime does.
+
+    ``prepare`` is called with the model before the first step. Returns the results of this rank.
+    """
     recompute = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -182,7 +188,10 @@ def _in_new_thread(action: Callable[[], Any]) -> Any:
 
 
 def run_threads(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a model, and makes each call in a new thread. Returns the results."""
+    """Trains a model, and makes each call in a new thread.
+
+    ``prepare`` is called with the model before the first step. Returns the results of this rank.
+    """
     model = make_model(program, make_groups(program), seed=29)
     prepare({"model": model})
 

@@ -25,8 +25,8 @@ def on_host(header: TraceHeader, name: str, monotonic_ns: int, unix_ns: int) -> 
 
 
 def test_ranks_of_one_clock_keep_their_monotonic_times(tmp_path: Path) -> None:
-    # The two differences between the ranks' clocks differ, because reading takes time and the time
-    # of day is adjusted.
+    # The monotonic clock and the time of day differ by slightly different amounts on the two ranks,
+    # because reading the clocks takes time and the time of day is adjusted.
     header = make_header(0)
     write_spans(tmp_path, header, [Span("F", 0, 0, 100, 200, 1)])
     later = replace(make_header(1), unix_ns=header.unix_ns + 7_000_050_000)

@@ -12,7 +12,10 @@ Ints = npt.NDArray[np.int64]
 def exchanges(
     seed: int, seconds: float, offset_s: float, drift_ppm: float, bend: float = 0.0
 ) -> tuple[Ints, Ints, Ints]:
-    """Returns simulated bursts of clock exchanges every 10 s. A third of the messages is late.
+    """Returns samples that compare two simulated clocks, with one burst every 10 s.
+
+    A third of the messages is late. The run takes ``seconds`` seconds. ``bend`` is the amplitude in
+    seconds of a slow oscillation of the offset.
 
     Returns:
         Samples ``[n, 4]``, their start times on the local clock, and the same times on the

@@ -114,7 +114,7 @@ def test_one_rank_of_each_other_clock_asks(clocks: str, asking: list[int]) -> No
     places: list[Any] = []
 
     def gather(value: Any) -> list[Any]:
-        """Returns the values of all ranks.
+        """Returns the values of all ranks, given the ``value`` of this rank.
 
         The first call gathers the clocks, and the second call gathers the address that rank 0
         sends.

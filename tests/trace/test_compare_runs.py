@@ -82,8 +82,8 @@ def test_slower_reading_of_data_is_named(tmp_path: Path) -> None:
 def detailed(folder: Path, layers_ms: list[float], late_ms: float, transfer_ms: float) -> None:
     """Writes a run with four layers per rank, and with the collectives of two groups.
 
-    ``layers_ms`` contains the times of rank 1's layers. Rank 2 starts collectives ``late_ms`` late,
-    and transfers of ranks 0 and 1 take ``transfer_ms``.
+    ``layers_ms`` contains the times of rank 1's layers. Rank 2 starts collectives ``late_ms``
+    milliseconds late, and transfers between ranks 0 and 1 take ``transfer_ms`` milliseconds.
     """
     seed = 1 if folder.name == "a" else 2
     write_synthetic(folder, SyntheticRun(**NOISE, num_ranks=4, seed=seed))

@@ -21,7 +21,11 @@ PAIR, WORLD = ("1", "pair"), ("0", "default_pg")
 
 
 def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **more: Any) -> Any:
-    """Returns an entry of a dump for collective ``number``, in the format that torch documents."""
+    """Returns an entry of a dump for collective ``number``, in the format that torch documents.
+
+    ``group`` is the process group, ``ended`` states whether the call has finished, and ``more``
+    replaces other fields.
+    """
     return {
         "frames": [{"name": "step", "filename": "/jobs/train.py", "line": 10}],
         "record_id": number,
@@ -133,7 +137,11 @@ def test_a_message_that_was_not_sent(tmp_path: Path) -> None:
 
 
 def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
-    """Returns an entry of a dump for a message, which is the ``number``-th message of its rank."""
+    """Returns an entry of a dump for the ``number``-th message of a rank.
+
+    ``record`` is the number of the entry, and ``name`` is the name of the call. ``ended`` states
+    whether the call has finished.
+    """
     return call(
         0, ended=ended, record_id=record, is_p2p=True, p2p_seq_id=number, profiling_name=name
     )

@@ -105,7 +105,7 @@ def test_a_message_that_was_sent_and_did_not_arrive() -> None:
 
 
 def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
-    """Checks that a lost message is reported if an optimizer's collective closes a cycle.
+    """Checks that a lost message is reported if another rank waits in the optimizer's collective.
 
     Rank 0 waits for a message, and rank 1, which has sent all messages, waits for the collective.
     """
@@ -151,7 +151,7 @@ class TestStillness:
     def run(
         self, still: Stillness, nows: list[dict[str, Any]], *, every_s: float, **moves: bool
     ) -> float:
-        """Passes the states ``nows`` to ``still`` at equal intervals. Returns the last result."""
+        """Passes ``nows`` to ``still`` every ``every_s`` seconds, and returns the last result."""
         still_s = 0.0
         for number, now in enumerate(nows):
             still_s = still.look({0: now}, number * every_s, **moves)

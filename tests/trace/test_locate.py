@@ -16,7 +16,7 @@ from megatron.adaptive.trace.read import read_run
 def checkout(
     write_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """Creates the runs ``first`` (2 ranks) and ``second`` (3 ranks). Returns their folder.
+    """Creates the runs ``first`` (2 ranks) and ``second`` (3 ranks), and returns their folder.
 
     The pointer ``runs/latest`` does not exist.
     """

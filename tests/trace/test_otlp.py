@@ -66,7 +66,10 @@ SPANS = len(rows_at(0))
 
 
 def record(folder: Path, sender: SpanSender, iterations: int = ITERATIONS) -> Recorder:
-    """Records ``iterations`` iterations. The second also gets a late checkpoint span."""
+    """Records ``iterations`` iterations, and sends their spans with ``sender``.
+
+    The second iteration also gets a late checkpoint span.
+    """
     recorder = Recorder(folder, header_of(), sender)
     for iteration in range(1, iterations + 1):
         start_ns = 10**9 * iteration

@@ -108,7 +108,7 @@ def test_iterations_are_distinguished() -> None:
 
 
 def test_each_item_finds_its_microbatch_in_one_pass() -> None:
-    """Checks that spans are not compared with each iteration, which is slow for long runs."""
+    """Checks that spans are not compared with each iteration, which would be slow."""
     counts = {3: 1, 5: 2, 9: (3, 1)}
     iterations = np.array([9, 5, 3, 9, 9, 5, 9, 9])
     items = np.array([3, 2, 7, 0, 2, -1, 4, -1])

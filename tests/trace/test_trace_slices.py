@@ -29,7 +29,11 @@ LAST = f"2.{SLICES - 1}"
 
 
 def sliced(folder: Path, num_slices: int = SLICES, **shape: object) -> RunTrace:
-    """Returns a synthetic run with three microbatches on three ranks with two chunks each."""
+    """Returns a synthetic run with three microbatches on three ranks with two chunks each.
+
+    Each microbatch is split into ``num_slices`` slices. ``shape`` changes other settings of the
+    run.
+    """
     changes = {"num_ranks": 3, "num_chunks": 2, "num_microbatches": 3, "iterations": 4, **shape}
     write_synthetic(folder, SyntheticRun(num_slices=num_slices, **changes))  # type: ignore[arg-type]
     return read_run(folder)

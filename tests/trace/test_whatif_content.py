@@ -345,7 +345,7 @@ def test_forward_and_backward_of_a_stage_are_divided_separately() -> None:
 def test_trained_segments_keep_their_backward_passes_in_another_partition(
     partition: tuple[int, ...],
 ) -> None:
-    """Checks partitions that move trained segments to a frozen stage, and frozen ones from it."""
+    """Checks that the step time is predicted if segments move to or from a frozen stage."""
     header = TraceHeader(
         run="",
         rank=0,

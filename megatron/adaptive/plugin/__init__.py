@@ -121,7 +121,7 @@ def install(
         on_hang: ``report`` to write a report page and print a line, or ``end`` to also stop the
             job.
         model: Model to which the settings apply, as it is passed to the schedule: a module, or the
-            list of its chunks on this rank. ``None`` for all models without separate settings. If
+            list of its chunks on this rank. ``None`` means all models without separate settings. If
             ``install`` is only called with ``model``, all other models run on megatron-core's own
             code.
 

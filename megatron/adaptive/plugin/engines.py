@@ -99,13 +99,13 @@ class Engines:
         self._own.append(_OwnSettings(chunks=chunks, settings=settings))
 
     def settings_of(self, model: Model) -> Settings | None:
-        """Returns the separate settings of ``model``, or ``None`` if it has the shared settings."""
+        """Returns the settings of ``model``, or ``None`` if the model has no separate settings."""
         return self._settings_of(_bare(model)) if self._own else None
 
     def engine_of(
         self, model: Model, shared: Settings, traced: Callable[..., Any] | None
     ) -> Engine:
-        """Returns the engine of ``model``. It is created at the first step of the model.
+        """Returns the engine of ``model``, which is created in the model's first step.
 
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.

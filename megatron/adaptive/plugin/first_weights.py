@@ -54,7 +54,7 @@ class FirstWeights:
         self._replaced: list[tuple[type, Any, Any]] = []
 
     def put(self) -> None:
-        """Replaces the constructors of megatron-core's GPT and of its parts."""
+        """Replaces the constructors of megatron-core's GPT and of the parts of a GPT."""
         for kind, replacement in (
             (GPTModel, self._build_model),
             (LanguageModelEmbedding, self._build_embedding),
@@ -114,8 +114,11 @@ class FirstWeights:
 
     @contextlib.contextmanager
     def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
-        """Seeds all random generators for the ``part`` of a model, and restores them afterwards."""
-        # A layer inside another layer uses the seed of the outer layer.
+        """Seeds all random generators for the ``part`` of a model, and restores them afterwards.
+
+        If ``is_layer`` is ``True``, all parts inside this part are drawn with the same seed.
+        """
+        # A layer inside a different layer uses the seed of the outer layer.
         if self._is_in_layer or not self._is_on():
             yield
             return
@@ -153,7 +156,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns this rank's indices in the parallel groups on which a generator's seed depends."""
+    """Returns this rank's indices in the groups that determine the seed of generator ``name``."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

@@ -142,7 +142,10 @@ class Seam:
         os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
     def _kind(self) -> PlacementKind:
-        """Returns the current kind of placement. Called several times per microbatch."""
+        """Returns the current kind of placement.
+
+        This method is called several times per microbatch.
+        """
         return self._settings_of_model().kind
 
     def _draws_by_layer(self) -> bool:
@@ -165,7 +168,7 @@ class Seam:
 
 
 def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunction | None:
-    """Returns the step function if megatron-core runs the steps, or ``None`` for the engine.
+    """Returns megatron-core's step function, or ``None`` if the engine runs the steps.
 
     Args:
         chosen: Step function that megatron-core has chosen.

@@ -128,7 +128,10 @@ class Placed:
         return self._kind() == "v"
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Creates process groups. In a V, embedding groups include the rank of the first stage."""
+        """Creates megatron-core's process groups by calling ``original``.
+
+        If the placement is V-shaped, the embedding groups also include the rank of the first stage.
+        """
         renew_program()  # The program has imported all of its modules by now.
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
@@ -166,10 +169,11 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes rank 0 also build datasets in a V, where the last rank has first and last stage.
+        """Calls ``original`` so that rank 0 also builds datasets if stages are placed in a V.
 
-        Rank 0 builds the indices of the data sets, which other ranks then read. If rank 0 had no
-        data, Megatron-LM would not train on any rank.
+        In a V, the last rank has both the first and the last stage. Rank 0 builds the indices of
+        the datasets, which other ranks then read. If rank 0 had no data, Megatron-LM would not
+        train on any rank.
         """
         bound = inspect.signature(original).bind(builder, *args, **kwargs)
         builds_here = bound.arguments["is_built_on_rank"]
@@ -193,9 +197,9 @@ class Placed:
             )
 
     def _set_up_embeddings(self, original: Callable[..., None], model: Any) -> None:
-        """Makes both copies of the tied embedding of ``model`` equal.
+        """Calls ``original``, and makes both copies of the tied embedding of ``model`` equal.
 
-        megatron-core sets one of the copies to zero.
+        In ``original``, megatron-core sets one of the copies to zero.
         """
         original(model)
         if not self.is_v or model.config.pipeline_model_parallel_size == 1:
@@ -225,7 +229,10 @@ class Placed:
 
 
 def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Replaces the attribute ``name`` of ``owner`` and of each module that imported it by name."""
+    """Replaces the attribute ``name`` of ``owner`` and of each module that imported it by name.
+
+    ``old`` is the current value of the attribute, and ``new`` is the value that replaces it.
+    """
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
         # Read the dictionary of the module, because getattr would trigger imports in lazy modules.
@@ -302,7 +309,10 @@ def _check(config: Any) -> None:
 
 
 def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns the names of the layers that megatron-core assigns to each stage, in order."""
+    """Returns the names of the layers that megatron-core assigns to each stage, in order.
+
+    ``config`` is the configuration of the model.
+    """
     ranks = config.pipeline_model_parallel_size
     chunks = [(rank, chunk) for chunk in range(_CHUNKS) for rank in range(ranks)]
     layout = config.pipeline_model_parallel_layout

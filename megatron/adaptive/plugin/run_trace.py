@@ -137,10 +137,10 @@ class StepTrace:
         )
 
     def returned(self, reported: Sequence[Any]) -> None:
-        """Stores the loss in ``reported``, the results of the loss function in a training step.
+        """Stores the loss of a training step, given the results of the loss function.
 
-        All replicas must call this together. On a GPU, this method does not wait for the
-        all-reduce.
+        All replicas must call this method with their results, ``reported``, together. On a GPU, the
+        method does not wait for the all-reduce.
         """
         self._loss = _summed_over_replicas(reported, self._groups.dp_cp)
 
@@ -268,8 +268,8 @@ def stage_sizes(
     """Returns the number of layers and the compute cost (in layers) of each stage.
 
     All ranks must call this together. The cost of a stage is its number of multiply-adds divided by
-    that of one layer, as in the trainer of this package. Both results are empty if a chunk has no
-    list of layers.
+    that of one layer, as in the trainer of this package. ``seq_length`` is the number of tokens of
+    a sample. Both results are empty if a chunk has no list of layers.
     """
     local = {
         placement.stage_of(pp_rank, chunk): _sizes_of(model, seq_length)
@@ -289,7 +289,8 @@ def stage_sizes(
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
     """Returns the number of layers of ``chunk``, and two costs in multiply-adds per token.
 
-    The first cost is that of one layer, and the second cost is that of the logits.
+    The first cost is that of one layer, and the second cost is that of the logits. ``seq_length``
+    is the number of tokens of a sample.
     """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)
@@ -305,13 +306,14 @@ def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, floa
 
 
 def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor | None:
-    """Returns the sum of :func:`_summed_loss` over replicas, or ``None`` before the last stage.
+    """Adds up the results of :func:`_summed_loss` over all replicas.
 
-    All replicas of the last stage must call this together. A replica without a loss contributes
-    zeros, because other replicas may have a loss and wait for the all-reduce.
+    The result is ``None`` on ranks without the last stage. All replicas of the last stage must call
+    this together. A replica without a loss contributes zeros, because other replicas may have a
+    loss and wait for the all-reduce.
 
     Args:
-        reported: Results of the loss function, or empty except on the last stage.
+        reported: Results of the loss function on the last stage; empty on other stages.
         group: Process group of the replicas.
     """
     if not reported:
@@ -325,7 +327,11 @@ def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> 
 
 
 def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
-    """Returns the mean loss, or ``None`` if a replica reported no loss. Waits for the device."""
+    """Returns the mean loss over replicas, or ``None`` if a replica reported no loss.
+
+    ``total`` is a result of :func:`_summed_over_replicas` for ``num_replicas`` replicas. This
+    function waits for the device.
+    """
     if total is None:
         return None
     loss, count, replicas = total.tolist()

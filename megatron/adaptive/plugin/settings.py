@@ -1,6 +1,7 @@
 """Defines the settings of the plugin, which users pass in code or on Megatron-LM's command line.
 
-This module does not import torch or megatron-core, because flags are added before these are needed.
+This module does not import torch or megatron-core, because the flags are added before either
+package is needed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ OF_PROCESS = {
 
 
 OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
-"""Names of the settings for which Megatron-LM has flags of its own."""
+"""Names of the settings for which Megatron-LM has its own flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +321,7 @@ def _specs() -> dict[str, FieldSpec]:
 
 
 def megatron_arguments() -> Any:
-    """Returns Megatron-LM's parsed arguments, or ``None`` if it has not parsed any arguments."""
+    """Returns Megatron-LM's parsed arguments, or ``None`` if no arguments have been parsed."""
     training = sys.modules.get("megatron.training")
     get_args = getattr(training, "get_args", None)
     if get_args is None:

@@ -88,15 +88,15 @@ class Watch:
             )
 
     def look_at(self, evidence: Callable[[], Mapping[str, Any]]) -> None:
-        """Monitors a model until another model runs.
+        """Monitors the model that is running, until a different model runs.
 
-        ``evidence`` returns what the model is doing.
+        ``evidence`` is a function that returns what the model is doing.
         """
         if self._guard is not None:
             self._guard.snapshot = evidence
 
     def close(self) -> None:
-        """Stops the hang detector. Safe to call more than once."""
+        """Stops the hang detector. This method can be called more than once."""
         atexit.unregister(self._close)
         if self._guard is not None:
             self._guard.close()
@@ -272,7 +272,11 @@ class Engine:
             self.left_open = True
 
     def _check_same_pipeline(self, groups: ModelGroups, num_chunks: int) -> None:
-        """Raises an error if ranks or chunks differ from those in the first step of the model."""
+        """Raises an error if a step has other ranks or chunks than the first step of the model.
+
+        ``groups`` contains the process groups of the step, and ``num_chunks`` is its number of
+        chunks.
+        """
         placement = self._orders.placement
         num_ranks = groups.pp.size()
         if num_ranks == placement.num_ranks and num_chunks == placement.num_chunks:
@@ -336,7 +340,10 @@ class Engine:
         self._watch.begin(self._job, settings)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns what this rank is doing. Called by the thread of the hang detector."""
+        """Returns what this rank is doing.
+
+        This method is called by the thread of the hang detector.
+        """
         activity = {} if self._trace is None else self._trace.tracing.now()
         if self._wiring is not None:
             activity |= self._wiring.executor.evidence()
@@ -504,7 +511,11 @@ class Engine:
         )
 
     def _payload_shape(self, config: Any, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Returns the shape ``[s, b, h]`` of tensors between stages, or ``None`` if shapes vary."""
+        """Returns the shape ``[s, b, h]`` of tensors between stages, or ``None`` if shapes vary.
+
+        ``config`` is the configuration of the model, and ``arguments`` are those of the step
+        function.
+        """
         varying = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
         if config.pipeline_dtype is None or any(getattr(config, name, None) for name in varying):
             return None

@@ -211,7 +211,8 @@ def why_not_by_default(
     Usually, a backward pass for inputs (B) frees more memory than it keeps for the later backward
     pass for weights (W), so the limit on activations still holds. In the cases that this function
     detects, B keeps more memory than it frees, or reductions of gradients no longer overlap with
-    backward passes.
+    backward passes. ``config`` is the configuration of the model, ``chunks`` contains its chunks on
+    this rank, and ``replicas`` is the number of data-parallel replicas.
     """
     if getattr(config, "recompute_granularity", None) == "full":
         return "full recomputation keeps less memory than weight gradients need"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 WARM_UP = 1
-"""Number of runs at the beginning that are discarded (warm-up)."""
+"""Number of warm-up runs, whose times are discarded."""
 
 _LEAST_LOGS = 4
 _QUARTILES_OF_SIGMA = 1.349

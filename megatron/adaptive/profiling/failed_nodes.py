@@ -41,7 +41,10 @@ class FailedNode:
 
     @classmethod
     def from_dict(cls, entry: Any) -> FailedNode | None:
-        """Creates a node from an entry of ``progress.jsonl``. A damaged entry gives ``None``."""
+        """Creates a node from an entry of ``progress.jsonl``.
+
+        Returns ``None`` if the entry is damaged.
+        """
         if not isinstance(entry, dict):
             return None
         node = entry.get("node")
@@ -82,7 +85,7 @@ def find_failed_nodes(
 def _slow_shares(
     outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
 ) -> dict[str, float]:
-    """Returns a dict from node to the fraction of slow links among its links to other nodes."""
+    """Returns, for each node, the fraction of slow links among its links to other nodes."""
 
     def links_of(ranks: set[tuple[int, ...]]) -> Counter[str]:
         pairs = ({nodes[rank] for rank in link} for link in ranks)
@@ -94,7 +97,11 @@ def _slow_shares(
 
 
 def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str]) -> str | None:
-    """Returns the node that caused ``outlier``, or ``None`` if it is unknown."""
+    """Returns the node that caused ``outlier``, or ``None`` if it is unknown.
+
+    ``shares`` contains the fraction of slow links of each node, and ``nodes`` the node of each
+    rank.
+    """
     involved = list(dict.fromkeys(nodes[rank] for rank in outlier.ranks))
     if len(involved) == 1:
         return involved[0]
@@ -106,7 +113,10 @@ def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str
 
 
 def _limit(outlier: Outlier) -> float:
-    """Returns the smallest value that is not an outlier, in s, bytes/s, FLOP/s or Hz."""
+    """Returns the smallest acceptable value of the quantity that ``outlier`` measures.
+
+    The unit is s, bytes/s, FLOP/s or Hz.
+    """
     measure = MEASURES[outlier.measure]
     reference = outlier.median / measure.scale
     if outlier.is_against_sheet:

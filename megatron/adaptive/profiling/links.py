@@ -43,10 +43,10 @@ NO_STEP = -1
 
 _BURST = 4
 _GO = 0
-"""Index of the chunk in the label of a message. It signals that a further round follows."""
+"""Chunk index in the label of a message, which signals that a further round follows."""
 
 _STOP = 1
-"""Index of the chunk in the label of a message. It signals that this round is the last."""
+"""Chunk index in the label of a message, which signals that this round is the last."""
 
 _LONG_S = 0.2
 """Maximum time of a message in seconds. After a slower message, no larger message is sent, because
@@ -215,7 +215,7 @@ def measure_links(
 ) -> list[dict[str, Any]]:
     """Measures every kind of link: within each type of node, and between types of nodes.
 
-    Collective over all ranks.
+    All ranks must call this function together.
 
     Args:
         job: Environment of this process: ranks, device, process groups.
@@ -280,7 +280,9 @@ def _mean(measured: Sequence[Points]) -> Points:
 def measure_reductions(
     job: Job, names: Sequence[str], widths: Sequence[int], *, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
-    """Measures all-reduces among consecutive ranks of a node. Collective over all ranks.
+    """Measures all-reduces among consecutive ranks of a node.
+
+    All ranks must call this function together.
 
     Args:
         job: Environment of this process: ranks, device, process groups.

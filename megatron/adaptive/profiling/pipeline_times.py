@@ -295,7 +295,7 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Returns a hook for a module of ``chunk`` that records the time.
+        """Returns a hook for a module of ``chunk`` that records the time of each call.
 
         If ``begins`` is true, each call of the hook starts a new forward pass.
         """

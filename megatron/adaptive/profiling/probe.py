@@ -92,7 +92,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """Measurement of one kind, with the ranks on which it is made."""
+    """Measurement of one kind, with the ranks that it measures."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -164,7 +164,9 @@ class Probe:
         self._facts = job.gather(facts)
 
     def run(self) -> ProbeReport:
-        """Measures everything twice and looks for outliers. Collective over all ranks.
+        """Measures everything twice and looks for outliers.
+
+        All ranks must call this method together.
 
         Outliers are measured again, because other programs on a busy machine may have disturbed
         both measurements.
@@ -213,7 +215,10 @@ class Probe:
         return checks
 
     def _each(self, check: _Check) -> list[Figure]:
-        """Makes the measurement ``check``, and returns all results. Collective over all ranks."""
+        """Makes the measurement ``check``, and returns all results.
+
+        All ranks must call this method together.
+        """
         most_busy = [facts["most_busy"] for facts in self._facts]
         turns = batches(check.subjects, self._machines, most_busy)
         measured = [figure for ranks in self._turns.each(turns) for figure in check.measure(ranks)]
@@ -231,7 +236,7 @@ class Probe:
         return measure_device(self._job.accelerator, ranks, self._seconds)
 
     def _link(self, ranks: Ranks) -> list[Figure]:
-        """Measures the link between the two ranks in ``ranks``. This rank must be one of them."""
+        """Measures the link between the two ranks in ``ranks``, of which one must be this rank."""
         assert self._transport is not None
         peer = sum(ranks) - self._job.rank
         kind = self._facts[ranks[0]]["links"][ranks[1]]
@@ -262,7 +267,7 @@ class Probe:
         return figures
 
     def _payloads(self) -> dict[str, torch.Tensor]:
-        """Returns a dict from quantity to the message whose transfer time measures the quantity."""
+        """Returns the messages whose transfer times are measured, by quantity."""
         if self._message is not None:
             return {LARGE_MESSAGE: self._message}
         accelerator = self._job.accelerator
@@ -353,7 +358,9 @@ class JobReport:
 def probe_job(
     options: ProbeOptions, environment: Environment, show: Callable[[JobReport], None]
 ) -> JobReport:
-    """Connects all ranks, probes them, and disconnects. Collective over all ranks.
+    """Connects all ranks, probes them, and disconnects.
+
+    All ranks must call this function together.
 
     Args:
         options: Measurements to make, equal on all ranks.
@@ -401,7 +408,7 @@ def probe_job(
 def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
     """Creates the process groups of ``layout``, and returns the groups of ``rank`` by kind.
 
-    Collective over all ranks.
+    All ranks must call this function together.
     """
     made: dict[str, ProbedGroup] = {}
     for kind, groups in layout.groups().items():
@@ -442,7 +449,7 @@ class Turns:
 
         Args:
             batches: Ranks of each measurement, by turn. The measurements of a turn have no rank in
-                common. Equal on all ranks.
+                common. This argument must be equal on all ranks.
         """
         self._series += 1
         for number, batch in enumerate(batches):
@@ -477,7 +484,7 @@ class Turns:
 
 
 def _kinds_of(transport: Transport) -> dict[int, str]:
-    """Returns a dict from peer to the kind of transport that connects this rank to the peer."""
+    """Returns the kind of transport that connects this rank to each peer, by the peer's rank."""
     return {peer: str(link["kind"]) for peer, link in transport.describe_links().items()}
 
 

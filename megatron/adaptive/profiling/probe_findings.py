@@ -166,7 +166,7 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
 
 
 def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
-    """Returns the outliers among ``figures``. Within a quantity, the worst outlier is first.
+    """Returns the outliers among ``figures``, with the worst outlier of each quantity first.
 
     A slow rank also slows down its links and groups, and a slow link also slows down its groups.
     Such links and groups are not reported as outliers, and no measurements are compared with them.
@@ -190,7 +190,10 @@ def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outli
 
 
 def _of_all(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
-    """Returns the outliers among ``figures``, which may belong to several classes."""
+    """Returns the outliers among ``figures``, which may belong to several classes.
+
+    ``hosts`` contains the host name of each global rank.
+    """
     classes: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         classes.setdefault((figure.measure, figure.peers), []).append(figure)
@@ -204,7 +207,10 @@ def _of_all(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
 
 
 def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
-    """Returns the outliers among ``figures``, which belong to one class."""
+    """Returns the outliers among ``figures``, which belong to one class.
+
+    ``hosts`` contains the host name of each global rank.
+    """
     outliers = [_failed(figure, hosts) for figure in figures if figure.error]
     valid = sorted((figure for figure in figures if not figure.error), key=lambda f: f.value)
     if not valid:

@@ -61,7 +61,9 @@ class TransportCheck:
         self._endpoints: list[Endpoint] = gather(self._endpoint)
 
     def outcomes(self, seconds: float) -> list[dict[str, Any]]:
-        """Tests every transport between all chosen pairs of ranks. Collective over all ranks.
+        """Tests every transport between all chosen pairs of ranks.
+
+        All ranks must call this method together.
 
         A pair consists of rank 0 and the first other rank on each machine.
 
@@ -102,7 +104,10 @@ class TransportCheck:
         return {**facts, **measured, "works": True, "note": choice.reason if chosen else ""}
 
     def _run(self, pair: tuple[int, int], kind: str, seconds: float) -> dict[str, Any]:
-        """Connects ``pair`` by a transport, and measures the connection. Collective over all ranks.
+        """Connects ``pair`` by a transport, and measures the connection.
+
+        All ranks must call this method together. ``kind`` is the name of the transport, and the
+        measurements take ``seconds`` seconds.
 
         Raises:
             TransportError: The transport did not work. All ranks raise this error, even those
@@ -134,8 +139,9 @@ class TransportCheck:
     def _measure(
         self, transport: Transport, peer: int, leads: bool, seconds: float
     ) -> dict[str, Any]:
-        """Checks the contents of messages, then measures latency and bandwidth.
+        """Checks the contents of messages to ``peer``, then measures latency and bandwidth.
 
+        ``leads`` is true on the rank that sends first. The measurements take ``seconds`` seconds.
         The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth is measured
         with bursts of 4 MiB messages, in GB/s.
         """

@@ -336,10 +336,10 @@ def measure_neighbours(
     payload_dtype: torch.dtype,
     timeout_s: float,
 ) -> dict[int, Link]:
-    """Measures the links to this rank's neighbours, and returns a dict by pipeline rank.
+    """Returns the measured links to this rank's neighbours, by pipeline rank.
 
-    One pair of neighbours is measured at a time, so that pairs do not disturb each other.
-    Collective over all ranks.
+    One pair of neighbours is measured at a time, so that pairs do not disturb each other. All ranks
+    must call this function together.
 
     Args:
         job: Environment of this process.

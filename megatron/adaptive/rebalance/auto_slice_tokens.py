@@ -214,7 +214,11 @@ class LengthTuner:
         return [present]
 
     def _room(self, present: Placement, tokens: int, placement: Placement) -> float:
-        """Returns the number of tokens whose activations fit into memory on all ranks."""
+        """Returns the number of tokens whose activations fit into memory on all ranks.
+
+        The memory is estimated for slices of ``tokens`` tokens and the stages in ``placement``.
+        ``present`` is the current placement.
+        """
         longest = self._run.job.config.model.seq_length
         counts = [-(-longest // length) for length in (tokens, self._trial.tokens)]
         most = most_of([trial.sample for trial in self.trials], present, placement)

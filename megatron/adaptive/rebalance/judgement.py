@@ -123,7 +123,7 @@ def trained_bytes(parameter: torch.Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOutcome:
-    """Consequences of the measured gain of a move.
+    """Decisions that follow from the measured gain of a move.
 
     Attributes:
         gain: Minimum predicted gain of the next move, as a fraction of the step time.
@@ -140,7 +140,7 @@ def loads_over(
     partition: Partition,
     num_microbatches: int,
 ) -> list[Loads]:
-    """Computes the loads of ranks and stages over all measured steps, and over each half.
+    """Computes the times of ranks and stages over all measured steps, and over each half.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -229,7 +229,10 @@ def judge(
 def _with_least(
     step_s: Callable[[Partition], float], least_layers: int
 ) -> Callable[[Partition], float]:
-    """Wraps ``step_s`` so that it returns infinity if a stage has too few layers."""
+    """Wraps ``step_s`` so that the step time is infinite if a stage has too few layers.
+
+    ``least_layers`` is the minimum number of layers of each stage.
+    """
 
     def limited(partition: Partition) -> float:
         return step_s(partition) if min(partition) >= least_layers else math.inf
@@ -277,7 +280,7 @@ def compare(
 
 
 def step_seconds(spans_s: Sequence[Sequence[float]]) -> float:
-    """Returns the median step time in seconds, where a step takes as long as its slowest rank.
+    """Returns the median step time in seconds. A step takes as long as its slowest rank.
 
     Args:
         spans_s: Time of each step in seconds, by rank.
@@ -366,7 +369,10 @@ def _slowest_replicas(
     partition: Sequence[int],
     steps: slice,
 ) -> list[_Stage]:
-    """Returns the times of each stage on the slowest data-parallel rank that runs it."""
+    """Returns the times of each stage on the slowest data-parallel rank that runs it.
+
+    ``steps`` selects the measured steps to use. The other parameters are those of :func:`loads_of`.
+    """
     stages = [_Stage()] * placement.num_stages
     for of_rank in measured:
         for chunk in range(placement.num_chunks):
@@ -419,7 +425,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns the median times of the F, B and W passes of ``chunk``, in seconds."""
+    """Returns the median times of the F, B and W passes of ``chunk`` over ``steps``, in seconds."""
     medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
@@ -470,7 +476,10 @@ def _most_layers(
 
 
 def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
-    """Returns a dict from layer size to the size of a microbatch's activations, in bytes."""
+    """Returns the size in bytes of a microbatch's activations in a layer, by size of the layer.
+
+    The size of the activations is a mean over all layers with the same size.
+    """
     sums: dict[int, list[float]] = {}
     for of_rank in measured:
         for sizes, kept in zip(of_rank.layer_bytes, of_rank.layer_kept, strict=False):
@@ -480,7 +489,7 @@ def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
 
 
 def reason_of(loads: Loads) -> str:
-    """Returns a clause for the log that names the slow ranks or the rank with the most work."""
+    """Returns a clause for the log that names the slow ranks, or the rank with the most work."""
     slow = [
         f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
         for rank, factor in enumerate(loads.slowness)

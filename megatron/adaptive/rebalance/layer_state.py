@@ -53,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Parts of the state that a rank has before a move and needs after it.
+    """Ranges of tensors that a rank holds before a move, and that it needs after the move.
 
     Attributes:
         replica: Index of the rank among data- and context-parallel ranks.
@@ -70,14 +70,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Copy of a range of a share's elements from one rank to another.
+    """Copy of a range of a tensor's elements from one rank to another.
 
     Source and target may be the same rank.
 
     Attributes:
         source: Global rank that holds the elements.
         target: Global rank that needs the elements.
-        name: Name of the share.
+        name: Name of the share, which is a range of a tensor's elements on one rank.
         start: Index of the first element.
         end: Index of the last element, plus one.
     """
@@ -92,7 +92,7 @@ class Passage:
 def shares_of(
     optimizer: Any, chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> dict[str, Share]:
-    """Returns a dict from name to this rank's share (range of elements) of a tensor.
+    """Returns this rank's share (range of elements) of each tensor, by name of the share.
 
     The tensors in the shares are views of the tensors in use.
 
@@ -130,11 +130,12 @@ def shares_of(
 
 
 def _leaf_of_each(leaves: Sequence[Any]) -> dict[torch.Tensor | None, Any]:
-    """Returns a dict from parameter to the chained optimizer that updates it on this rank.
+    """Returns, for each parameter, the chained optimizer that updates it on this rank.
 
-    megatron-core uses one optimizer for experts that are distributed over ranks, and another for
-    all other parameters. With muon, it uses one optimizer for matrices, and another for all other
-    parameters.
+    A chained optimizer is one of the optimizers that megatron-core combines into one, and
+    ``leaves`` contains all of them. megatron-core uses one optimizer for experts that are
+    distributed over ranks, and another for all other parameters. With muon, it uses one optimizer
+    for matrices, and another for all other parameters.
     """
     held_by: dict[torch.Tensor | None, Any] = {}
     for leaf in leaves:
@@ -154,7 +155,10 @@ def _is_spread(weight: torch.Tensor) -> bool:
 def _named(
     chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of parameters and persistent buffers, with equal names on all ranks."""
+    """Yields (name, tensor) of parameters and persistent buffers, with equal names on all ranks.
+
+    ``stages`` contains the index of the pipeline stage in each of the ``chunks``.
+    """
     dense = f"of {parallel_state.get_tensor_model_parallel_rank()}"
     spread = (
         f"of {parallel_state.get_expert_tensor_parallel_rank()}, experts of "
@@ -278,9 +282,10 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Copies the elements of all passages. Must be called on all sources and targets.
+    """Copies the elements that ``needed`` lists from their sources to their targets.
 
-    Blocks until all messages from and to this rank have been transferred.
+    This function must be called on all sources and targets. It blocks until all messages from and
+    to this rank have been transferred.
 
     Args:
         needed: Passages of all ranks, from :func:`passages`.

@@ -87,7 +87,9 @@ def move_stages(
     slices: int | None = None,
     tokens: int | None = None,
 ) -> Run:
-    """Replaces a run by a run with other stages and the same state. Collective over all ranks.
+    """Replaces a run by a run with other stages and the same state.
+
+    All ranks must call this function together.
 
     Losses, gradients and checkpoints equal those of a run that had the new stages from the start.
 
@@ -146,7 +148,9 @@ def move_stages(
 
 
 def take_down(run: Run) -> None:
-    """Shuts down ``run`` by closing its channels and traces. Called on all ranks.
+    """Shuts down ``run`` by closing its channels and traces.
+
+    This function must be called on all ranks.
 
     This function also drops the tensors that MoE token dispatchers keep from their last microbatch.
     The autograd graph of these tensors refers to the model in a cycle that the garbage collector
@@ -232,7 +236,10 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _give(run: Run, state: _State) -> None:
-    """Loads ``state``, which this rank kept, into the new run. Collective over all ranks."""
+    """Loads ``state``, which this rank kept, into the new run.
+
+    All ranks must call this function together.
+    """
     job = run.job
     old = state.shares
     leaves = run.optimizer.chained_optimizers

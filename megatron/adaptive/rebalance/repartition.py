@@ -58,17 +58,18 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps after which a move by ``auto`` is checked, and checked again."""
+"""Number of steps before each of the first two checks of a move that ``auto`` made."""
 _MOST_BETWEEN = 128
-"""Maximum number of steps between two checks of a move by ``auto``."""
+"""Maximum number of steps between two checks of a move that ``auto`` made."""
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
     """Returns a copy of ``job`` with the partition of the checkpoint that it loads.
 
-    Returns ``job`` unchanged without ``--repartition auto`` or a checkpoint, or if the checkpoint
-    has a different number of pipeline ranks, chunks or layers. An unreadable checkpoint is ignored
-    here, because loading it later reports the error. Collective over all ranks.
+    If ``--repartition auto`` is not set, there is no checkpoint, or the checkpoint has a different
+    number of pipeline ranks, chunks or layers, ``job`` is returned unchanged. An unreadable
+    checkpoint is ignored here, because loading it later reports the error. All ranks must call this
+    function together.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
@@ -124,7 +125,7 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Starts to measure ``run``, which has just been built, initially or after a move."""
+        """Starts to measure ``run``, which has just been built."""
         self._run = run
         self._skip = _WARM_UP
         self._partition = run.job.config.layers_per_stage
@@ -146,10 +147,11 @@ class Repartitioner:
     def gather_loads(self, num_microbatches: int) -> list[Loads]:
         """Gathers the measurements of all ranks, and computes the loads of ranks and stages.
 
-        Collective over all ranks.
+        All ranks must call this method together. ``num_microbatches`` is the number of microbatches
+        per step.
 
         Returns:
-            Three loads: over all steps since the last decision, over their first half, and over
+            Three objects: for all steps since the last decision, for their first half, and for
             their second half.
         """
         return self._loads(self._run.job.gather(self._measurements()), num_microbatches)
@@ -158,7 +160,8 @@ class Repartitioner:
     def is_needed(self) -> bool:
         """Whether layers may move later.
 
-        Layers that ``auto`` has moved may move again, because what slowed a rank may pass.
+        Layers that ``auto`` has moved may move again, because the reason for a slow rank may
+        disappear.
         """
         has_moved = self._partition != self._first_partition
         return self._may_move or self._promise is not None or has_moved
@@ -174,7 +177,7 @@ class Repartitioner:
     def promise_of(self, decision: Decision) -> Move | None:
         """Returns the move of layers that ``auto`` decided on, so that it can be checked later.
 
-        Collective over all ranks.
+        All ranks must call this method together.
 
         Args:
             decision: Decision, equal on all ranks.
@@ -272,7 +275,7 @@ class Repartitioner:
         return self._usual_items / items
 
     def _in_slices(self, candidate: Candidate) -> Candidate:
-        """Returns the schedule to simulate, which treats slices as microbatches if steps differ.
+        """Returns a schedule in which slices count as microbatches if their number varies.
 
         If documents are packed, the number of slices varies between steps, so each slice counts as
         a microbatch. Otherwise, ``candidate`` is returned unchanged.
@@ -350,6 +353,9 @@ class Repartitioner:
     ) -> tuple[Move | None, float, bool]:
         """Decides, on rank 0, whether to move layers.
 
+        ``measured`` contains the measurements of all ranks, and ``num_microbatches`` is the number
+        of microbatches per step.
+
         Returns:
             Tuple of three values: move to make or ``None``, measured step time in seconds, and
             whether the search exceeded its time limit.
@@ -378,7 +384,7 @@ def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
     """Starts to measure the fraction of a forward pass that the layers of each chunk take.
 
     Only chunks with an embedding or a loss are measured, because in other chunks the fraction is 1.
-    Chunks whose layers differ in size are also measured, layer by layer.
+    Chunks whose layers differ in size (``layer_bytes``) are also measured, layer by layer.
     """
     chunks = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
     unlike = {

@@ -1,6 +1,6 @@
 """Records the spans of a run, and reads, diagnoses and displays the recorded traces.
 
-Used during training (these modules import neither torch nor a drawing package):
+These modules are used during training, and import neither torch nor a drawing package:
 
 - ``trace_format``  defines the records of a trace (header, iterations, spans, clock samples) and
   their text format
@@ -14,7 +14,7 @@ Used during training (these modules import neither torch nor a drawing package):
   ``gpu_counters``
 - ``hang_watch``    runs a separate process that finds the rank that blocks a hanging job
 
-Used to read a trace:
+These modules read, convert and display a trace:
 
 - ``block_index``   finds the positions of spans in a file without reading them, and parses spans
 - ``span_columns``  stores the spans of a rank as columns, and matches each send with its receive
@@ -22,7 +22,7 @@ Used to read a trace:
   :class:`~megatron.adaptive.trace.read.RunTrace`
 - ``metrics``       computes statistics of a whole run with several processes
 - ``monitor``       reads the state of an active run, which ``cli.top`` displays
-- ``step_view``     represents one iteration of one pipeline as objects, for charts
+- ``step_view``     represents one iteration of one pipeline as objects, from which charts are drawn
 - ``legacy_text``   writes and reads the older text format
   ``trace_pipeline_<p>_model_chunks_<c>.txt``
 - ``locate``        finds the trace of the run that the user chose, or of the newest run

@@ -1,10 +1,10 @@
 """Finds the positions of all spans in a trace file, and reads the spans of selected iterations.
 
-Before each iteration's spans, a trace file has a line (a marker) that contains the size of these
-spans in bytes. Therefore, only markers have to be read, which is fast even for a large file. If the
-run was killed, the last line of its file may be truncated; this line is dropped and counted. If the
-size in a marker is wrong, because the file was truncated or edited, the lines after the marker are
-read one by one.
+Before the spans of each iteration, a trace file has a line (a marker) that contains their size in
+bytes. To find the spans, it is therefore enough to read the markers, which is fast even for a large
+file. If the run was killed, the last line of its file may be truncated. Such a line is dropped and
+counted. If the size in a marker is wrong, because the file was truncated or edited, the lines after
+the marker are read one by one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block:
     """Describes the location of consecutive spans of one iteration in a file.
 
     Attributes:
-        marker: Content of the line before the spans.
+        marker: Content of the line before the spans, which describes the iteration.
         offset: Offset in bytes of the first span in the file.
         size_bytes: Total size in bytes of the spans' complete lines.
         is_whole: Whether the file contains all spans counted by the marker.
@@ -123,7 +123,10 @@ class FileIndex:
                 self.offset = file.tell()
 
     def __str__(self) -> str:
-        """Returns the current position as ``file:line``, which is slow for a large file."""
+        """Returns the current position in the file as ``file:line``.
+
+        This is slow for a large file, because the lines are counted.
+        """
         return f"{self.path}:{_line_number(self.path, self.offset)}"
 
 
@@ -142,7 +145,11 @@ def index_file(path: Path) -> FileIndex:
 
 
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
-    """Returns the block of spans after ``marker``, and moves ``file`` to the end of the block."""
+    """Returns the block of spans after ``marker``, and moves ``file`` to the end of the block.
+
+    ``index`` lists the contents of the file, and ``file_size`` is the size of the file in bytes
+    when reading started.
+    """
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):
         file.seek(offset + size)
@@ -206,7 +213,7 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
 
 
 def _line_number(path: Path, offset: int) -> int:
-    """Returns the number (from 1) of the line that begins at byte ``offset``."""
+    """Returns the number, from 1, of the line in ``path`` that begins at byte ``offset``."""
     with open_file(path) as file:
         return 1 + file.read(offset).count(b"\n")
 
@@ -218,7 +225,8 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
     """Returns whether a complete block of spans ends at byte ``end`` of ``file``.
 
-    A complete block ends with a complete line, and the next line is not a span.
+    A complete block ends with a complete line, and the next line is not a span. ``size`` is the
+    size of the file in bytes.
     """
     if end > size:
         return False
@@ -244,8 +252,8 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
-        An unknown kind is replaced by ``other``. An unknown ``of`` or ``reason`` is replaced by the
-        value that means that there is no such action or reason.
+        An unknown kind of action is replaced by ``other``. An unknown ``of`` or ``reason`` is
+        replaced by the value that means that the span has no such field.
 
     Raises:
         TraceError: A line is not a list of integers, one per column.
@@ -260,7 +268,7 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines in exactly the format that the recorder writes.
+    """Parses lines of spans in exactly the format that the recorder writes.
 
     Returns ``None`` if any line has a different format.
     """
@@ -286,7 +294,10 @@ def _plain(data: bytes) -> Ints | None:
 
 
 def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
-    """Returns an error that names the first line that cannot have been written by the recorder."""
+    """Returns an error that contains the position of the first line in ``data`` that is not a span.
+
+    ``where`` returns the position of a line, given its index in ``data``.
+    """
     pattern = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
     wrong = (n for n, line in enumerate(data.splitlines()) if not pattern.fullmatch(line))
     return TraceError(

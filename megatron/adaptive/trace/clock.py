@@ -23,9 +23,9 @@ even if a thread has to wait for a processor or for the interpreter lock (GIL). 
 optional: if a machine cannot be reached, its trace has no samples, and a warning is printed when
 the trace is read.
 
-The delay is long if a thread had to wait for a processor. Therefore, only the fastest samples of
-each second are used, and slower samples have less weight. A straight line is fitted to these
-samples, or a piecewise linear function if a clock was adjusted during the run.
+The round trip of a request takes long if a thread had to wait for a processor. Therefore, only the
+fastest samples of each second are used, and slower samples have less weight. A straight line is
+fitted to these samples, or a piecewise linear function if a clock was adjusted during the run.
 
 If a run has several clocks, its times are converted to the reference machine's time of day, so that
 they can be compared with logs. With one clock, times are not changed.
@@ -58,7 +58,10 @@ from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, Tr
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
-"""Fraction of the exchanges in a window that are used: the fastest, and at least one exchange."""
+"""Fraction of the samples in each time window that are used.
+
+The fastest samples are used, and at least one sample.
+"""
 
 STAMP_NS = 2_000.0
 """Minimum error in nanoseconds that is assumed for each clock reading."""
@@ -67,7 +70,7 @@ DRIFT_PRIOR = 1e-4
 """Assumed clock drift in seconds per second, which limits the slope of a fit to few samples."""
 
 BENT = 4.0
-"""Ratio of residual to expected error above which a piecewise linear function is fitted instead."""
+"""Ratio of residual to expected error above which a piecewise linear function replaces the line."""
 WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
 
@@ -94,7 +97,7 @@ class ClockFit:
             linearly before the first and after the last knot.
         residual_ns: Median distance in nanoseconds between the samples and the fit, or 0 without
             samples.
-        delay_ns: Round-trip time in ns of the fastest exchange. The error of the offset is at most
+        delay_ns: Round-trip time in ns of the fastest request. The error of the offset is at most
             half of this value.
         num_samples: Number of samples used for the fit.
     """
@@ -143,8 +146,8 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     """Fits the offset between the local clock and a reference clock as a function of time.
 
     Args:
-        samples: One or more exchanges with the reference rank, or an array ``[exchanges, 4]`` of
-            their times in ns, in the order of ``ClockExchange``.
+        samples: One or more requests to the reference rank, or an array ``[requests, 4]`` of their
+            times in ns, in the order of ``ClockExchange``.
 
     Returns:
         Fit that converts readings of the local clock into readings of the reference clock.
@@ -189,9 +192,9 @@ def settle(
             (sender's clock, receiver's clock). It is negative if a message seems to arrive before
             it was sent.
         num_clocks: Number of clocks; clock 0 is never shifted.
-        unsure: Clocks whose offset was not measured. Messages in both directions between such a
-            clock and a clock with a known offset give a lower and an upper bound; the offset is set
-            to their mean.
+        unsure: Indices of the clocks whose offset was not measured. Messages in both directions
+            between such a clock and a clock with a known offset give a lower and an upper bound for
+            the offset, which is set to their mean.
 
     Returns:
         Number of nanoseconds to add to each clock, and the largest number of nanoseconds by which a
@@ -228,14 +231,15 @@ def _place_unsure(
 ) -> None:
     """Shifts each clock without a measured offset, based on the messages to and from other clocks.
 
-    The clock is shifted to the mean of the two bounds that its messages give. This requires
-    messages in both directions between the clock and an aligned clock. If several clocks can be
-    aligned, the clock with the lowest number comes first.
+    The messages from and to an aligned clock give a lower and an upper bound for the shift, and the
+    clock is shifted to the mean of these bounds. If several clocks can be aligned, the clock with
+    the lowest number comes first.
 
     Args:
         moves: ``[clocks]``, number of nanoseconds to add to each clock; modified in place.
-        slack_ns: Shortest times of messages, as in :func:`settle`.
-        unsure: Clocks whose offset was not measured.
+        slack_ns: Shortest time in ns between the send and the arrival of a message, for each pair
+            (sender's clock, receiver's clock).
+        unsure: Indices of the clocks whose offset was not measured.
     """
     waiting = set(unsure) - {0}
     around: dict[int, list[int]] = {}
@@ -258,7 +262,7 @@ def _place_unsure(
 
 
 def _fastest(sent: Ints, delays: Floats) -> Ints:
-    """Returns the indices of the samples to use, which are the fastest in each time window.
+    """Returns the indices of the fastest samples of each time window.
 
     ``sent`` contains the times in ns at which requests were sent, and ``delays`` contains the
     round-trip times in ns.
@@ -325,8 +329,8 @@ class Alignment:
 
     Attributes:
         clocks: All clocks of the run, with the reference clock first.
-        contradiction_ns: Largest number of ns by which a message still seems to arrive before it
-            was sent after the clocks were corrected, or 0 if no message does.
+        contradiction_ns: Largest time in ns by which a message still seems to arrive before it was
+            sent, after the clocks were corrected, or 0 if no message does.
     """
 
     clocks: tuple[ClockState, ...]
@@ -342,11 +346,11 @@ class Alignment:
 
     @property
     def residual_ns(self) -> float:
-        """Largest residual in ns of any measured clock, or 0 if no clock was measured."""
+        """Largest residual in ns of all measured clocks, or 0 if no clock was measured."""
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
-        """Returns a text with the number of clocks, their residual error and their drift."""
+        """Returns a text with the number of clocks, the residual error and the largest drift."""
         measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
         if len(self.clocks) <= 1:
             return "one for all ranks"
@@ -360,7 +364,7 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """Returns one line of text per problem, such as contradictions or unmeasured clocks."""
+        """Returns a line of text for each problem, such as clocks that were not measured."""
         lines = []
         for how, advice in (
             (
@@ -470,7 +474,7 @@ Gather = Callable[[Any], Sequence[Any]]
 
 BURST = 16
 PAUSE_S = 0.001
-"""Pause in seconds between two exchanges, so that a single delay does not affect a whole burst."""
+"""Pause in seconds between two requests, so that a single delay does not affect a whole burst."""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
 """Initial and maximum time in seconds between bursts. The time doubles after each burst."""
@@ -665,9 +669,9 @@ def _prepare(connection: socket.socket) -> None:
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
     """Receives ``size`` bytes, and returns them and their arrival time in nanoseconds.
 
-    Fewer bytes are returned if the connection closes. The arrival time is a reading of the clock
-    ``now``, but the kernel's timestamp is a time of day. Therefore, the age of the timestamp is
-    subtracted from a reading of ``now``.
+    Fewer bytes are returned if the connection closes. The kernel timestamps data with the time of
+    day. To convert this to the clock ``now``, the timestamp's age is subtracted from the current
+    reading of ``now``.
     """
     data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
     unix_ns = time.time_ns()

@@ -7,8 +7,8 @@ time is the transfer::
     member 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     member 1                          arrives ┴─ transfer ─┘ end
 
-All members record the total time of all collectives. They also record the times of single
-collectives, or of the same sample of collectives on all members if there are many. A group is
+Every member records the total time of all collectives, and the times of single collectives. If
+there are many collectives, all members record the times of the same sample of them. A group is
 ignored if the trace of any member is missing.
 """
 
@@ -32,7 +32,7 @@ _NS_PER_MS = 1e6
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinedCollectives:
-    """Holds one group's collectives of one operation, whose times all members recorded.
+    """Holds the times of one group's collectives of one kind, as recorded by all members.
 
     Attributes:
         kind: Kind of the group, such as ``tensor``.
@@ -50,7 +50,7 @@ class JoinedCollectives:
             times.
         total_ns: Time in ns that a member spends in these collectives per iteration, averaged over
             members and iterations.
-        size_bytes: Mean number of bytes in a collective's inputs and results on one member.
+        size_bytes: Mean number of bytes in the inputs and results of a collective on one member.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class JoinedCollectives:
 
     @property
     def transfer_ns(self) -> Ints:
-        """``[collectives, members]``, time in ns from the last arrival to the member's end."""
+        """``[collectives, members]``, time in ns from the last arrival to the collective's end."""
         return np.asarray(np.maximum(self.end_ns - self.last_ns[:, None], 0))
 
     @property
@@ -103,12 +103,14 @@ class JoinedCollectives:
 
     @property
     def name(self) -> str:
-        """Name of the collectives for users: the kind of the group and the operation."""
+        """Name of the collectives in messages, which consists of group kind and operation."""
         return f"{self.kind} {self.operation}"
 
 
 def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCollectives]:
-    """Combines the collectives that the members of each group recorded, using the common clock.
+    """Combines the times that the members of each process group recorded for the same collective.
+
+    All times are on the run's common clock.
 
     Args:
         run: Trace of the run.
@@ -151,9 +153,9 @@ def _join(
     The result is ``None`` if no collective has times from all members.
 
     Args:
-        kind: Kind of the group.
-        operation: Name of the collective.
-        groups: Collectives of each member of the group, by iteration and rank.
+        kind: Kind of the group, such as ``tensor``.
+        operation: Name of the collective, such as ``all-reduce``.
+        groups: Collectives of each member of the group, with the iteration and the rank as keys.
     """
     iterations: list[int] = []
     starts: list[list[int]] = []
@@ -191,18 +193,19 @@ def _join(
 
 
 def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
-    """Returns the count, total time in ns and total bytes of ``operation`` in ``group``.
+    """Returns the count, total time in ns and total bytes of the collectives ``operation``.
 
-    The totals cover a step of one member.
+    ``group`` contains the collectives of one member in one step.
     """
     totals = dict(zip(group.operations, group.totals, strict=True))
     return totals.get(operation, (0, 0, 0))
 
 
 def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:
-    """Returns a dict from index in the iteration to (start, end) in ns of each ``operation``.
+    """Returns the recorded start and end times in ns of the collectives called ``operation``.
 
-    Only collectives whose times were recorded are included.
+    The keys of the dict are the indices of the collectives in the iteration. Collectives without
+    recorded times are omitted.
     """
     return {
         number: (start_ns, end_ns)
@@ -220,7 +223,7 @@ class CollectiveFigures:
         operation: Name of the collective.
         size: Number of members of the largest group.
         count: Number of collectives per group in the step.
-        size_bytes: Number of bytes in a collective's inputs and results on one member.
+        size_bytes: Number of bytes in the inputs and results of a collective on one member.
         wait_ms: Time in ms for which a member waited for the last member to arrive.
         transfer_ms: Remaining time in ms that a member spent in these collectives.
         last_rank: Global rank for which the other members of its group waited longest.
@@ -239,7 +242,10 @@ class CollectiveFigures:
 
 
 def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]:
-    """Returns the times of collectives in ``iteration``, per kind of group and operation."""
+    """Returns the times of the collectives in ``iteration`` of ``run``.
+
+    The list has one object per kind of process group and operation.
+    """
     by_name: dict[str, list[JoinedCollectives]] = {}
     for joined in join_collectives(run, [iteration]):
         by_name.setdefault(joined.name, []).append(joined)
@@ -247,7 +253,7 @@ def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]
 
 
 def _figures(groups: Sequence[JoinedCollectives]) -> CollectiveFigures:
-    """Averages the times of ``groups``, which have the same kind and operation."""
+    """Returns the mean times of ``groups``, which have the same kind and operation."""
     held_up_ms = {}
     wait_ms = []
     transfer_ms = []

@@ -1,17 +1,17 @@
 """Compares two traced runs, and finds the parts of the work that became slower or faster.
 
-The logarithms of the computing times of every rank, chunk and kind of action are compared, so that
-relative changes can be added::
+The computing times of every rank, chunk and kind of action are compared. The logarithms of the
+times are used, so that relative changes can be added::
 
     change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
 
-Changes are selected one at a time, starting with the change that accounts for most of the
+The changes are selected one at a time, starting with the change that accounts for most of the
 difference. A rank on which all kinds of actions became slower is therefore reported as one change
-instead of three. Each link, and each rank that reads data, is compared separately.
+instead of three. Links, and ranks that read data, are compared separately.
 
-If both runs recorded layers and collectives (``--trace-detail``), these are compared too. Each
-layer is compared with the other layers of its ranks. For each process group, the transfer times and
-the time spent waiting for each rank are compared.
+If both runs recorded layers and collectives (``--trace-detail``), their times are compared too.
+Each layer is compared with the other layers of its ranks. For each process group, the transfer
+times and the time spent waiting for each rank are compared.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Change:
         before_ms: Time in ms in the first run, per message for ``link``, per read for ``data``, and
             per step for ``layer``, ``transfers`` and ``waits``. For all other kinds, it is the
             computing time per microbatch.
-        after_ms: Time in ms in the second run, of the same kind as ``before_ms``.
+        after_ms: Time in ms in the second run, with the same meaning as ``before_ms``.
         confidence: Probability that the change is not random, between 0.5 and 0.99.
     """
 
@@ -93,7 +93,7 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """Change as a fraction of the first run's time; positive if the second run is slower."""
+        """Relative change of the time, as a fraction; positive if the second run is slower."""
         return self.after_ms / self.before_ms - 1 if self.before_ms > 0 else math.inf
 
     @property
@@ -156,8 +156,8 @@ class Comparison:
         """Returns whether the steps of the second run are slower by more than ``limit``.
 
         Args:
-            limit: Fraction by which a step may be slower. The result is ``False`` if the change may
-                be random.
+            limit: Maximum relative increase of the step time, as a fraction. The result is
+                ``False`` if the increase may be random.
         """
         return self.relative > limit and self.relative > SURE * self.error
 
@@ -243,7 +243,10 @@ def _check_shapes(before: RunTrace, after: RunTrace) -> None:
 
 
 def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
-    """Returns the difference of the medians over the first axis, and its standard error."""
+    """Returns the difference between the medians of ``after`` and ``before``, and its error.
+
+    The medians are taken over the first axis. The error is the standard error of the difference.
+    """
     errors = [
         _MEDIAN_ERROR * spread(series, axis=0) / math.sqrt(len(series))
         for series in (before, after)
@@ -253,15 +256,16 @@ def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
 
 
 def _computing(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds changes in computing time between the two runs.
+    """Yields the changes in computing time between two runs, with the largest first.
 
-    The change that accounts for most of the difference is yielded first.
+    The largest change is the change that accounts for most of the difference.
     """
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
-    # A run may have too few iterations to estimate the noise of a cell. Each cell is therefore
-    # assumed to have at least the median noise of all cells.
+    # Use at least the median noise of all cells for each cell, because a run may have too few
+    # iterations to estimate the noise of a single cell. A cell is one kind of action on one chunk
+    # of a rank.
     error = np.maximum(error, middle(error))
     times_ms = [np.exp(middle(log_ns, axis=0)) / 1e6 for log_ns in series]
     is_known = np.isfinite(change)
@@ -293,11 +297,12 @@ class _Part:
     """Describes a part of the work that may have changed as a whole.
 
     Attributes:
-        kind: Kind of the change, as in :class:`Change`.
+        cells: Index of the part in arrays ``[ranks, chunks, 3]`` (the last axis is the kind of
+            action).
         cells: Index of the part's cells in arrays ``[ranks, chunks, 3]``.
-        ranks: Global ranks of these cells.
-        stages: Pipeline stages of these cells.
-        action: Kind of action; empty if the part contains several kinds.
+        ranks: Global ranks that do this part of the work.
+        stages: Pipeline stages that do this part of the work.
+        action: Kind of action (F, B or W); empty if the part contains several kinds.
     """
 
     kind: str
@@ -314,7 +319,7 @@ class _PartChange:
     Attributes:
         part: Part of the work.
         size: Change in the logarithm of the time.
-        certainty: Size of the change in standard errors.
+        certainty: Ratio of the change to its standard error.
         explained: Amount by which the change reduces the weighted sum of squared differences
             between the runs.
     """
@@ -332,14 +337,14 @@ _KINDS_OF_PART: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("stage", (2,)),
     ("action on rank", (1,)),
 )
-"""Kinds of parts, each with the axes of ``[ranks, chunks, 3]`` over which its cells are summed.
+"""Kinds of parts of the work, each with the axes of ``[ranks, chunks, 3]`` that are summed.
 
 A cell is the computing time of one kind of action on one chunk of a rank. If two parts have the
 same cells, such as a rank with one chunk and its stage, the kind that comes first is used.
 """
 
 _PREFERRED = 1 + 1e-9
-"""Minimum ratio by which a later kind of part must explain more than an earlier kind.
+"""Factor by which a kind of part must explain more than the kinds listed before it.
 
 The factor is needed because sums of the same numbers over different axes may have different
 rounding errors.
@@ -352,11 +357,11 @@ def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | 
     For example, a change of a whole rank accounts for more than a change of its backward passes.
 
     Args:
-        m: Measured times of a run.
-        weight: ``[ranks, chunks, 3]``, certainty of each cell's change, or 0 if the change is
-            unknown.
-        rest: ``[ranks, chunks, 3]``, differences that no earlier change accounts for, as
-            logarithms.
+        m: Measured times of one of the runs.
+        weight: ``[ranks, chunks, 3]``, certainty of the change of each rank, chunk and kind of
+            action, or 0 if the change is unknown.
+        rest: ``[ranks, chunks, 3]``, differences between the logarithms of the times, after the
+            changes that were already selected have been subtracted.
     """
     best: _PartChange | None = None
     for kind, axes in _KINDS_OF_PART:
@@ -380,13 +385,15 @@ def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | 
 
 
 def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
-    """Returns the part of the work that has the given kind and position.
+    """Returns the part of the work that is described by ``kind``, ``first`` and ``second``.
 
     Args:
-        m: Measured times of a run.
-        kind: Kind of the part.
-        first: Column of the part's rank; for ``action``, index of the kind of action.
-        second: Chunk of a ``stage``; for ``action on rank``, index of the kind of action.
+        m: Measured times of one of the runs.
+        kind: Kind of the part, as in :class:`Change`.
+        first: Index of the rank on the rank axis. For the kind ``action``, this is the index of the
+            kind of action.
+        second: Index of the chunk if ``kind`` is ``stage``, or of the kind of action if ``kind`` is
+            ``action on rank``.
     """
     every = slice(None)
     if kind in ("everything", "action"):
@@ -405,7 +412,10 @@ def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
 
 
 def _links(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds links whose message times differ between the two runs."""
+    """Yields a change for each link whose message times differ between the two runs.
+
+    ``first`` and ``second`` contain the measured times of the two runs.
+    """
     clocks_ns = first.clock_error_ns + second.clock_error_ns
     delays = [_delays(m) for m in (first, second)]
     for link in sorted(delays[0].keys() & delays[1].keys()):
@@ -435,7 +445,10 @@ def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
 
 
 def _data(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds ranks whose data reads are slower or faster in the second run than in the first."""
+    """Yields a change for each rank whose data reads became slower or faster.
+
+    ``first`` and ``second`` contain the measured times of the two runs.
+    """
     for column, header in enumerate(first.headers):
         before, after = (
             m.read_ns[:, column][m.reads[:, column] > 0]
@@ -457,7 +470,10 @@ def _data(first: Measured, second: Measured) -> Iterator[Change]:
 def _layers(
     runs: tuple[RunTrace, RunTrace], measured: tuple[Measured, Measured]
 ) -> Iterator[Change]:
-    """Finds layers whose times changed differently from the other layers on the same ranks."""
+    """Yields a change for each layer that changed differently from other layers on its ranks.
+
+    ``runs`` contains the traces of both runs, and ``measured`` their measured times.
+    """
     times = [_times_of_layers(*both) for both in zip(runs, measured, strict=True)]
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for layer in sorted(times[0].keys() & times[1].keys()):
@@ -520,7 +536,10 @@ def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
 
 
 def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds groups whose transfer times changed, and ranks whose groups wait longer or shorter."""
+    """Yields changes of the transfer times of groups, and of the time spent waiting for ranks.
+
+    ``first`` and ``second`` contain the measured times of the two runs.
+    """
     groups = [{(of.name, of.ranks): of for of in m.collectives} for m in (first, second)]
     for name, ranks in sorted(groups[0].keys() & groups[1].keys()):
         of_runs = [of_run[name, ranks] for of_run in groups]
@@ -569,7 +588,7 @@ def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) 
         before: Times in ns in the first run.
         after: Times in ns in the second run.
         step_ns: Duration of a step in ns.
-        error_ns: Additional error of the difference in ns, such as the error of the clocks.
+        error_ns: Additional error of the difference in ns, such as the error of the clock offsets.
     """
     if min(len(before), len(after)) < 3:
         return None

@@ -33,10 +33,10 @@ _ROOM_BYTES = 1 << 16
 
 
 def _has_room(file: int) -> bool:
-    """Returns whether the disk of ``file`` has enough free space to try writing again.
+    """Returns whether the disk that contains ``file`` has enough space to try writing again.
 
-    At least 64 KiB must be free. With a smaller limit, a few bytes freed by another program would
-    briefly end the outage.
+    ``file`` is a file descriptor. At least 64 KiB must be free. With a smaller limit, a few bytes
+    freed by another program would briefly end the outage.
     """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return True
@@ -73,7 +73,7 @@ class Outage:
             self._say(f"warning: cannot write {self._name}: {reason}; the run continues without it")
 
     def ends(self) -> None:
-        """Ends the outage if there is one, and prints how much data was lost."""
+        """Ends the current outage, if any, and prints how much data was lost."""
         if self.is_on:
             self.is_on = False
             self._say(f"note: {self._name} can be written again; lost: {self.lost} {self._unit}")
@@ -125,7 +125,7 @@ class BestEffortFile:
         """Appends all of ``data``, or nothing if the disk does not accept all of it.
 
         Args:
-            data: Bytes to append, such as several lines.
+            data: Bytes to append.
             count: Number of units in ``data``, which are counted as lost if the write fails.
 
         Returns:
@@ -151,7 +151,10 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes the result of ``head``. If this fails, it is written before any later data."""
+        """Writes the result of the ``head`` function that was passed to the constructor.
+
+        If the write fails, it is retried before any later data is written.
+        """
         self._has_head = False
         self.append(b"", 0)
 
@@ -199,7 +202,9 @@ class _LossyOutput(io.FileIO):
         self._lost = 0
 
     def write(self, data: Any) -> int:
-        """Writes ``data`` or drops it. After a failure, the number of lost bytes is written first.
+        """Writes ``data``, or drops it if the write fails.
+
+        After a failure, the number of lost bytes is written first.
 
         Returns:
             Number of bytes in ``data``, even if they were dropped.
@@ -275,8 +280,9 @@ def drop_closed_terminal() -> bool:
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
     """Renames ``folder`` to ``<folder>-1``, ``<folder>-2`` and so on, unless it is empty.
 
-    The first unused name is chosen. Each start of a job needs an empty folder of traces. If several
-    machines share the folder, all of them may call this function at the same time.
+    The new name is the first name that is not used. A job needs an empty folder of traces each time
+    it starts. If several machines share the folder, all of them may call this function at the same
+    time.
 
     Returns:
         New path of the folder, or ``None`` if it was empty or missing.

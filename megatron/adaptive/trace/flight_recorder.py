@@ -30,7 +30,10 @@ _VERSION = re.compile(r"2(\.\d+)*")
 _LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
 _PEERS = re.compile(r"(\d+)(->|<-)(\d+)")
 _BATCH = "coalesced"
-"""Suffix of the name of a batch entry, which follows the entries of the batch's messages."""
+"""Suffix of the name of an entry for a batch of messages.
+
+This entry follows the entries of the messages.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +43,8 @@ class RecordedCall:
     Attributes:
         rank: Global rank.
         group: Name of the process group, with its description if it has one.
-        number: Index of the collective in its group, or of the message, which each rank counts
-            separately.
+        number: Index of the collective in its group. For a message, this is the index of the
+            message, which each rank counts separately.
         name: Name of the operation, such as ``nccl:all_reduce``.
         sizes: Dtypes and shapes of the inputs as text, such as ``Float [3, 4]``.
         is_message: Whether the call is a send or a receive of a message between two ranks.
@@ -106,7 +109,7 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Returns the call as text, with its name, the waiting ranks and the late ranks."""
+        """Returns a text with the name of the call, the waiting ranks and the late ranks."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""
@@ -126,7 +129,7 @@ class StuckCall:
 
 @dataclass(frozen=True, kw_only=True)
 class StuckCalls:
-    """Holds what the dumps of a job show about a hang.
+    """Describes a hang of a job, according to the dumps of its ranks.
 
     Attributes:
         ranks: Global ranks with a dump.
@@ -163,7 +166,10 @@ class StuckCalls:
 
 
 def dump_files(folder: Path | None) -> dict[int, Path]:
-    """Returns a dict from rank to the path of its dump in ``folder``; empty without dumps."""
+    """Returns a dict from rank to the path of the rank's dump in ``folder``.
+
+    The dict is empty if there are no dumps.
+    """
     if folder is None or not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -180,7 +186,7 @@ def read_dumps(folder: Path) -> list[Dump]:
 
 
 def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
-    """Finds collectives and messages in ``dumps`` that do not finish, and the ranks to blame."""
+    """Finds unfinished collectives and messages in ``dumps``, and the ranks that block them."""
     by_rank = {dump.rank: dump for dump in dumps}
     pending: dict[tuple[str, tuple[int, ...], int], list[RecordedCall]] = {}
     for dump in dumps:
@@ -213,7 +219,10 @@ def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
 
 
 def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
-    """Describes the collective to which the unfinished ``calls`` belong."""
+    """Describes the collective to which the unfinished ``calls`` belong.
+
+    ``dumps`` contains the dump of each rank.
+    """
     call = calls[0]
     listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
     # torch does not list the members of gloo groups, so use the ranks that have used the group.
@@ -291,8 +300,9 @@ def _is_late(
 def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
     """Returns the global ranks of the sender and the receiver of a message.
 
-    The result is empty for a collective. If torch did not record the other rank, the result
-    contains only the rank that made the call.
+    The result is empty if ``call`` is a collective. If torch did not record the rank at the other
+    end, the result contains only the rank that made the call. ``dump`` is the dump of the calling
+    rank.
     """
     if not call.is_message:
         return ()
@@ -316,7 +326,10 @@ def _signature(call: RecordedCall) -> tuple[str, str]:
 
 
 def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
-    """Returns the ranks that block the job, a sentence with the reason, and advice."""
+    """Returns the ranks that block the job, the reason, and advice for the user.
+
+    ``stuck`` contains all calls that do not finish.
+    """
     if not stuck:
         return (), "every recorded collective has finished on the ranks that called it", ""
     if different := next((call for call in stuck if call.mismatch), None):
@@ -365,7 +378,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
 
 
 def _endless(stuck: StuckCall) -> tuple[str, str]:
-    """Returns a sentence and advice about a call that all ranks made but that does not finish."""
+    """Returns the reason and advice for a call that all ranks have made, but not finished."""
     call = stuck.call
     if call.is_message:
         return (
@@ -443,10 +456,10 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
 
 
 def _without_batches(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """Removes the entries that represent whole batches of messages from ``calls``.
+    """Returns ``calls`` without the entries that represent whole batches of messages.
 
-    torch marks only the entry of the batch as finished, but not the entries of its messages. The
-    mark is therefore copied to these messages.
+    torch marks only the entry of a batch as finished, but not the entries of the messages in the
+    batch. The mark is therefore copied to these messages.
     """
     kept: list[RecordedCall] = []
     for call in calls:
@@ -480,7 +493,10 @@ def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
 
 
 def _place(frames: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the innermost frame outside of libraries as text; empty if there is no such frame."""
+    """Returns the innermost frame outside of libraries as text.
+
+    The text is empty if there is no such frame.
+    """
     for frame in frames:
         if not _LIBRARY.search(str(frame["filename"])):
             file_name = "/".join(Path(str(frame["filename"])).parts[-2:])

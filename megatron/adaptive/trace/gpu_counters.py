@@ -11,10 +11,10 @@ import time
 from typing import Any
 
 GPU_POWER_LIMITED = "gpu_power_limited_ns"
-"""Name of the counter of the time in ns for which the power limit lowered the GPU's clock."""
+"""Name of the counter of the time in ns for which the power limit lowered the GPU's clock rate."""
 
 GPU_HOT = "gpu_hot_ns"
-"""Name of the counter of the time in ns for which the GPU's temperature lowered its clock."""
+"""Name of the counter of the time in ns for which heat lowered the GPU's clock rate."""
 
 GPU_ERRORS = "gpu_memory_errors"
 """Name of the counter of uncorrectable errors in the GPU's memory (ECC)."""
@@ -23,10 +23,10 @@ GPU_REPLAYS = "gpu_pcie_replays"
 """Name of the counter of PCIe packets that the GPU retransmitted."""
 
 GPU_CLOCK = "gpu_clock_mhz"
-"""Name of the counter with the current clock in MHz of the GPU's processors."""
+"""Name of the counter with the current clock rate in MHz of the GPU's processors."""
 
 GPU_FULL_CLOCK = "gpu_full_clock_mhz"
-"""Name of the counter with the maximum clock in MHz of the GPU's processors."""
+"""Name of the counter with the maximum clock rate in MHz of the GPU's processors."""
 
 GPU_CELSIUS = "gpu_celsius"
 """Name of the counter with the GPU's temperature in degrees Celsius."""
@@ -98,10 +98,10 @@ class GpuCounters:
         self._begun = dict(self._values)
 
     def end(self) -> dict[str, int]:
-        """Returns the counts since :meth:`begin`, and the current clocks, temperature and power.
+        """Returns the counts since :meth:`begin`, and the current values of all other counters.
 
-        The GPU is read at most once a second. Until the next reading, counts are 0 and the other
-        values stay the same.
+        The other counters are clock rates, the temperature and the power. The GPU is read at most
+        once a second. Until the next reading, counts are 0 and the other values stay the same.
         """
         if self._nvml is None:
             return {}

@@ -1,7 +1,8 @@
 """Watches this machine's ranks from a separate process, and reports the rank that blocks the job.
 
-The first rank on a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
-It imports only the standard library, so it starts fast. It works even if no rank responds::
+The first rank on a machine starts this module as ``python -I -S hang_watch.py FOLDER`` (see
+``engine/hang_guard.py``). The module imports only the standard library, so it starts fast. It works
+even if no rank responds::
 
     rank 0   a thread, each second ──> now_rank_00000.json ──┐
     rank 1   the same ───────────────> now_rank_00001.json ──┼─> this process: does nothing move?
@@ -32,10 +33,10 @@ from typing import Any, NamedTuple
 
 LEAST_S = 30.0
 STEPS = 10.0
-"""The default of ``--hang-after-s`` is 30 s or 10 median steps, whichever is longer."""
+"""Default of ``--hang-after-s`` as a multiple of the median step time, but at least 30 s."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Number of hang limits for which ranks may compute between steps without progress."""
+"""Multiple of the hang limit for which ranks may compute between steps without progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
 """Minimum usage per second of a working rank: processor time in seconds, processor time plus time
 in the run queue in seconds, and bytes read or written. Monitoring threads alone use less."""
@@ -94,7 +95,7 @@ class RankEvidence:
 
     @property
     def doing(self) -> str:
-        """Text with the current action of the rank, its microbatch, chunk and iteration."""
+        """Text with the action that the rank is running, its microbatch, chunk and iteration."""
         now = self.now
         doing = str(now.get("doing", ""))
         iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
@@ -106,7 +107,10 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Text with the code line that the main thread runs, except in ``threading``, ``queue``."""
+        """Text with the line of code that the main thread is running.
+
+        Frames in ``threading`` and ``queue`` are skipped.
+        """
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
@@ -115,17 +119,17 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """(Sender, kind, chunk, action index, microbatch) of each message that is waited for."""
+        """(Sender, kind, chunk, action index, microbatch) of each message that the rank needs."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
-        """Returns whether ``line`` or the file of one of the ``depth`` innermost frames matches."""
+        """Returns whether ``line`` or one of the ``depth`` innermost files matches ``pattern``."""
         files = [str(frame[0]) for frame in self.frames[:depth]]
         return any(pattern.search(text) for text in (*files, self.line))
 
     @property
     def collectives(self) -> Mapping[str, Sequence[Any]]:
-        """Maps each process group's name to (number of collectives started, member ranks)."""
+        """Maps the name of each process group to (number of collectives started, member ranks)."""
         collectives: Mapping[str, Sequence[Any]] = self.now.get("collectives", {})
         return collectives
 
@@ -137,7 +141,10 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished action number ``turn`` of ``kind`` on ``chunk``."""
+        """Returns whether the rank has finished action number ``turn`` of ``kind`` on ``chunk``.
+
+        The action belongs to the training step with index ``step``.
+        """
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -152,7 +159,7 @@ class Culprit:
         cause: One of ``ended``, ``stopped``, ``file system``, ``interpreter lock``,
             ``silent machine``, ``data reader``, ``lock``, ``device``, ``collective``, ``code``,
             ``network``, ``deadlock``.
-        text: Sentence that describes the ranks, their state and the code that they are executing.
+        text: Sentence that names the ranks, their state and the code that they are running.
         advice: Instruction for the user, such as a command that ends the hang.
     """
 
@@ -163,7 +170,10 @@ class Culprit:
 
 
 def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns which ranks block a job and why, given the evidence about all ranks of the job."""
+    """Returns the ranks that block a job, and the reason.
+
+    ``ranks`` contains the evidence about all ranks of the job.
+    """
     for symptom in _SYMPTOMS:
         if matching := [rank for rank in ranks if symptom.applies(rank)]:
             first = matching[0]
@@ -252,7 +262,10 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the result if ``rank`` blocks the job and does not wait for other ranks."""
+    """Describes why ``rank``, which does not wait for any other rank, blocks the job.
+
+    ``ranks`` contains the evidence about all ranks of the job.
+    """
     missed = next(
         (
             f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
@@ -294,8 +307,9 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
 def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
     """Returns the number of ranks that have started more collectives than ``candidate``.
 
-    A rank is counted if it is ahead in at least one process group and behind in none. If background
-    threads wait for each other, only these numbers of collectives show which rank is late.
+    A rank is counted if it has started more collectives than ``candidate`` in at least one process
+    group, and fewer in none. If background threads wait for each other, only these numbers show
+    which rank is late.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
@@ -308,13 +322,20 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers above ``begun`` of collectives in group ``name`` that ranks wait in."""
+    """Returns the numbers of the collectives in which ranks wait, if larger than ``begun``.
+
+    Only collectives of the process group called ``name`` are included.
+    """
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to the ranks it waits for: senders of inputs, or late collective members."""
+    """Returns, for each rank, the ranks that it waits for.
+
+    These are the senders of its inputs, or members of a process group that are late for a
+    collective.
+    """
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -336,7 +357,10 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns the number of ranks that wait for ``rank``, even indirectly, plus one."""
+    """Returns the number of ranks that wait for ``rank`` directly or indirectly, plus one.
+
+    ``edges`` maps each rank to the ranks that it waits for.
+    """
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -344,7 +368,11 @@ def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:
-    """Returns ranks that wait for each other in a cycle; empty if there is no deadlock."""
+    """Returns ranks that wait for each other in a cycle.
+
+    The list is empty if there is no deadlock. ``edges`` maps each rank to the ranks that it waits
+    for.
+    """
     for start in edges:
         path = [start]
         while others := sorted(edges.get(path[-1], ())):
@@ -380,8 +408,9 @@ class Stillness:
         limit_s: Value of ``--hang-after-s`` in seconds, or ``None`` for the default limit.
 
     Attributes:
-        paused: Number of collectives started in each process group if every rank is between two
-            steps of a user's own training loop and waits for no other rank; otherwise ``None``.
+        paused: Number of collectives that were started in each process group, if every rank is
+            between two steps of a user's own training loop and waits for no other rank. Otherwise
+            ``None``.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -459,7 +488,10 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the number of collectives started per group if all ``counts`` agree, or ``None``."""
+    """Returns the number of collectives started per process group if all ranks agree.
+
+    ``counts`` contains the numbers of each rank. The result is ``None`` if they differ.
+    """
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -472,7 +504,7 @@ _MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "slice", "done", 
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on, or ``["X"]`` after the exit."""
+    """Returns the fields of /proc/PID/stat after the name, or ``["X"]`` if ``pid`` has exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -480,7 +512,11 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float, float]:
-    """Returns the usage of each resource in :data:`_BUSY` since the process ``pid`` started."""
+    """Returns what the process ``pid`` has used since its start.
+
+    The values are the processor time in seconds, the processor time plus the time in the run queue
+    in seconds, and the number of bytes read or written.
+    """
     stat = _stat(pid)
     moved = 0
     waited_ns = 0
@@ -495,7 +531,9 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence about this machine's ranks from outside. This takes several seconds.
+    """Collects evidence about this machine's ranks from outside their processes.
+
+    This takes several seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -544,14 +582,15 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
 
 
 def main_frames(stack: str) -> list[tuple[str, int, str]]:
-    """Returns the main thread's frames, innermost first, from ``stack``, a dump of all threads.
+    """Returns the main thread's frames from ``stack``, with the innermost frame first.
 
-    ``py-spy`` marks the main thread; ``faulthandler`` prints it last.
+    ``stack`` contains the stacks of all threads. ``py-spy`` marks the main thread; ``faulthandler``
+    prints the main thread last.
     """
     threads: list[list[tuple[str, int, str]]] = []
     marked: list[tuple[str, int, str]] | None = None
     process = re.match(r"Process (\d+):", stack)
-    # The main thread's ID equals the process ID, which py-spy prints first.
+    # The ID of the main thread equals the process ID, which py-spy prints first.
     main = f"Thread {process[1]} " if process else "MainThread"
     for line in stack.splitlines():
         if "hread" in line and not line.startswith(" "):
@@ -594,7 +633,10 @@ def _source(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Returns each rank's last status report; empty if the file is from an earlier process."""
+    """Returns the last status report of each rank in ``pids``.
+
+    A report is empty if its file was written by an earlier process with a different process ID.
+    """
     nows: dict[int, dict[str, Any]] = {}
     for rank, pid in pids.items():
         now = _read_json(folder / f"now_rank_{rank:05d}.json")
@@ -603,7 +645,8 @@ def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    for _ in range(3):  # The read is repeated, because a rank may be writing the file.
+    # Read the file again if it is incomplete, because the rank may be writing it.
+    for _ in range(3):
         try:
             return dict(json.loads(path.read_bytes()))
         except FileNotFoundError:
@@ -614,7 +657,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
-    """Returns a hang report as text, with the culprit, a line per rank, and all stacks."""
+    """Returns a hang report as text, with the culprit, a line per rank, and all stacks.
+
+    ``still_s`` is the time in seconds without progress.
+    """
     lines = [
         f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",
@@ -636,7 +682,10 @@ def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float)
 
 
 class _Watch:
-    """Checks this machine's ranks every second until the parent process exits."""
+    """Checks every second whether the ranks of this machine make progress.
+
+    The checks end when the parent process exits.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -674,7 +723,8 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # A hang detector that sends evidence has found a hang, and waits for a reply.
+        # If another machine's hang detector sends evidence, it has found a hang and waits for a
+        # reply.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
@@ -690,7 +740,11 @@ class _Watch:
         self._publish(still_s)
 
     def _publish(self, still_s: float, evidence: Sequence[RankEvidence] = ()) -> None:
-        """Writes the time without progress and ``evidence`` to a file that other machines read."""
+        """Writes a file that the hang detectors of other machines read.
+
+        The file contains the time without progress, ``still_s``, and ``evidence`` about this
+        machine's ranks.
+        """
         if self._job["machines"] < 2:
             return
         self._beat += 1
@@ -705,7 +759,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Returns the last report of each other machine. Reports that are too old are empty."""
+        """Returns the last report of each other machine. A report that is too old is empty."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")
@@ -752,7 +806,12 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Waits some seconds for evidence from other machines' hang detectors, and returns it."""
+        """Waits some seconds for evidence from the hang detectors of other machines.
+
+        Returns the evidence about the ranks of the other machines. Meanwhile, ``still_s``, the time
+        without progress, and ``evidence`` about this machine's ranks are published for the other
+        machines.
+        """
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:
@@ -782,7 +841,7 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Runs the hang detector until its parent exits, then deletes the folder of reports."""
+    """Runs the hang detector until its parent exits, and then deletes the folder of reports."""
     folder = Path(sys.argv[1])
     with contextlib.suppress(OSError):
         os.nice(10)

@@ -1,4 +1,4 @@
-"""Reads and writes the operators and kernels of single steps, for ``--trace-detail kernels``.
+"""Reads and writes the operators and kernels of selected steps, for ``--trace-detail kernels``.
 
 A rank that records kernels writes a file ``kernels_rank_00000.jsonl`` next to its trace, with one
 line per step. Each line contains the total time of all kernels by action and name, and the start
@@ -115,7 +115,10 @@ def summed(
 def _add(
     sums: dict[tuple[str, str], tuple[int, int]], key: tuple[str, str], row: tuple[int, int]
 ) -> None:
-    """Adds ``row``, a number of kernels and their time in ns, to the totals of ``key``."""
+    """Adds ``row``, a number of kernels and their time in ns, to the totals of ``key`` in ``sums``.
+
+    ``key`` consists of the action and the name of the kernels.
+    """
     count, total_ns = sums.get(key, (0, 0))
     sums[key] = count + row[0], total_ns + row[1]
 
@@ -171,7 +174,10 @@ class KernelFile:
             self._file.close()
 
     def _line_end(self) -> bytes:
-        """Returns a newline if a killed process left an incomplete line, otherwise no bytes."""
+        """Returns a newline if the file ends with an incomplete line, otherwise no bytes.
+
+        A process that was killed may have left such a line.
+        """
         with self._path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
@@ -182,7 +188,7 @@ def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
     """Reads the kernels of ``rank`` for each step, with times on the run's common clock.
 
     Damaged lines are skipped; :func:`kernel_notes` reports them. If a step was recorded twice, the
-    second record is used.
+    later record is used.
     """
     trace = run.ranks[rank]
     steps, _ = _read(kernels_path(trace.index.path.parent, rank))
@@ -260,7 +266,7 @@ def _step(record: Any) -> StepKernels:
 
 
 def _whole(value: Any) -> int:
-    """Returns ``value``; raises ``ValueError`` unless it is an integer from 0 to ``_LIMIT``."""
+    """Returns ``value``, or raises ``ValueError`` unless it is an integer from 0 to ``_LIMIT``."""
     if type(value) is int and 0 <= value < _LIMIT:
         return value
     raise ValueError("the value is not an integer, or is out of range")

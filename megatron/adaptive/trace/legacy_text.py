@@ -14,10 +14,11 @@ schedule for p ranks and c chunks::
     number = (microbatch // p) * (p * c)  +  k * p  +  microbatch % p
     k = chunk for forward,  c - 1 - chunk for backward and weight
 
-Pauses between iterations are not written. This module adds ``#`` lines with the names of the run,
-the schedule and the placement, and appends the iteration number to each marker. The script ignores
-these additions. ``weight start`` and ``weight finished`` mark weight-gradient passes (W). The
-format cannot express waits, message sizes and memory, which the JSON-lines files contain.
+The pauses between iterations are not written. This module adds ``#`` lines with the names of the
+run, the schedule and the placement, and appends the iteration number to the lines that start or end
+an iteration. The script ignores these additions. ``weight start`` and ``weight finished`` mark
+weight-gradient passes (W). The format cannot express waits, message sizes and memory, which the
+JSON-lines files contain.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def legacy_name(num_ranks: int, num_chunks: int) -> str:
 
 
 def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Returns the number of pipeline ranks, and of chunks per rank, from the file name of ``path``.
+    """Returns the numbers of pipeline ranks and chunks per rank in the file name of ``path``.
 
     The result is ``None`` if the name has another form.
     """

@@ -69,13 +69,13 @@ def load_run(
 def newest_run(
     patterns: Sequence[str], parents: Sequence[Path] = PARENTS, *, may_be_empty: bool = False
 ) -> Path | None:
-    """Returns the folder of the newest run, and prints its path to stderr.
+    """Returns the folder of the newest run, and prints its path to standard error.
 
     Args:
         patterns: Patterns of files, relative to a run's folder. The newest run is the run whose
             matching files changed last.
         parents: Folders that contain runs.
-        may_be_empty: Whether to include a run in ``runs`` that has no matching file yet.
+        may_be_empty: Whether to include a run in the folder ``runs`` that has no matching file yet.
 
     Returns:
         Path of the folder, or ``None`` if there is no run.
@@ -107,8 +107,9 @@ def searched(parents: Sequence[Path] = PARENTS) -> str:
 def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
     """Returns the subfolders of ``parent`` that are candidates for the newest run.
 
-    The list is empty if the folder cannot be read. For ``runs``, the list contains only the target
-    of ``runs/latest`` if that run has the required files.
+    The list is empty if the folder cannot be read. For the folder ``runs``, the list contains only
+    the target of ``runs/latest`` if that run has a file that matches ``patterns`` or if
+    ``may_be_empty`` is ``True``.
     """
     if parent == _HERE:
         return [parent]

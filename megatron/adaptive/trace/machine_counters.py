@@ -66,7 +66,10 @@ THROTTLED = "throttled_ns"
 """Name of the counter of the time in ns for which a control group's quota stopped its processes."""
 
 STEAL = "steal_ns"
-"""Name of the counter of the time in ns that the host took away, averaged over processors."""
+"""Name of the counter of the time in ns that a virtual machine's host took from a processor.
+
+The time is averaged over the machine's processors.
+"""
 
 MEMORY_WAIT = "memory_wait_ns"
 """Name of the counter of the time in ns for which programs waited for memory (reclaim, swap)."""
@@ -84,13 +87,13 @@ Only the process that read most is counted. Reads from the page cache are not in
 """
 
 CLOCK = "clock_khz"
-"""Name of the counter with the clock in kHz of the processor that this process used last."""
+"""Name of the counter with the clock rate in kHz of the processor that this process used last."""
 
 CLOCK_LIMIT = "clock_limit_khz"
-"""Name of the counter with the configured clock limit in kHz of this processor."""
+"""Name of the counter with the configured limit on this processor's clock rate in kHz."""
 
 FULL_CLOCK = "full_clock_khz"
-"""Name of the counter with the maximum clock in kHz that this processor's hardware supports."""
+"""Name of the counter with the maximum clock rate in kHz that this processor supports."""
 
 MACHINE_BUSY = "machine_busy_ns"
 """Name of the counter of the processor time in ns that all programs of the machine used."""
@@ -222,7 +225,7 @@ class MachineCounters:
     All methods must be called from the same thread.
 
     Args:
-        gpu_uuid: ID of the process's GPU, as in ``nvidia-smi -L``; empty if there is none.
+        gpu_uuid: ID of the process's GPU, as in ``nvidia-smi -L``; empty if the process has no GPU.
         gpu_ranks: Number of ranks of the job that share the GPU.
         interface: Name of the network interface that the job uses; empty if unknown.
 
@@ -258,16 +261,17 @@ class MachineCounters:
         self.missing = (*missing, *self._gpu.missing)
 
     def begin(self) -> None:
-        """Reads all counters as the starting point for the counts returned by :meth:`end`."""
+        """Reads all counters. The method :meth:`end` returns the increase since this call."""
         self._begun = self._read()
         self._turns_begun = self._turns
         self._tcp_begun = self._tcp.read()
         self._gpu.begin()
 
     def end(self) -> dict[str, int]:
-        """Returns a dict from counter name to its increase since :meth:`begin`.
+        """Returns the increase of each counter since :meth:`begin`, by counter name.
 
-        Clocks, the link speed and the number of processors are current values. Zeros are omitted.
+        For clock rates, the link speed and the number of processors, the current values are
+        returned. Zeros are omitted.
         """
         counts = dict.fromkeys(COUNTERS, 0)
         for (name, source), value in self._read().items():
@@ -295,7 +299,7 @@ class MachineCounters:
         self._processor = -1
 
     def _read(self) -> dict[tuple[str, str], int]:
-        """Returns a dict from (counter name, source) to value.
+        """Returns the value of each counter. The keys of the dict are (counter name, source).
 
         Some counters have several sources, such as nested control groups.
         """
@@ -318,7 +322,7 @@ class MachineCounters:
         return {key: value for key, value in values.items() if value is not None}
 
     def _read_threads(self, threads: Iterable[str]) -> dict[str, _Turns]:
-        """Returns a dict from thread ID to the thread's waits, without threads that have exited."""
+        """Returns the waits of ``threads`` by thread ID, without threads that have exited."""
         values = {thread: self._threads[thread].value() for thread in threads}
         return {thread: turns for thread, turns in values.items() if turns is not None}
 
@@ -341,7 +345,7 @@ class MachineCounters:
         return longest.waited_ns, of_messages.waited_ns // max(1, of_messages.number)
 
     def _read_clocks(self) -> dict[str, int]:
-        """Returns a dict from counter name to clock in kHz for the processor that was used last."""
+        """Returns the clock rates in kHz of the processor that was used last, by counter name."""
         stat = _opened("/proc/self/stat")
         if stat is None:
             return {}
@@ -427,8 +431,8 @@ def _renew(
 
 
 def _sources() -> Iterator[tuple[str, _Source[int]]]:
-    """Yields (counter name, open file) for the counters of the machine and of this process."""
-    # Every control group from the process's own group up to the root may have a quota.
+    """Yields the name and the open file of each counter of the machine or of this process."""
+    # Any control group from the group of the process up to the root may have a quota.
     quotas = [str(folder / "cpu.stat") for folder in control_groups.folders("cpu")]
     files: list[tuple[str, str, Callable[[bytes], int]]] = [
         *((THROTTLED, path, _throttled_ns) for path in quotas),
@@ -461,7 +465,10 @@ def _opened(path: str) -> BinaryIO | None:
 
 
 def _name_of(thread: str) -> str:
-    """Returns the kernel's name for ``thread`` of this process; empty if the thread has exited."""
+    """Returns the kernel's name for ``thread`` of this process.
+
+    The name is empty if the thread has exited.
+    """
     file = _opened(f"{_TASKS}/{thread}/comm")
     if file is None:
         return ""

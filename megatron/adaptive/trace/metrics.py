@@ -96,10 +96,12 @@ class RankFigures:
         median_ns: ``[iterations, chunks, 3]``, median duration of the actions in ns, excluding the
             time in which they read data or sent messages.
         mad_ns: ``[iterations, chunks, 3]``, median absolute deviation from ``median_ns``.
-        peak_microbatches: Maximum number of microbatches in flight, which have run their forward
-            but not their backward pass. Slices are added up to whole microbatches and rounded up.
-            Frozen stages, which have no backward passes, keep none.
-        peak_in_flight_bytes: Maximum total size in bytes of the activations held.
+        peak_microbatches: Maximum number of microbatches in flight. A microbatch is in flight from
+            its forward pass to its backward pass. Slices are added up to whole microbatches and
+            rounded up. Frozen stages, which have no backward passes, have no microbatches in
+            flight.
+        peak_in_flight_bytes: Maximum total size in bytes of the activations that are kept in
+            memory.
         transfer_bytes: Total size in bytes of all messages that actions received and sent.
     """
 
@@ -123,7 +125,7 @@ class RankFigures:
 
     @property
     def work_ns(self) -> Floats:
-        """Robust computing time in ns: number of actions multiplied by their median duration."""
+        """Computing time in ns, computed from the medians so that it is robust to outliers."""
         work: Floats = (self.count * np.nan_to_num(self.median_ns)).sum(axis=(-2, -1))
         return work
 
@@ -149,7 +151,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def pipelines(self) -> list[Ints]:
-        """Arrays with the indices of each pipeline's ranks on the rank axis."""
+        """Indices of each pipeline's ranks on the rank axis, with one array per pipeline."""
         positions = np.stack([self.dp_rank, self.tp_rank])
         return [
             np.flatnonzero((positions == position[:, None]).all(axis=0))
@@ -158,7 +160,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Start and end of the step in each rank's pipeline; two arrays ``[iterations, ranks]``."""
+        """Start and end of the step in each rank's pipeline, both ``[iterations, ranks]``."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -178,7 +180,7 @@ class RunFigures(RankFigures):
 
     @property
     def step_ns(self) -> Ints:
-        """``[iterations, ranks]``, time in ns from the first start to the last end of an action."""
+        """``[iterations, ranks]``, time in ns from the first to the last action in the pipeline."""
         return self._step[1] - self._step[0]
 
     @property
@@ -191,7 +193,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def parts_ms(self) -> Floats:
-        """``[iterations, ranks, parts]``, time in ms of each part of the step, see :data:`PARTS`.
+        """``[iterations, ranks, parts]``, time in ms of each part of the step (:data:`PARTS`).
 
         The parts add up to the step time unless clocks disagree. Values are NaN if nothing was
         recorded.
@@ -220,7 +222,8 @@ class RunFigures(RankFigures):
             Arrays ``[ranks, iterations]`` for the ranks and ``[replicas, stages]`` for the stages.
             Values are relative to the mean, and NaN if nothing was recorded.
         """
-        work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)  # The sums are per chunk.
+        # The sums are taken over the kinds of actions, so they are per chunk.
+        work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)
         is_recorded = self.num_actions > 0
         usual = max(1.0, float(work[is_recorded].sum(axis=-1).mean()))
         by_rank = np.where(is_recorded, work.sum(axis=-1) / usual, np.nan).T
@@ -249,8 +252,8 @@ def run_figures(
         iterations: Numbers of the iterations to include, or ``None`` for all.
         ranks: Global ranks to include, or ``None`` for all. Step times cover only these ranks.
         workers: Number of processes that read files. ``None`` means one per processor core, or only
-            this process if that is faster. If it is more than one, the calling program needs an
-            ``if __name__ == "__main__"`` guard, because each process imports it again.
+            this process if that is faster. With several processes, the calling program needs an
+            ``if __name__ == "__main__"`` guard, because each process imports the program again.
 
     Raises:
         TraceError: A file is damaged, or there are no spans for these iterations and ranks.
@@ -395,7 +398,11 @@ def _within_actions(
 def _parts(
     traces: Sequence[RankTrace], only: frozenset[int] | None, num_chunks: int, workers: int | None
 ) -> Iterator[RankFigures]:
-    """Yields the statistics of each rank in the order of ``traces``, using several processes."""
+    """Yields the statistics of each rank in the order of ``traces``, using several processes.
+
+    ``only`` contains the iterations to read, or is ``None`` for all. ``workers`` is the number of
+    processes, or ``None`` to choose it by the size of the files.
+    """
     size = sum(
         block.size_bytes
         for trace in traces
@@ -430,14 +437,17 @@ def _sums(groups: Ints, values: Ints, count: int) -> Ints:
 
 
 def _by_kind(table: TraceTable, row: Ints, count: int) -> Ints:
-    """Returns the total duration in ns of each kind of span, ``[iterations, kinds]``."""
-    width = len(KINDS) + 1  # The last column adds up unknown kinds.
+    """Returns the total duration in ns of each kind of span, ``[iterations, kinds]``.
+
+    ``row`` contains the index of each span's iteration, and ``count`` is the number of iterations.
+    """
+    width = len(KINDS) + 1  # The last column contains the sums of unknown kinds.
     sums = _sums(row * width + table.kind, table.duration_ns, count * width)
     return sums.reshape(count, width)[:, : len(KINDS)]
 
 
 def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Applies ``function`` (such as ``np.maximum``) to each group of consecutive values.
+    """Applies ``function``, such as ``np.maximum``, to each group of consecutive values.
 
     Group i consists of ``sizes[i]`` values starting at index ``begins[i]``. The result for an empty
     group is 0.
@@ -458,8 +468,8 @@ def _covered(actions: TraceTable) -> Ints:
     reach = np.maximum.accumulate(actions.end_ns)
     free_from = np.concatenate([actions.start_ns[:1], reach[:-1]])
     later = np.flatnonzero(np.diff(actions.iteration, prepend=actions.iteration[0] - 1))
-    # Actions of two iterations do not overlap. But if the clock was set back between them, the
-    # first iteration would seem to cover the second.
+    # Actions of two iterations do not overlap. But if the clock was set back between the
+    # iterations, the first iteration would seem to cover the second.
     free_from[later] = actions.start_ns[later]
     covered: Ints = np.maximum(0, actions.end_ns - np.maximum(actions.start_ns, free_from))
     return covered
@@ -537,9 +547,12 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
 def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints) -> Ints:
     """Returns the maximum number of microbatches in flight in each iteration.
 
-    The forward pass of a slice counts as the fraction ``share`` of a microbatch, and as 0 in a
-    frozen chunk, which keeps nothing for a backward pass. Sums are rounded up to whole
+    The forward pass of a slice counts as the fraction ``share`` of a microbatch. In a frozen chunk,
+    it counts as 0, because nothing is kept for a backward pass. Sums are rounded up to whole
     microbatches.
+
+    ``row`` contains the index of each action's iteration. Iteration i has ``sizes[i]`` actions,
+    starting at index ``begins[i]``.
     """
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
     held = np.cumsum(step * share)
@@ -577,7 +590,10 @@ class LayerFigures:
 
 
 def layer_figures(run: RunTrace, iteration: int) -> list[LayerFigures]:
-    """Returns the times of each layer in ``iteration``; empty if layers were not timed."""
+    """Returns the times of each layer in ``iteration`` of ``run``.
+
+    The list is empty if layers were not timed.
+    """
     of_layer: dict[int, dict[int, tuple[int, ...]]] = {}
     for rank, trace in run.ranks.items():
         for layer, *times in trace.layers(iteration):

@@ -5,9 +5,9 @@ its current action (``status_files``), and the trainer's progress file. Any of t
 Clocks of different machines are compared by their time of day, which is accurate enough for a
 display.
 
-No data is read twice. If a trace file is large, only its header and its end are read at first. Each
-marker contains the size of its spans, so that older spans can be skipped. Only complete blocks of
-spans are read.
+No data is read twice. If a trace file is large, only its header and its end are read at first. The
+line before the spans of an iteration (the marker) contains their size, so that older spans can be
+skipped. Only complete blocks of spans are read.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class LiveRank:
             yet.
         is_gone: Whether the rank's process has exited.
         iteration: Number of the latest iteration in the rank's trace, or 0 if there is none.
-        held_bytes: Maximum total size in bytes of the activations held during the latest iteration.
+        held_bytes: Maximum total size in bytes of the activations that were kept in memory during
+            the latest iteration.
         busy: Fraction of the step time in which the rank computes, or ``None`` if unknown.
         waits: Fraction of the step time in which the rank waits, by cause.
         compute_ms: Total time in ms of the rank's actions per iteration, or ``None`` if unknown.
@@ -144,7 +145,10 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Trace header of any rank, for fields that are equal on all ranks, or ``None``."""
+        """Trace header of any rank, or ``None`` if there is no trace yet.
+
+        Only fields that are equal on all ranks should be used.
+        """
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
     @property
@@ -163,7 +167,10 @@ class Snapshot:
         return float(value) if isinstance(value, int | float) else None
 
     def left_s(self) -> float | None:
-        """Estimates how many seconds remain until training ends, from the latest iterations."""
+        """Estimates how many seconds remain until training ends, or returns ``None`` if unknown.
+
+        The estimate is based on the latest iterations.
+        """
         recent = self.progress[-20:]
         if len(recent) < 2 or not self.total_iterations:
             return None
@@ -217,7 +224,7 @@ class LiveRun:
         self._progress = ProgressTail(progress_file(folder))
 
     def refresh(self) -> Snapshot:
-        """Reads the data appended to the files, and returns the state of the run."""
+        """Reads the data that was appended to the files, and returns the state of the run."""
         folder = self._folder / TRACES
         if not ((folder / PROGRESS_NAME).exists() or trace_files(folder)):
             folder = self._folder
@@ -302,7 +309,7 @@ class RankTail:
         return self._index.header
 
     def refresh(self) -> bool:
-        """Reads new data from the file, and returns whether there was any."""
+        """Reads new data from the file, and returns whether there was any new data."""
         try:
             status = self.path.stat()
         except OSError:
@@ -326,7 +333,7 @@ class RankTail:
         return True
 
     def _skip(self) -> None:
-        """Reads the header of a large file, then skips to a marker near the end of the file."""
+        """Reads the header of a large file, and then skips to a marker near the end of the file."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
             tail_bytes = self._tail_bytes
@@ -372,7 +379,7 @@ def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
 
 
 def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list[float]]:
-    """Returns the fractions of the latest steps in which each rank computes and waits.
+    """Returns the fractions of the latest steps for which each rank computes and waits.
 
     Returns:
         Fractions of the step time in which each rank computes (``busy``) and waits (``waits``), as
@@ -439,7 +446,7 @@ def _rank(
 
 def _is_gone(header: TraceHeader, age_s: float) -> bool:
     if age_s < SILENT_S / 2 or header.host != socket.gethostname():
-        # The rank has just reported, or its process is not in the /proc of this machine.
+        # The rank has just reported, or /proc on this machine does not contain its process.
         return False
     return not os.path.exists(f"/proc/{header.pid}")
 

@@ -81,7 +81,7 @@ class TcpCounters:
                 self._connections.append(int(name))
 
     def read(self) -> dict[int, tuple[int, int]]:
-        """Returns a dict from file descriptor to (segments sent, segments retransmitted)."""
+        """Returns the numbers of segments sent and retransmitted, by file descriptor."""
         counts = ((number, self._counts(number)) for number in self._connections)
         return {number: of_one for number, of_one in counts if of_one is not None}
 

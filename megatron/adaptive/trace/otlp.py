@@ -160,7 +160,7 @@ def otlp_spans(
 
 
 def _id(size_bytes: int, *parts: object) -> str:
-    """Returns a hexadecimal ID that depends only on ``parts``."""
+    """Returns a hexadecimal ID of ``size_bytes`` bytes that depends only on ``parts``."""
     text = " ".join(map(str, parts)).encode()
     return hashlib.blake2b(text, digest_size=size_bytes).hexdigest()
 
@@ -174,7 +174,10 @@ def _name(span: Span) -> str:
 
 
 def _details(span: Span, slices: SliceCounts) -> dict[str, Any]:
-    """Returns the attributes of ``span`` by name."""
+    """Returns the attributes of ``span`` by name.
+
+    ``slices`` is the number of slices of each microbatch.
+    """
     item = span.numbers(slices)
     numbers = {
         "iteration": span.iteration,
@@ -268,8 +271,9 @@ class _SentBefore(NamedTuple):
 
     Attributes:
         num_spans: Number of spans that were converted.
-        has_step: Whether they include the span of the step.
-        slices: Number of slices of each microbatch, which markers of late spans do not contain.
+        has_step: Whether these spans include the span of the step.
+        slices: Number of slices of each microbatch. It is stored here because the markers of late
+            spans do not contain it.
     """
 
     num_spans: int
@@ -387,7 +391,7 @@ class SpanSender:
         self._count(dropped=left)
 
     def _fails(self, reason: str) -> None:
-        """Delays the next attempt, and prints a warning after the first failure."""
+        """Delays the next attempt, and prints a warning with ``reason`` after the first failure."""
         self._next_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
         if not self._is_down:

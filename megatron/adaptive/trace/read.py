@@ -108,7 +108,7 @@ class RankTrace:
         return slices_of(self.header, blocks[0].marker)
 
     def frozen_chunks(self, iteration: int) -> int:
-        """Returns the number of chunks of this rank that ran no backward passes."""
+        """Returns the number of this rank's chunks that ran no backward passes in ``iteration``."""
         blocks = self._blocks.get(iteration)
         return frozen_chunks_of(self.header, blocks[0].marker) if blocks else 0
 
@@ -165,7 +165,10 @@ class RankTrace:
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
-        """Returns the spans of ``iteration`` as objects; empty if it was not recorded."""
+        """Returns the spans of ``iteration`` as objects.
+
+        The tuple is empty if the iteration was not recorded.
+        """
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
@@ -445,7 +448,10 @@ def frozen_chunks_of(header: TraceHeader, marker: IterationStart) -> int:
 
 
 def describe_numbers(numbers: Iterable[int]) -> str:
-    """Returns numbers as text with ranges (``1-20, 30``), or ``none``. Long lists are shortened."""
+    """Returns ``numbers`` as text with ranges, such as ``1-20, 30``.
+
+    Long lists are shortened. Without numbers, the text is ``none``.
+    """
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
@@ -507,7 +513,7 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
 
 
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
-    """Returns ``table`` with times on the run's common clock.
+    """Returns ``table`` with times converted by ``fit`` to the run's common clock.
 
     If the rank's clock was set back during a span, the duration of the span is 0 instead of
     negative.
@@ -517,14 +523,17 @@ def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
 
 
 def _on_clock(group: GroupCollectives, fit: ClockFit) -> GroupCollectives:
-    """Returns ``group`` with times on the run's common clock."""
+    """Returns ``group`` with times converted by ``fit`` to the run's common clock."""
     return replace(group, kept=_rows_on_clock(group.kept, fit))
 
 
 def _rows_on_clock(
     rows: Sequence[tuple[int, int, int, int]], fit: ClockFit
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Returns ``rows`` with their last two numbers (start and end) on the run's common clock."""
+    """Returns ``rows`` with their last two numbers converted to the run's common clock.
+
+    These numbers are a start and an end in ns on the rank's clock, which ``fit`` converts.
+    """
     times = np.array([row[2:] for row in rows], dtype=np.int64).reshape(-1, 2)
     moved = fit.apply(times.reshape(-1)).reshape(-1, 2).tolist()
     return tuple(

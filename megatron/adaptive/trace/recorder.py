@@ -216,9 +216,9 @@ class Recorder(AbstractContextManager["Recorder"]):
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        Blocks only if the queue is full, for at most 10 s. If the queue is still full, the
-        iteration is dropped. Later iterations are then dropped without waiting until the queue has
-        space.
+        This method blocks only if the queue is full, for at most 10 s. If the queue is still full,
+        the iteration is dropped. Until the queue has space again, later iterations are dropped
+        immediately.
         """
         begun, rows = self._begun, self._rows
         self._begun, self._rows = None, None
@@ -255,7 +255,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer(ClockSamples(0, ()))  # An empty record wakes the writer thread.
 
     def close(self) -> None:
-        """Writes all remaining spans and closes the file. Can be called more than once."""
+        """Writes all remaining spans and closes the file. This method can be called repeatedly."""
         if not self._open:
             return
         self.end_iteration()

@@ -68,7 +68,7 @@ class Now:
         since_s: Seconds since the activity began, accurate to about :data:`PERIOD_S`.
         done: Number of finished forward passes, backward passes and separate weight-gradient passes
             in the current iteration, over all chunks. Each slice counts as one pass.
-        held_bytes: Total size in bytes of the activations held.
+        held_bytes: Total size in bytes of the activations that the rank keeps in memory.
     """
 
     unix_ns: int
@@ -164,7 +164,8 @@ class NowFile:
             read_state: Function that returns fields of :class:`Now`, or ``None`` to write nothing.
         """
         if read_state is not None:
-            with contextlib.suppress(Exception):  # The function may fail while the run shuts down.
+            # The function may raise an exception while the run shuts down.
+            with contextlib.suppress(Exception):
                 self.write({**({} if self._failed else read_state()), "doing": ENDED})
         self._close()
 

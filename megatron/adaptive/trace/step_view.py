@@ -41,7 +41,7 @@ class PipelineStep:
         lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
             have the same size.
         figures: Statistics of this iteration for each pipeline rank that has a trace.
-        bubble_note: Remark to print after a bubble; empty unless ranks share a GPU.
+        bubble_note: Remark to print after the idle fraction; empty unless ranks share a GPU.
         num_slices: Number of slices of each microbatch, or 1 if microbatches are not split.
     """
 
@@ -71,7 +71,7 @@ class PipelineStep:
 
     @cached_property
     def step_ns(self) -> int:
-        """Time in ns from the first start to the last end of an action on any rank."""
+        """Time in ns from the start of the first action to the end of the last action."""
         return max(span.end_ns for row in self.rows for span in row)
 
     @property
@@ -91,7 +91,11 @@ class PipelineStep:
         return microbatches_text(self.num_microbatches, self.num_slices)
 
     def numbers(self, span: Span) -> str:
-        """Returns chunk and microbatch of ``span``, such as ``0-3``, or ``0-3.5`` for slice 5."""
+        """Returns the chunk and the microbatch of ``span`` as text.
+
+        For example, ``0-3`` stands for chunk 0 and microbatch 3, and ``0-3.5`` for slice 5 of this
+        microbatch.
+        """
         return f"{span.chunk}-{span.item(self.num_slices)}"
 
     @cached_property

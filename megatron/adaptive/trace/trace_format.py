@@ -178,14 +178,14 @@ class SpanRow(NamedTuple):
         chunk: Local index of the model chunk, or -1 if there is none.
         microbatch: Index of the microbatch within the iteration, or -1 if there is none. If
             microbatches are split into slices, this is the index of the slice, counted over all
-            microbatches of the iteration. Only spans of kind ``data`` then still have the index of
-            the microbatch.
+            microbatches of the iteration, except in spans of kind ``data``.
         piece: Index of the piece if a weight-gradient pass (W) is computed in several pieces;
             otherwise 0.
         start_ns: Start time in nanoseconds on the rank's monotonic clock.
         end_ns: End time in nanoseconds on the same clock; the file stores the duration instead.
         bytes: Size in bytes of a message, or of all messages that an action received and sent.
-        in_flight_bytes: Total size in bytes of the activations held after the span started.
+        in_flight_bytes: Total size in bytes of the activations in memory after the start of the
+            span.
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
         peer: Global rank of the other side of a message, or -1 if there is none.
         of: Index of the kind of action that a wait or a message belongs to, or -1 if there is none.
@@ -256,8 +256,8 @@ class TraceHeader:
         gpu_ranks: Number of ranks, including this rank, that use this rank's GPU; 1 on a CPU or if
             unknown.
         num_slices: Number of slices into which each microbatch is split along its sequence. It is 1
-            if microbatches are not split, or if they have different numbers of slices. In the
-            latter case, each iteration's marker has ``slices``.
+            if microbatches are not split, or if they have different numbers of slices. If the
+            numbers differ, the marker of each iteration contains them in ``slices``.
         uncounted: Names of the counters of :mod:`machine_counters` that are unavailable on the
             rank's machine.
         device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.
@@ -347,7 +347,10 @@ class GroupCollectives:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Creates an object from ``record``, an entry of a marker whose values were checked."""
+        """Creates an object from ``record``, an entry of a marker whose values were checked.
+
+        ``start_ns`` is the start of the iteration on the rank's monotonic clock.
+        """
         kept = tuple(
             (number, of, start_ns + start, start_ns + start + duration)
             for number, of, start, duration in record["kept"]
@@ -497,7 +500,8 @@ class Span:
         iteration: Iteration number.
         wait_ns: Time in ns for which the rank was idle before this action.
         bytes: Size in bytes of a message, or of all messages that an action received and sent.
-        in_flight_bytes: Total size in bytes of the activations held after the span started.
+        in_flight_bytes: Total size in bytes of the activations in memory after the start of the
+            span.
         piece: Index of the piece if a weight-gradient pass (W) is computed in several pieces;
             otherwise 0.
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
@@ -533,7 +537,10 @@ class Span:
         return item_label(self.microbatch, num_slices)
 
     def numbers(self, num_slices: SliceCounts) -> dict[str, int]:
-        """Returns the indices of the microbatch and, if microbatches are split, the slice."""
+        """Returns the index of the microbatch and, if microbatches are split, of the slice.
+
+        The keys of the dict are ``microbatch`` and ``slice``.
+        """
         if self.microbatch < 0:
             return {}
         is_whole = num_slices == 1 or self.action == "data"

@@ -49,7 +49,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_group(value: Any) -> bool:
-    """Returns whether ``value`` has the form of a ``trace_format.GroupCollectives`` in a marker."""
+    """Returns whether ``value`` has the form of a ``trace_format.GroupCollectives`` in a file."""
     if not isinstance(value, dict):
         return False
     operations = value.get("operations")
@@ -157,7 +157,10 @@ def value_of(
 
 
 def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
-    """Returns the number of microbatches in a marker, after checking that it is plausible."""
+    """Returns the number of microbatches in the marker ``record``, after checking its range.
+
+    ``origin`` is the position of the marker for error messages.
+    """
     number: int = value_of(record, "num_microbatches", "int", origin)
     most = MAX_SIZES["num_microbatches"]
     if not 0 <= number <= most:

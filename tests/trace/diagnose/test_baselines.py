@@ -21,7 +21,10 @@ def fitted(folder: Path, **options: Any) -> RankBaselines:
 
 
 def drawn(seed: int, ranks: int = 4, count: int = 20) -> RankBaselines:
-    """Returns baselines of random ranks whose computing times differ only by noise."""
+    """Returns baselines of ``ranks`` random ranks that differ only by noise.
+
+    The series have ``count`` iterations.
+    """
     rng = np.random.default_rng(seed)
     levels, noise = rng.normal(0, ALIKE, ranks), rng.normal(0, 0.03, (count, ranks))
     return RankBaselines(

@@ -93,7 +93,7 @@ def test_waits_and_transfers_add_up(tmp_path: Path) -> None:
     assert figures.last_ms == pytest.approx(0.4 * NUMBER, rel=0.15)
     assert figures.wait_ms + figures.transfer_ms == pytest.approx(whole_ns / 2 / 1e6)
     (tmp_path / "trace_rank_00001.jsonl").unlink()
-    # Remove the trace of one member of the group.
+    # The trace of one member was removed, so the group is ignored.
     assert join_collectives(read_run(tmp_path), [3]) == []
 
 

@@ -1,4 +1,4 @@
-"""Compares the computed probability of a number of spikes with random draws."""
+"""Checks the computed probability of a number of spikes against random draws."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""Tests the import of files from torch.profiler. ``make_profiles`` wrote these to ``profiles``."""
+"""Tests the import of files that torch.profiler wrote.
+
+The files in ``profiles`` were created by ``make_profiles``.
+"""
 
 import gzip
 import json
@@ -244,7 +247,8 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
 def _loop(shift_us: float = 0, names: tuple[str, str] = ("forward_step", "backward_step")) -> Any:
     """Returns the events of two steps with two microbatches each on one rank.
 
-    No event names the rank. ``names`` contains the names of the forward and backward ranges.
+    No event names the rank. ``shift_us`` is the start of the first step in microseconds. ``names``
+    contains the names of the forward and backward ranges.
     """
     events = []
     for step in range(2):

@@ -41,7 +41,7 @@ class Page:
         self.head = self._script("page")
 
     def block(self, group: int, number: int) -> dict[str, Any]:
-        """Returns the block ``number`` of the group ``group``, with its columns as arrays."""
+        """Returns block ``number`` of group ``group``, with the columns as arrays."""
         return decode(self._script(f"block-{group}-{number}"))
 
     def _script(self, name: str) -> dict[str, Any]:

@@ -78,7 +78,10 @@ def came_true(browser: Any, script: str, *arguments: Any) -> bool:
 
 
 def plot_point(page: Any, x: float, y: float) -> tuple[float, float]:
-    """Returns the window coordinates of a point, given as fractions of the timeline's size."""
+    """Returns the window coordinates of the point (``x``, ``y``).
+
+    The arguments are fractions of the timeline's width and height.
+    """
     left, top, width, height = page.execute_script(
         "const l = chart._fullLayout, b = chart.getBoundingClientRect();"
         "return [b.left + l.xaxis._offset, b.top + l.yaxis._offset, l.xaxis._length, "

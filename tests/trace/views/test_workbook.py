@@ -52,7 +52,7 @@ def write(folder: Path, target: Path) -> tuple[PipelineStep, RunFigures]:
 
 
 def save_order(step: PipelineStep, path: Path) -> None:
-    """Writes a workbook that contains only the sheet *order*."""
+    """Writes a workbook to ``path`` that contains only the sheet *order* for ``step``."""
     book = Workbook()
     del book[book.sheetnames[0]]
     add_order(book, step, "title")
@@ -125,7 +125,7 @@ def test_missing_ranks_are_said(write_run: Callable[..., Path], tmp_path: Path) 
 
 
 def check_file(path: Path) -> None:
-    """Checks that Excel can open the file without repairs.
+    """Checks that Excel can open the file at ``path`` without repairs.
 
     Excel would repair overlapping cells and too many columns.
     """

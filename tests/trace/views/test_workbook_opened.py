@@ -57,7 +57,7 @@ def opened(
 
 
 def values_of(sheet: Worksheet) -> dict[str, object]:
-    """Returns a dict from the name of each non-empty cell in ``sheet`` to its value."""
+    """Returns the value of each non-empty cell in ``sheet``, by name of the cell."""
     return {cell.coordinate: cell.value for row in sheet for cell in row if cell.value is not None}
 
 

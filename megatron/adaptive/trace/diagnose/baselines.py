@@ -10,11 +10,10 @@ The logarithm of this ratio is modelled as the sum of
                                                           (long microbatches; shared by stages)
                            +  noise                       (estimated from the run)
 
-A slow rank appears as a shift, which means that its ratio is higher in all or some iterations.
-Generalized least squares gives the size of the shift and its standard error. The method weights the
-evidence from peers, from other stages and from the rank's other iterations by its certainty.
-Evidence that is missing (because there are no peers, no plan or no earlier iterations) has no
-weight.
+A slow rank has a higher ratio in all or some iterations (a shift). Generalized least squares gives
+the size of the shift and its standard error. The method weights the evidence from peers, from other
+stages and from the rank's other iterations by its certainty. If there are no peers, no plan or no
+earlier iterations, this evidence has no weight.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from megatron.adaptive.trace.diagnose.samples import (
 from megatron.adaptive.trace.span_columns import Ints
 
 ALIKE = 0.015
-"""Assumed relative standard deviation of the speeds of equal machines (prior)."""
+"""Prior standard deviation of the relative speeds of identical machines."""
 
 SEEN_BEFORE = 16
 """Weight of the prior :data:`ALIKE`, as a number of observed ranks."""
@@ -61,7 +60,7 @@ If there are more, only intervals that last to the end of the run are searched.
 """
 
 INTERVALS_AT_ONCE = 500_000
-"""Maximum number of pairs of an interval and a rank whose scores are in memory at the same time."""
+"""Maximum number of scores, one per interval and rank, that are in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class Shift:
         end: Index of the last affected iteration, plus one.
         size: Logarithm of the ratio of the rank's time to the expected time.
         error: Standard error of ``size``.
-        doubt: Significance threshold for ``(size / error) ** 2``. Noise alone may reach this value,
-            because many intervals were searched.
+        doubt: Value of ``(size / error) ** 2`` that noise alone may reach, because many intervals
+            were searched. The shift is significant if it exceeds this value.
     """
 
     column: int
@@ -116,7 +115,7 @@ class RankBaselines:
         self.doubt(np.zeros(self.series.shape[1]))
 
     def doubt(self, variances: Floats) -> None:
-        """Increases the uncertainty about how far each rank permanently deviates from the mean.
+        """Increases the uncertainty of each rank's constant deviation from the mean.
 
         Args:
             variances: ``[ranks]``, variance to add for each rank.
@@ -125,23 +124,26 @@ class RankBaselines:
         self._level = self.lasting.plus(self.passing, 1 / len(self.series)).inverse()
 
     def distrust(self, column: int) -> None:
-        """Stops using the rank in ``column`` as a reference for other ranks.
+        """Stops using the rank with the index ``column`` as a reference for other ranks.
 
-        The method increases the uncertainty of this rank's deviation.
+        The method increases the uncertainty of this rank's constant deviation.
         """
         self.doubt(np.eye(1, self.series.shape[1], column)[0])
 
     def remove(self, shift: Shift) -> None:
-        """Subtracts ``shift`` from the series, so that the next search finds other shifts."""
+        """Subtracts ``shift`` from the series, so that the next search finds a different shift."""
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
-        """Returns each rank's shift over the whole run and its standard error, both ``[ranks]``."""
+        """Returns the mean deviation of each rank over the whole run, and its standard error.
+
+        Both arrays have the shape ``[ranks]``.
+        """
         precision = self._level.diagonal
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """Returns a dict from kind of action (F, B, W) to the size of ``shift`` in these actions.
+        """Returns the size of ``shift`` in each kind of action (F, B, W).
 
         Kinds of actions that take little time are omitted.
         """
@@ -166,7 +168,7 @@ class RankBaselines:
 
         Args:
             inside: ``[intervals]``, number of iterations in each interval.
-            columns: Columns of the ranks to compute.
+            columns: Indices of the ranks for which the precision is returned.
         """
         part = (inside / len(self.series))[:, None]
         level, each = self._level.diagonal[columns], self._each.diagonal[columns]
@@ -178,8 +180,8 @@ class RankBaselines:
 
         Args:
             least: Minimum size of a shift, as a logarithm.
-            sure: Minimum size of a significant shift in standard errors, for a shift that lasts for
-                the whole run with few ranks. The threshold rises with the numbers of ranks and
+            sure: Minimum ratio of a significant shift to its standard error, for a shift that lasts
+                for the whole run with few ranks. The threshold rises with the numbers of ranks and
                 intervals, because noise then causes more false findings.
         """
         count, ranks = self.series.shape
@@ -252,7 +254,10 @@ def rank_baselines(m: Measured) -> RankBaselines:
 
 
 def _plan(m: Measured) -> tuple[Floats, Floats]:
-    """Returns the logarithm of the planned work, and its uncertainty, both ``[ranks, chunks]``."""
+    """Returns the logarithm of each rank's planned work, and its uncertainty.
+
+    Both arrays have the shape ``[ranks, chunks]``.
+    """
     planned = np.zeros((len(m.headers), m.num_chunks))
     unsure = np.full(planned.shape, UNKNOWN)
     for column, stages in enumerate(m.stages):
@@ -277,7 +282,7 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
 
     Args:
         m: Measured times of the run.
-        logs: Logarithms of the durations of all actions; modified in place.
+        logs: Logarithms of the durations of all actions. The array is modified in place.
     """
     usual = middle(logs, axis=(0, 4))
     for pipeline in m.replicas.values():
@@ -325,11 +330,11 @@ def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
 
 
 def _sampling(logs: Floats) -> Floats:
-    """Estimates the noise in a rank's time per iteration from the noise of its actions.
+    """Returns the standard deviation of the noise in each rank's time per iteration.
 
     Returns:
-        ``[ranks]``, standard deviation. The mean of n actions has the noise of one action divided
-        by sqrt(n).
+        Standard deviations with shape ``[ranks]``, estimated from the noise of single actions. The
+        mean of n actions has the noise of one action divided by sqrt(n).
     """
     within = middle(spread(logs, axis=-1), axis=(0, 2, 3))
     entries = np.isfinite(logs).sum(axis=(2, 3, 4)).mean(axis=0)
@@ -346,7 +351,7 @@ def _index_of_group(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> In
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
-    """Returns the weighted mean of the finite values along ``axis``, or NaN if there are none."""
+    """Returns the weighted mean of the finite values along ``axis``, or NaN if none is finite."""
     used = np.isfinite(values) * weights
     sums = (np.nan_to_num(values) * used).sum(axis=axis)
     total = used.sum(axis=axis)

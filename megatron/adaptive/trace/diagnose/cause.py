@@ -1,6 +1,6 @@
 """Defines the interface of the causes of slow steps that a diagnosis searches for.
 
-A cause is a subclass of :class:`Cause`, which finds a cause in the measured times, describes it,
+Each subclass of :class:`Cause` finds one cause of slow steps in the measured times, describes it,
 suggests remedies, and computes the durations of operations without the cause. The modules in the
 folder ``causes`` contain the causes of this package, which need no registration. Users can define
 causes in any module, and pass them as ``trace diagnose --cause package.module:Class``. A package
@@ -65,7 +65,7 @@ class Evidence:
 
     @property
     def is_ordered_at_run_time(self) -> bool:
-        """Whether the measured run already chooses the order of its actions at run time."""
+        """Whether the measured run chose the order of its actions at run time."""
         spec = BUILT_IN.get(self.measured.headers[0].schedule)
         return spec is not None and spec.is_rule
 
@@ -113,12 +113,12 @@ class RecordedSteps:
 
     @property
     def delay_s(self) -> float:
-        """Delay of the finding in seconds, or 0 if the finding has no delay."""
+        """Delay in seconds of the finding's messages or actions, or 0 if there is no delay."""
         return (self.finding.delay_ms or 0.0) / 1e3
 
     @cached_property
     def workers(self) -> list[int]:
-        """Index of the worker that represents each affected rank, or -1 for ranks not simulated."""
+        """Index of each affected rank's worker, or -1 if no worker represents the rank."""
         m = self.evidence.measured
         simulated = self._simulated
         worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}
@@ -184,7 +184,7 @@ class Cause:
         raise NotImplementedError
 
     def describe(self, finding: Finding) -> str:
-        """Returns the headline of ``finding``, which names the affected rank and the effect."""
+        """Returns a headline for ``finding`` that names the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
         return f"{finding.culprit} takes {finding.delay_ms or 0:.3g} ms more"
@@ -194,10 +194,10 @@ class Cause:
         return Remedy()
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
-        """Returns the duration of each operation in ``steps``, in seconds, without the cause.
+        """Returns the duration in seconds that each operation would have without the cause.
 
-        The cost of ``finding`` is the difference between the simulated step times with the recorded
-        durations and with these durations.
+        The cost of ``finding`` is the difference between two simulated step times: with the
+        recorded durations of ``steps``, and with the durations that this method returns.
         """
         return steps.duration_s
 
@@ -212,7 +212,7 @@ class Cause:
 
 
 def built_in_causes() -> tuple[Cause, ...]:
-    """Returns one object of each cause in the folder ``causes``, in the order of the search."""
+    """Returns an object of each cause in the folder ``causes``, in the order of the search."""
     from megatron.adaptive.trace.diagnose import causes
 
     classes = {
@@ -225,7 +225,9 @@ def built_in_causes() -> tuple[Cause, ...]:
 
 
 def find_cause(name: str) -> Cause:
-    """Returns an object of the user-defined cause called ``name``.
+    """Returns an object of the user-defined cause class ``name``.
+
+    Such a class searches for one cause of slow steps.
 
     Args:
         name: ``package.module:Class``, or the name of an entry point.

@@ -6,10 +6,10 @@ deviation::
     covariance = diagonal of the variances + sum over kinds of group of (u u' within a group)
 
 Memory and time therefore grow linearly with the number of ranks. The inverse is computed in two
-steps. The kind with the most groups is inverted group by group (Sherman-Morrison formula), because
-its groups have no rank in common. All groups of other kinds are added in one low-rank update
-(Woodbury identity). For 10,000 ranks in 100 replicas with 100 stages each, the matrix of the update
-is 101 x 101.
+steps. In the first step, the kind of group with the most groups is inverted group by group
+(Sherman-Morrison formula), because its groups have no rank in common. In the second step, all
+groups of other kinds are added in one low-rank update (Woodbury identity). For 10,000 ranks in 100
+replicas with 100 stages each, the matrix of the update is 101 x 101.
 
 Source: W. W. Hager, "Updating the inverse of a matrix", SIAM Review 31 (2), 1989.
 """
@@ -26,7 +26,7 @@ from megatron.adaptive.trace.span_columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Describes deviations that the ranks of a group share. Groups of a kind are disjoint.
+    """Describes deviations that the ranks of a group have in common. No rank is in two groups.
 
     Attributes:
         group: ``[ranks]``, index of each rank's group, from 0 without gaps.
@@ -56,11 +56,11 @@ class Covariance:
         return Covariance(self.variances + factor * other.variances, (*self.shared, *scaled))
 
     def with_own(self, added: Floats) -> Covariance:
-        """Returns a copy of this covariance with ``added``, ``[ranks]``, added to ``variances``."""
+        """Returns a copy of this covariance in which ``added`` is added to the ranks' variances."""
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
-        """Returns the inverse of this covariance, by which arrays can be multiplied."""
+        """Returns the inverse of this covariance, which can be multiplied by arrays."""
         return InverseCovariance(self)
 
 
@@ -96,13 +96,19 @@ class InverseCovariance:
         self.diagonal: Floats = 1 / self._variances - shrunk - (self._update**2).sum(axis=1)
 
     def __matmul__(self, values: Floats) -> Floats:
-        """Returns the product of the inverse and ``values``, ``[ranks]`` or ``[ranks, n]``."""
+        """Returns the product of the inverse and ``values``.
+
+        Both ``values`` and the product have the shape ``[ranks]`` or ``[ranks, n]``.
+        """
         columns = values if values.ndim > 1 else values[:, None]
         product = self._within_groups(columns) - self._update @ (self._update.T @ columns)
         return np.asarray(product if values.ndim > 1 else product[:, 0])
 
     def column(self, index: int) -> Floats:
-        """Returns column ``index`` of the inverse, ``[ranks]``, which is equal to row ``index``."""
+        """Returns column ``index`` of the inverse, with shape ``[ranks]``.
+
+        The inverse is symmetric, so this is also row ``index``.
+        """
         unit = np.zeros(len(self._variances))
         unit[index] = 1.0
         return self @ unit
@@ -115,6 +121,9 @@ class InverseCovariance:
         return result
 
     def _sums(self, values: Floats) -> Floats:
-        """Returns the sums of ``values``, ``[ranks, n]``, over each group, as ``[groups, n]``."""
+        """Returns the sums of ``values`` over the ranks of each group.
+
+        ``values`` has the shape ``[ranks, n]``, and the sums have the shape ``[groups, n]``.
+        """
         sums: Floats = np.add.reduceat(values[self._order], self._begins, axis=0)
         return sums

@@ -82,7 +82,10 @@ def diagnose(
 
 
 def _uncounted(run: RunTrace) -> list[str]:
-    """Returns a note that lists the counters that are missing on some machines, if any."""
+    """Returns a note that lists the counters that are missing on some machines.
+
+    The list is empty if no counter is missing.
+    """
     names = {name for trace in run.ranks.values() for name in trace.header.uncounted}
     if not names:
         return []
@@ -140,7 +143,10 @@ class _Search:
         return reported
 
     def _cost_fraction(self, cause: Cause, finding: Finding) -> float | None:
-        """Simulates the last affected iterations without the cause of a finding.
+        """Returns the fraction of the step time that the cause of ``finding`` costs.
+
+        For this purpose, the last affected iterations are simulated without the cause. The result
+        is ``None`` if the trace cannot be simulated.
 
         Returns:
             Fraction of the step time that the cause costs, or ``None`` if the trace cannot be
@@ -197,7 +203,7 @@ class _Recorded:
 
 
 def _badness(finding: Finding) -> tuple[float, float]:
-    """Returns a sort key that puts the worst findings of a cause first."""
+    """Returns the key by which findings are sorted, so that the worst findings come first."""
     return -(finding.delay_ms or 0.0), -(finding.factor or 0.0)
 
 

@@ -35,7 +35,7 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Contains the reason why ranks did not compute, according to a counter of their machine.
+    """Describes why ranks did not compute, according to a counter of their machine.
 
     Attributes:
         counter: Name of the counter in ``machine_counters``.
@@ -101,7 +101,7 @@ class Finding:
 
     @property
     def headline(self) -> str:
-        """Line of text with the cause, the affected ranks, the effect and the iterations."""
+        """Line of text that names the cause, the affected ranks, the effect and the iterations."""
         return f"{self.cause}: {self.description or self.culprit} {self.period}"
 
     @property
@@ -116,7 +116,7 @@ class Finding:
         return f"rank {self.ranks[0]} ({self.stages_text}, {hosts})"
 
     def format(self) -> str:
-        """Returns the finding as text, with lines for headline, cost, evidence and remedies."""
+        """Returns the finding as text: the headline, and lines with cost, evidence and remedies."""
         counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         lines = [
             self.headline,
@@ -137,7 +137,7 @@ class Diagnosis:
 
     Attributes:
         findings: Detected causes of slow steps, with the most costly first.
-        iterations: Numbers of the iterations that were examined.
+        iterations: Numbers of the examined iterations.
         num_ranks: Number of ranks with a trace.
         counts: Number of examined actions and messages, by name.
         step_ms: Median step time in ms.

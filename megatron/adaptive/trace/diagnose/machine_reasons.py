@@ -68,7 +68,7 @@ OTHERS_USE = 0.1
 """Minimum number of processors that other processes must keep busy to be reported as a reason."""
 
 SLOWER_CLOCK = 0.95
-"""Maximum ratio of a processor's clock to the usual clock for the clock to be the reason."""
+"""Maximum ratio of a processor's clock rate to the usual rate for a slow clock to be reported."""
 
 LOSES = 0.005
 """Minimum fraction of TCP segments that must be retransmitted to report packet loss."""
@@ -94,7 +94,7 @@ A rank with at least this ratio is considered to be the cause of the machine's w
 
 @dataclass(frozen=True)
 class _Wait:
-    """Contains the texts for a counter that measures lost time.
+    """Contains the texts for a counter that measures time in which a rank could not compute.
 
     The texts may contain ``{share}``, the fraction of the steps that was lost, ``{host}``, the name
     of the machine, ``{processors}``, the number of its processors that the ranks may use,
@@ -184,7 +184,7 @@ _FAULTS = (
         "look for other jobs on the network of {host}, and check its routes",
     ),
 )
-"""Counter, text and remedy of each fault of a port."""
+"""Counter, description and remedy for each kind of fault of a network port."""
 
 _GPU_FAULTS = (
     (
@@ -198,7 +198,7 @@ _GPU_FAULTS = (
         "check the slot and the PCIe link of the GPU on {host} (nvidia-smi -q, lspci -vv)",
     ),
 )
-"""Counter, text and remedy of each fault of a GPU."""
+"""Counter, description and remedy for each kind of fault of a GPU."""
 
 _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
 """Counters of waits that cover all programs on a machine."""
@@ -210,23 +210,26 @@ _LIMITS = (CLOCK_LIMIT, FULL_CLOCK)
 
 
 def shares(m: Measured, counter: str) -> Floats:
-    """Returns the time of ``counter`` as a fraction of each iteration, ``[iterations, ranks]``."""
+    """Returns the time counted by ``counter`` as a fraction of each iteration.
+
+    The result has the shape ``[iterations, ranks]``.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         result: Floats = m.machine[counter] / m.machine[ELAPSED]
     return result
 
 
 def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
-    """Returns the fraction of the step time that a rank waited for a processor if this is large.
+    """Returns the fraction of the step time for which a rank waited for a processor, or 0.
 
     Args:
         m: Measured times of the run.
-        column: Column of the rank.
-        chosen: Indices of the iterations.
+        column: Index of the rank on the rank axis.
+        chosen: Indices of the iterations to use.
 
     Returns:
-        Fraction between :data:`STARVED` and 0.99, or 0 if the rank waited less or its waits were
-        not counted.
+        Fraction between :data:`STARVED` and 0.99, or 0 if the rank waited for a smaller fraction or
+        its waits were not counted.
     """
     share = shares(m, PROCESSOR_WAIT)[chosen, column]
     mean = float(np.nanmean(share)) if np.isfinite(share).any() else 0.0
@@ -234,25 +237,27 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
 
 
 def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
-    """Returns the mean time in ns per wait for a processor, summed over the given ranks.
+    """Returns the mean duration in ns of a wait for a processor, summed over several ranks.
 
     Args:
         m: Measured times of the run.
-        columns: Columns of the ranks.
-        chosen: Indices of the iterations.
+        columns: Indices of the ranks on the rank axis.
+        chosen: Indices of the iterations to use.
 
     Returns:
-        Mean over the iterations, or 0 if the waiting time was not counted.
+        Mean duration over the iterations, or 0 if the waits were not counted.
     """
     return float(np.nan_to_num(m.machine[TURN_WAIT][chosen][:, list(columns)]).mean(axis=0).sum())
 
 
 def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
-    """Returns the reasons why a rank was slow, with the main reason first; empty if unknown.
+    """Returns the reasons why a rank was slow, with the main reason first.
+
+    The list is empty if no reason is known.
 
     Args:
         m: Measured times of the run.
-        column: Column of the rank.
+        column: Index of the rank on the rank axis.
         chosen: Indices of the iterations in which the rank is slow.
         factor: Ratio of the rank's computing time to the expected time.
     """
@@ -295,7 +300,7 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
 
     Args:
         m: Measured times of the run.
-        column: Column of the rank.
+        column: Index of the rank on the rank axis.
         chosen: Indices of the iterations in which the rank reads slowly.
     """
     elapsed_ns = m.machine[ELAPSED][chosen, column]
@@ -322,7 +327,7 @@ def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | N
 
     Args:
         m: Measured times of the run.
-        columns: Columns of the sender and the receiver.
+        columns: Indices of the sender and the receiver on the rank axis.
         chosen: Indices of the affected iterations.
     """
     reason = lost_packets(m, columns, chosen) if may_use_tcp(m, columns) else None
@@ -332,18 +337,22 @@ def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | N
 
 
 def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
-    """Returns whether the messages of a link may use TCP.
+    """Returns whether the messages between two ranks may use TCP.
 
     Args:
         m: Measured times of the run.
-        columns: Columns of the sender and the receiver.
+        columns: Indices of the sender and the receiver on the rank axis.
     """
     source, target = (m.headers[column] for column in columns)
     return source.host != target.host or source.transport in OVER_TCP
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if ranks of a link retransmit many TCP segments, otherwise ``None``."""
+    """Returns a reason if ranks of a link retransmit many TCP segments, otherwise ``None``.
+
+    ``columns`` contains the indices of the link's ranks on the rank axis, and ``chosen`` contains
+    the indices of the iterations to use.
+    """
     worst, host = 0.0, ""
     for column in columns:
         sent = float(np.nansum(m.machine[SENT_SEGMENTS][chosen, column]))
@@ -363,7 +372,11 @@ def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if a port of the link has many more faults than ports of other machines."""
+    """Returns a reason if a port of the link has many more faults than ports of other machines.
+
+    ``columns`` contains the indices of the link's ranks, and ``chosen`` those of the iterations.
+    The result is ``None`` if there are few faults.
+    """
     hosts = [header.host for header in m.headers]
     for counter, text, remedy in _FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
@@ -379,7 +392,11 @@ def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if a link's interface is slower than the interfaces of other machines."""
+    """Returns a reason if a link's interface is slower than the interfaces of other machines.
+
+    ``columns`` contains the indices of the link's ranks, and ``chosen`` those of the iterations.
+    The result is ``None`` if the interface is fast or its speed is unknown.
+    """
     speeds = np.where(m.machine[LINK_SPEED] > 0, m.machine[LINK_SPEED], np.nan)[chosen]
     measured = [column for column in columns if np.isfinite(speeds[:, column]).any()]
     if not measured:
@@ -401,15 +418,15 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
 
 
 def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]]:
-    """Yields the time that all ranks on a machine waited, for each counter of waits.
+    """Yields, for each counter of waits, the fraction of time that the ranks on a machine waited.
 
     Args:
         m: Measured times of the run.
-        columns: Columns of ranks on the same machine.
+        columns: Indices of ranks on the same machine.
 
     Yields:
         Name of a counter, and the mean fraction of each iteration for which the ranks waited,
-        ``[iterations]``, or 0 for iterations in which it is unknown.
+        ``[iterations]``. The fraction is 0 for iterations in which it is unknown.
     """
     for wait in _WAITS:
         if wait.counter != DISK_WAIT:
@@ -423,7 +440,7 @@ def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) 
     Args:
         m: Measured times of the run.
         counter: Name of the counter, as yielded by :func:`waits_of`.
-        columns: Columns of the ranks.
+        columns: Indices of the ranks on the rank axis.
         chosen: Indices of the affected iterations.
     """
     (wait,) = (wait for wait in _WAITS if wait.counter == counter)
@@ -433,8 +450,9 @@ def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) 
 def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice) -> float:
     """Returns the median of a counter on other ranks or in other iterations, whichever is lower.
 
-    ``share`` contains the counter as a fraction of each iteration. Other iterations are iterations
-    of the rank in ``column`` that are not in ``chosen``.
+    ``share`` contains the counter as a fraction of each iteration, ``[iterations, ranks]``. "Other
+    ranks" means all ranks except ``column``, and "other iterations" means the iterations of this
+    rank that are not in ``chosen``.
     """
     compared = [other for other in range(len(m.headers)) if other != column]
     if counter in _OF_MACHINE and _reads_most(m, column, chosen):
@@ -447,10 +465,10 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
 
 
 def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
-    """Returns the additional fraction of a step that the rank in ``column`` spends in the kernel.
+    """Returns the additional fraction of a step for which a rank executes kernel code.
 
     If memory is short, the kernel spends this time on freeing memory and reading pages for the
-    rank.
+    rank. ``chosen`` contains the indices of the iterations to use.
     """
     share = shares(m, KERNEL)
     mean = float(np.nanmean(share[chosen, column]))
@@ -458,13 +476,20 @@ def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
 
 
 def _reads(m: Measured, column: int, chosen: slice) -> bool:
-    """Returns whether the rank in ``column`` reads pages or files from a disk."""
+    """Returns whether the rank with index ``column`` reads pages or files from a disk.
+
+    ``chosen`` contains the indices of the iterations to use.
+    """
     pages, size_bytes = (m.machine[name][chosen, column] for name in (DISK_PAGES, DISK_READ))
     return bool(np.nansum(pages)) or bool(np.nansum(size_bytes))
 
 
 def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
-    """Returns whether a rank reads many more pages from disk than other ranks on its machine."""
+    """Returns whether a rank reads many more pages from disk than other ranks on its machine.
+
+    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
+    use.
+    """
     pages = np.nan_to_num(m.machine[DISK_PAGES][chosen]).mean(axis=0)
     host = m.headers[column].host
     others = [
@@ -476,10 +501,10 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if a low clock of a rank's processor explains enough of its slowdown.
+    """Returns a reason if a low clock rate of the processor explains enough of a rank's slowdown.
 
-    Ranks that compute on a GPU are skipped, because the clock of the processor matters little for
-    them.
+    Ranks that compute on a GPU are skipped, because the clock rate of the processor has little
+    effect on them. ``factor`` is the ratio of the rank's computing time to the expected time.
     """
     if m.headers[column].device != "cpu":
         return None
@@ -505,7 +530,10 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if a low clock of a rank's GPU explains enough of its slowdown."""
+    """Returns a reason if a low clock rate of the GPU explains enough of a rank's slowdown.
+
+    ``factor`` is the ratio of the rank's computing time to the expected time.
+    """
     clocks = _clocks(m, GPU_CLOCK, column, chosen, factor)
     if clocks is None:
         return None
@@ -518,7 +546,11 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a rank's GPU is used by more outside processes than other GPUs."""
+    """Returns a reason if a rank's GPU is used by more outside processes than other GPUs.
+
+    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
+    use.
+    """
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
     elsewhere = np.delete(others, column, axis=1)
@@ -533,7 +565,11 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 
 
 def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a rank's GPU has many more faults than the GPUs of other ranks."""
+    """Returns a reason if a rank's GPU has many more faults than the GPUs of other ranks.
+
+    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
+    use.
+    """
     for counter, text, remedy in _GPU_FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
         others = np.delete(means, column)
@@ -554,10 +590,11 @@ def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 def _clocks(
     m: Measured, counter: str, column: int, chosen: slice, factor: float
 ) -> tuple[float, float] | None:
-    """Returns the clock of a rank and the usual clock if their ratio explains the slowdown.
+    """Returns the clock rate of a rank and the usual rate if their ratio explains the slowdown.
 
-    The usual clock is the clock on other ranks or in other iterations, whichever is higher. The
-    result is ``None`` if the clock explains too little of the slowdown ``factor``.
+    The usual rate is the rate on other ranks or in other iterations, whichever is higher. The
+    result is ``None`` if the rate explains too little of ``factor``, which is the ratio of the
+    rank's computing time to the expected time.
     """
     clocks = np.where(m.machine[counter] > 0, m.machine[counter], np.nan)
     if not np.isfinite(clocks[chosen, column]).any():

@@ -58,7 +58,7 @@ class Measured:
         headers: Trace header of each rank, by column.
         stages: Indices of the pipeline stages on each rank, by column.
         iterations: ``[iterations]``, numbers of the iterations.
-        num_microbatches: Number of microbatches in the last of the iterations.
+        num_microbatches: Number of microbatches in the last iteration.
         num_chunks: Number of model chunks per rank.
         layers: Number of layers per stage; empty if unknown.
         work: Expected computing time of each stage, including embedding and loss, expressed as an
@@ -117,7 +117,7 @@ class Measured:
 
     @property
     def num_actions(self) -> int:
-        """Number of actions with a known duration."""
+        """Number of actions whose duration is known."""
         return int(np.isfinite(self.action_ns).sum())
 
     @property
@@ -166,7 +166,7 @@ class Measured:
         """Returns a finding about the ranks in ``columns``, with their stages and machines.
 
         Args:
-            columns: Columns of the affected ranks.
+            columns: Indices of the affected ranks on the rank axis.
             iterations: Numbers of the affected iterations in ascending order.
             against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
                 (expected times), ``history`` (other iterations) or ``others`` (other ranks or
@@ -274,12 +274,15 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 
 
 def _count(trace: RankTrace, iteration: int) -> int:
-    """Returns the number of microbatches in an iteration, limited by its number of spans."""
+    """Returns the number of microbatches in ``iteration``, limited by its number of spans."""
     return min(trace.num_microbatches.get(iteration, 0), trace.num_spans.get(iteration, 0))
 
 
 def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
-    """Returns a dict from counter name to counts, ``[iterations, ranks]``, with NaN if missing."""
+    """Returns the counts of each machine counter, ``[iterations, ranks]``, by counter name.
+
+    Missing counts are NaN.
+    """
     counts = [
         [run.ranks[rank].machine(iteration) for rank in sorted(run.ranks)]
         for iteration in iterations.tolist()
@@ -293,8 +296,8 @@ def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
     """Returns the iterations to read, which are a sample of ``iterations`` if there are many.
 
-    By default, these are all complete iterations except the first (warm-up), or an evenly spaced
-    sample if there are too many.
+    If ``iterations`` is ``None``, all complete iterations except the first are used, because the
+    first iteration includes warm-up.
     """
     if iterations is not None:
         candidates = sorted(set(iterations))
@@ -328,9 +331,9 @@ def thinned(iterations: Ints, spans: int, most: int) -> Ints:
 
 
 def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, trace: RankTrace) -> None:
-    """Adds up the durations of a rank's actions, and writes them into ``action_ns``.
+    """Adds up the durations of a rank's actions, and writes the sums into ``action_ns``.
 
-    If a microbatch is split into slices, their durations are added up.
+    If a microbatch is split into slices, the durations of its slices are added up.
 
     Args:
         action_ns: ``[iterations, chunks, 3, microbatches]``, array to fill.
@@ -401,7 +404,7 @@ TAME = 1.75
 
 @dataclass(frozen=True)
 class Interval:
-    """Describes an interval of a series in which values are higher than in the rest.
+    """Describes an interval of a series in which the values are higher than in the rest.
 
     Attributes:
         inside: Indices of the values in the interval.
@@ -415,7 +418,10 @@ class Interval:
 
 
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
-    """Returns the median of ``values``, ignoring NaN. The result is NaN if all values are NaN."""
+    """Returns the median of ``values`` along ``axis``, ignoring NaN.
+
+    The result is NaN if all values are NaN.
+    """
     with warnings.catch_warnings():
         # Slices that contain only NaN are expected, and numpy would issue a warning for each.
         warnings.simplefilter("ignore", RuntimeWarning)

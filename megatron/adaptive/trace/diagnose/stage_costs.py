@@ -1,4 +1,4 @@
-"""Computes the time of a layer on each stage of a run, and the best partition for these times."""
+"""Computes the time of a layer on each stage of a run, and the best partition of the layers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def stage_costs(m: Measured) -> StageCosts | None:
     for column, header in enumerate(m.headers):
         for chunk, stage in enumerate(m.stages[column]):
             chunk_ns = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
-            # Data-parallel replicas wait for each other, so the slowest replica counts.
+            # Data-parallel replicas wait for each other, so the time of the slowest replica counts.
             stage_ns[stage] = max(stage_ns[stage], chunk_ns)
             rank_of[stage] = header.pp_rank
     return split_costs(stage_ns, m.layers, m.work, rank_of)
@@ -89,13 +89,13 @@ def split_costs(
 
 
 def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
-    """Returns the number of layers per stage that makes the slowest rank as fast as possible.
+    """Returns the number of layers per stage for which the slowest rank is as fast as possible.
 
     A greedy algorithm assigns each layer to the stage whose rank then has the lowest total time. In
     case of a tie, it chooses the stage with the fewest layers.
 
     Args:
-        times: Time of a layer on each stage, and of embedding and loss.
+        times: Time of a layer, and of embedding and loss, on each stage.
         num_layers: Number of layers of the model.
     """
     stages = len(times.rank_of)
@@ -109,7 +109,8 @@ def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
     heapq.heapify(ready)
     placed = 0
     while placed < num_layers:
-        # The time of a rank never decreases, so the first entry is the best if it is up to date.
+        # The heap may contain outdated entries. The time of a rank never decreases, so an
+        # up-to-date first entry is the best.
         entry = ready[0]
         stage = entry[2]
         if entry == candidate(stage):

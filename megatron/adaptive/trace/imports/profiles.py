@@ -2,12 +2,12 @@
 
 A torch.profiler file may have a size of gigabytes, so it is read as a stream. A byte search skips
 events of other categories, so that only named ranges and communication kernels are parsed. The name
-of a range determines the kind of operation (:data:`_COMPUTES`). A training loop without such names
-can add them with ``torch.profiler.record_function("forward_step")`` around the forward pass and
-``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are preferred to ranges on
-the host. The files do not contain the microbatch of a message, so a received message is assigned to
-the next computation, and a sent message to the previous computation. Otherwise, the same rules
-apply as for published tables (see ``published``).
+of a range determines the kind of operation (:data:`_COMPUTES`). If a training loop has no such
+names, its user can add them with ``torch.profiler.record_function("forward_step")`` around the
+forward pass and ``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are
+preferred to ranges on the host. The files do not contain the microbatch of a message, so a received
+message is assigned to the next computation, and a sent message to the previous computation.
+Otherwise, the same rules apply as for published tables (see ``published``).
 
 OpenTelemetry spans are recognized by the names that Megatron-LM uses (:data:`_SPANS`).
 """
@@ -54,7 +54,7 @@ _COMPUTES = {
     "weight-compute": r"PP:(\d{1,9})W(\d{1,9})",
     "optimizer": r"Optimizer\.step#.*|optimizer[ _-]?step|_exec_optimizer_step",
 }
-"""Patterns of range names in torch.distributed.pipelining (torchtitan), Megatron-LM, DeepSpeed."""
+"""Patterns of range names that torch.distributed.pipelining, Megatron-LM and DeepSpeed use."""
 _COLLECTIVES = {
     "all-reduce": r"all_?reduce",
     "all-gather": r"all_?gather",
@@ -113,7 +113,9 @@ _NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 @dataclass
 class _Event:
-    """Contains one operation of a rank, read from the file; -1 stands for an unknown number.
+    """Contains one operation of a rank, as read from the rank's file.
+
+    The value -1 stands for an unknown number.
 
     Attributes:
         kind: Kind of operation, as in a published table. If the direction of a message (forward or
@@ -179,7 +181,10 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an omitted event called ``name``, for a note that states the ``reason``."""
+        """Counts an event that is not used, so that a note to the user can state the ``reason``.
+
+        ``name`` is the name of the event.
+        """
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -203,7 +208,9 @@ class _Span:
 
 
 def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
-    """Reads a job's traces, or returns ``None`` if ``source`` has no file in a known format.
+    """Reads the traces of a job from files of torch.profiler or from OpenTelemetry spans.
+
+    Returns ``None`` if ``source`` contains no file in a known format.
 
     Args:
         source: Folder with torch.profiler files or span files, or path of one span file.
@@ -257,7 +264,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
 
 
 def _listed(names: Counter[str]) -> str:
-    """Returns a text with the most frequent names and their counts, for messages."""
+    """Returns a text for messages that lists the most frequent names and their counts."""
     return ", ".join(f"{printable(name[:60])} ({count})" for name, count in names.most_common(6))
 
 
@@ -267,10 +274,10 @@ def _is_array(head: bytes) -> bool:
 
 
 def _joined(files: list[_RankFile]) -> list[_RankFile]:
-    """Merges the files of each process, and returns one entry per rank.
+    """Merges the files that belong to the same process, and returns one entry per rank.
 
-    Files without a rank are assigned the unused ranks, in the natural order of the file names
-    (``rank2`` before ``rank10``).
+    If the rank of a file is unknown, an unused rank is assigned to it. The files are numbered in
+    the natural order of their names (``rank2`` before ``rank10``).
     """
     by_process: dict[tuple[str, int], _RankFile] = {}
     for file in sorted(files, key=lambda file: (_first_ns(file), file.path.name)):
@@ -299,7 +306,12 @@ def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
 
 
 def _append(file: _RankFile, later: _RankFile) -> None:
-    """Appends ``later``, a later file of the same process, and renumbers its steps."""
+    """Appends the events and steps of ``later`` to ``file``.
+
+    Both files were written by the same process, ``file`` first.
+
+    The steps of ``later`` are renumbered.
+    """
     last = max((number for number, _, _ in file.steps), default=-1)
     first = min((number for number, _, _ in later.steps), default=last + 1)
     shift = last + 1 - first if first <= last else 0
@@ -312,7 +324,10 @@ def _append(file: _RankFile, later: _RankFile) -> None:
 
 
 def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields the file's decompressed bytes in parts, and sets ``is_cut`` if it is truncated."""
+    """Yields the decompressed bytes of ``file`` in parts of about ``size`` bytes.
+
+    If the file is truncated, ``file.is_cut`` is set.
+    """
     unpack = zlib.decompressobj(31) if file.path.suffix == ".gz" else None
     try:
         with file.path.open("rb") as stream:
@@ -333,7 +348,7 @@ def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 
 
 def _read_spans(paths: list[Path]) -> list[_RankFile]:
-    """Reads Megatron-LM's spans from ``paths``, and returns one entry per rank."""
+    """Reads Megatron-LM's spans from the files in ``paths``, and returns one entry per rank."""
     ranks: dict[int, _RankFile] = {}
     jobs: dict[str, str] = {}
     for path in paths:
@@ -356,8 +371,8 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
                 ranks[rank] = _RankFile(path, rank, world, sizes=sizes)
             rank_file = ranks[rank]
             if short == "train_step":
-                # Spans between two steps belong to evaluations, which are omitted, so they are
-                # assigned to step -1.
+                # Spans between two steps belong to evaluations. These spans are omitted, so their
+                # step is set to -1.
                 number = _number(span.attributes, "iteration", len(rank_file.steps))
                 rank_file.steps.append((number, _SPAN, span.start))
                 rank_file.steps.append((-1, _SPAN, span.end))
@@ -374,7 +389,10 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns the attribute ``name``, with or without a dotted prefix, as an integer."""
+    """Returns the attribute ``name``, with or without a dotted prefix, as an integer.
+
+    The result is ``default`` if the attribute is missing or is not a number.
+    """
     for key, value in attributes.items():
         if f".{key}".endswith(f".{name}"):
             with suppress(TypeError, ValueError):
@@ -413,7 +431,7 @@ def _unix_ns(clock: str) -> int:
 
 
 def _objects(file: _RankFile) -> Iterator[bytes]:
-    """Yields the text of each JSON object in ``file``. An object may take several lines."""
+    """Yields the text of each JSON object in ``file``, which may take several lines."""
     held = b""
     parts: list[bytes] = []
     for chunk in _chunks(file):
@@ -460,7 +478,7 @@ def _read(path: Path) -> _RankFile:
             ]
             tokens.append(b'"name' + space + b"nccl")
             has_head = True
-        # The last event may be incomplete, so it is parsed with the next chunk.
+        # The last event may be incomplete, so keep it for the next chunk.
         cut = held.rfind(b"{", 0, max(held.rfind(b'"ph"'), 0))
         if cut > 0:
             _take_events(file, held[:cut], tokens, decode)
@@ -474,7 +492,7 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the rank and the job's sizes from the file's name and from ``held``, its first bytes.
+    """Reads the rank and the job's sizes from the file's name and its first bytes, ``held``.
 
     Raises:
         TraceError: A value in the head is impossible.
@@ -625,7 +643,11 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
-    """Returns the rank's pipeline rank, the number of pipeline ranks, and the rank's replica."""
+    """Returns the pipeline rank, the number of pipeline ranks, and the index of the replica.
+
+    ``file`` contains the data of the rank. ``pipeline`` is the requested number of pipeline ranks,
+    or ``None`` to use the number in ``file``.
+    """
     world = max(file.world_size, file.rank + 1)
     group = file.groups.get("pp", [])
     if pipeline is not None:
@@ -646,7 +668,11 @@ def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
 
 
 def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[OperationRow]:
-    """Returns the operations of a rank as rows of a published table."""
+    """Returns the operations of a rank as rows of a published table.
+
+    ``pp_rank`` is the pipeline rank, ``num_ranks`` is the number of pipeline ranks, and ``dp_rank``
+    is the index of the replica.
+    """
     operations, computes = _operations(file)
     counts: Counter[tuple[int, str]] = Counter()
     for event in operations:
@@ -678,7 +704,7 @@ def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[O
 
 
 def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
-    """Returns all operations of the rank in ``file``, and separately its computations."""
+    """Returns two lists with all operations, and only the computations, of the rank in ``file``."""
     events = sorted(file.events, key=lambda event: (event.start, -event.length))
     computes = [event for event in events if event.kind.endswith("-compute")]
     host = "user_annotation"
@@ -713,9 +739,10 @@ def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
 
 
 def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_Event]) -> None:
-    """Sets the step of each event and label, using the profiler's step marks on the same timeline.
+    """Sets the step of each of the ``events`` and ``labels``.
 
-    If there are no step marks, each optimizer call ends a step.
+    The step is determined by the profiler's step marks in ``file`` on the timeline ``line``. If
+    there are no step marks, each optimizer call ends a step.
     """
     steps = sorted((start, number) for number, category, start in file.steps if category == line)
     if not steps:
@@ -731,7 +758,9 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
     """Returns the messages that have no span because a single call sends and receives.
 
     The times of these messages are estimated. The wait for an input begins at the end of the
-    previous computation, and a result is sent at the end of its computation.
+    previous computation, and a result is sent at the end of its computation. ``end`` is ``send`` or
+    ``recv``, ``messages`` contains the messages that have a span, and ``computes`` contains all
+    computations of the rank.
     """
     has_span = {(e.step, e.direction, e.seq) for e in messages if e.kind.endswith(f"-{end}")}
     missing = []
@@ -750,7 +779,10 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Removes computations within a computation of the same kind, and numbers the rest per step."""
+    """Returns the computations that are not part of a computation of the same kind.
+
+    The returned computations are numbered per step and kind.
+    """
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []
@@ -768,7 +800,7 @@ def _outermost(computes: list[_Event]) -> list[_Event]:
 def _messages(
     end: str, messages: list[_Event], labels: list[_Event], computes: list[_Event]
 ) -> list[_Event]:
-    """Returns the messages with the direction and number of the computation they belong to.
+    """Returns the messages with the direction and number of the computation to which they belong.
 
     A received message without a label belongs to the next computation, and a sent message to the
     previous computation. If an input arrives during the range of its computation, the start of the

@@ -1,7 +1,7 @@
 """Reads tables of a training job's operations in a published format, and writes runs as traces.
 
 A table is a Parquet or CSV file with one row per operation and the columns :data:`COLUMNS`. For
-computations, the table contains the microbatch. Messages are only numbered: the n-th input that a
+computations, the table contains the microbatch. Messages are only numbered: the n-th message that a
 rank receives belongs to the n-th of its computations that need an input.
 """
 
@@ -62,7 +62,10 @@ _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
 
 
 class OperationRow(NamedTuple):
-    """Contains one row of a table: :data:`COLUMNS`, then :data:`OPTIONAL`. Times are in ns."""
+    """Contains one row of a table, with the columns :data:`COLUMNS` and :data:`OPTIONAL`.
+
+    Times are in ns.
+    """
 
     dp_rank: int
     stage: int
@@ -128,13 +131,14 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
 
 
 def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0) -> RunTrace:
-    """Converts the columns of a table to the trace of a run.
+    """Converts a table with the given columns to the trace of a run.
 
     Args:
-        columns: Arrays or sequences by name, as in :data:`COLUMNS` and :data:`OPTIONAL`.
+        columns: Array or sequence of each column, by the names in :data:`COLUMNS` and
+            :data:`OPTIONAL`.
         origin: Path of the table, for error messages.
-        world_size: Minimum number of ranks in the job. It is larger if the table contains higher
-            ranks.
+        world_size: Minimum number of ranks in the job. The job has more ranks if the table contains
+            higher ranks.
 
     Raises:
         TraceError: A column is missing or has an impossible value, or the table is inconsistent.
@@ -179,8 +183,8 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
     """Aligns ranks whose clocks seem to differ, and returns start times and notes for the user.
 
-    A clock seems to differ if the rank's first step begins earlier or later than the first rank's
-    by more than twice the median length of this step.
+    A rank's clock seems to differ if its first step begins earlier or later than the first step of
+    the lowest rank, by more than twice the median length of these steps.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -202,9 +206,10 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Returns start times in ns with which each step begins after the end of the previous step.
+    """Shifts the steps in time so that each step begins after the end of the previous step.
 
-    This is needed because the times of every step may begin at 0.
+    Returns the start times in ns. The shift is needed because the times of every step in a table
+    may begin at 0.
     """
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
@@ -312,9 +317,11 @@ class _Table:
         return replace(run, caveats=tuple(notes))
 
     def _blocks(self, rows: Ints, spans: TraceTable) -> dict[int, dict[int, TraceTable]]:
-        """Returns a dict from worker to a dict from iteration to spans.
+        """Returns the spans of each worker and iteration, as a dict of dicts.
 
-        ``rows`` contains the index of the table row of each span.
+        A worker is the index of a rank in the table. Workers are the keys of the outer dict, and
+        iterations are the keys of the inner dicts. ``rows`` contains the index of the table row of
+        each span.
         """
         order = np.lexsort((spans.start_ns, spans.iteration, self._worker[rows]))
         worker = self._worker[rows][order]
@@ -328,7 +335,10 @@ class _Table:
         return blocks
 
     def _rows(self, *names: str) -> Ints:
-        """Returns the rows of the kinds in ``names``, ordered by step, rank and ``seq_id``."""
+        """Returns the indices of the rows whose kind is in ``names``.
+
+        The rows are ordered by step, rank and ``seq_id``.
+        """
         kinds = [index for index, name in enumerate(self._kind_names) if name in names]
         rows = np.flatnonzero(np.isin(self._kind, kinds))
         keys = (self._seq[rows], self._worker[rows], self._step[rows])
@@ -346,7 +356,10 @@ class _Table:
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 
     def _check_once(self, origin: Path, computes: Ints) -> None:
-        """Raises ``TraceError`` if the table contains the same computation twice."""
+        """Raises ``TraceError`` if the table contains the same computation twice.
+
+        ``computes`` contains the rows of all computations, and ``origin`` is the path of the table.
+        """
         keys = [key[computes] for key in (self._worker, self._step, self._kind, self._seq)]
         again = computes[find_rows(keys, keys) != np.arange(len(computes))]
         if len(again):
@@ -358,7 +371,10 @@ class _Table:
             )
 
     def _check_microbatches(self, computes: Ints) -> None:
-        """Numbers the microbatches in order, unless the table contains unique numbers for them."""
+        """Numbers the microbatches in order, unless the table contains unique numbers for them.
+
+        ``computes`` contains the rows of all computations.
+        """
         keys = [self._step, self._worker, self._kind, self._chunk]
         columns = [*(key[computes] for key in keys), self._microbatch[computes]]
         is_unique = (find_rows(columns, columns) == np.arange(len(computes))).all()
@@ -368,9 +384,10 @@ class _Table:
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns the index of the table row of each span, and the spans.
+        """Returns the spans of all computations and messages.
 
-        A received message gets two spans: ``wait`` and ``receive``.
+        The first array contains the index of the table row of each span. A received message gets
+        two spans: ``wait`` and ``receive``. ``computes`` contains the rows of the computations.
         """
         parts: list[tuple[Ints, TraceTable]] = []
 
@@ -419,13 +436,16 @@ class _Table:
         return np.concatenate(row_parts), TraceTable.concat(span_parts)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
-        """Pairs the n-th message of a rank in each step with the n-th computation in that step."""
+        """Pairs the n-th message of a rank in each step with the n-th computation in that step.
+
+        Returns the rows of the paired messages and of their computations.
+        """
         keys = [[self._step[rows], self._worker[rows]] for rows in (messages, computes)]
         partner = find_rows([*keys[1], nth_of_equal(keys[1])], [*keys[0], nth_of_equal(keys[0])])
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank of ``pp_rank`` in each worker's pipeline, or -1 if missing."""
+        """Returns the global rank at ``pp_rank`` in each worker's pipeline, or -1 if missing."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],
@@ -433,7 +453,10 @@ class _Table:
         return np.where(index >= 0, self._ranks[index], -1)
 
     def _roots(self, name: str, rows: Ints) -> Ints:
-        """Returns the lowest rank of each collective's process group, or -1 if unknown."""
+        """Returns the lowest rank of each collective's process group, or -1 if unknown.
+
+        ``name`` is the name of the collective, and ``rows`` contains its rows in the table.
+        """
         worker = self._worker[rows]
         pp_rank = self._pp_rank[worker]
         dp_rank = self._dp_rank[worker]
@@ -451,7 +474,7 @@ class _Table:
 
 
 def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
-    """Writes the trace of a run into a folder, with one file per rank.
+    """Writes the trace of ``run`` into ``folder``, with one file per rank.
 
     Raises:
         TraceError: The folder already contains traces, or cannot be written.

@@ -212,7 +212,10 @@ def _blocks(
     groups: Sequence[_Group],
     notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (ID, data block) for each group and iteration, and adds notes on omitted parts."""
+    """Yields (ID, data block) for each group and iteration.
+
+    Notes on omitted parts are appended to ``notes``.
+    """
     num_short = 0
     num_unsimulated = 0
     for index, iteration in enumerate(iterations):
@@ -353,7 +356,10 @@ def choose(
 def _groups(
     run: RunTrace, figures: RunFigures, dp_rank: int | None, labels: Mapping[int, str] | None
 ) -> tuple[list[_Group], list[str]]:
-    """Returns the groups of ranks that a page shows, and notes on omitted ranks."""
+    """Returns the groups of ranks that a page shows, and notes on omitted ranks.
+
+    The parameters are those of :func:`choose`.
+    """
     if labels is not None:
         every = [run.ranks[rank] for rank in labels]
         return [_Group("all ranks", list(labels.values()), every)], []
@@ -376,7 +382,10 @@ def _groups(
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
-    """Returns up to ``most`` iterations: the slowest, and others at even intervals."""
+    """Returns at most ``most`` of the iterations in ``asked``.
+
+    The selected iterations are the slowest iterations, and iterations at even intervals.
+    """
     if len(asked) <= most:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
@@ -438,7 +447,7 @@ def span_columns(
 def message_columns(
     messages: Messages, row_of: Mapping[int, int], start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Returns the columns of messages between rows, in the order in which they were sent.
+    """Returns columns that describe the messages between rows, in the order of sending.
 
     Args:
         messages: Messages of one iteration.
@@ -500,14 +509,17 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
 
 
 def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints], int]:
-    """Returns the longest bars, at most ``budget``, and the number of omitted bars."""
+    """Returns the ``budget`` longest bars in ``rows``, and the number of omitted bars."""
     left_out = max(0, len(rows["row"]) - budget)
     kept = np.sort(np.argsort(rows["length"], kind="stable")[left_out:])
     return {name: column[kept] for name, column in rows.items()}, left_out
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
-    """Returns the index of each span's category in :func:`categories`, or -1 without a bar."""
+    """Returns the index of each span's category in :func:`categories`.
+
+    The index is -1 if the span is not drawn as a bar.
+    """
     index_of = {
         (category.kind, category.chunk, category.cause): index
         for index, category in enumerate(categories(num_chunks))

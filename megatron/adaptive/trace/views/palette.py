@@ -1,4 +1,7 @@
-"""Defines the views' colours: F (forward) blue, B (backward) green, W orange, idle time grey.
+"""Defines the colours of the views.
+
+Forward passes (F) are blue, backward passes (B) are green, weight-gradient passes (W) are orange,
+and idle time is grey.
 
 The lightness of an action depends on the index of its chunk, from dark (chunk 0) to light. The hues
 can be distinguished with the common kinds of colour blindness, in which blue stays blue and this
@@ -54,7 +57,10 @@ _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
 
 
 def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
-    """Returns the fill colour of an action as ``RRGGBB``; unique for up to about 100 chunks."""
+    """Returns the fill colour of ``chunk`` for a kind of action, as ``RRGGBB``.
+
+    There are ``num_chunks`` chunks per rank. The colours are unique for up to about 100 chunks.
+    """
     hue, saturation = _HUES[action]
     if num_chunks <= 1:
         lightness = _SINGLE
@@ -110,7 +116,7 @@ class Category:
 
 
 def categories(num_chunks: int) -> list[Category]:
-    """Returns all categories of spans, in the order of the legend."""
+    """Returns all categories of spans for ``num_chunks`` chunks, in the order of the legend."""
     shown = {round(i * (num_chunks - 1) / (LEGEND_CHUNKS - 1)) for i in range(LEGEND_CHUNKS)}
     listed = [
         Category(

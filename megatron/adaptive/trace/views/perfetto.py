@@ -142,13 +142,16 @@ def perfetto_events(
 
 
 def _by_start(table: TraceTable | None) -> list[Span]:
-    """Returns spans ordered by start; among spans that start together, the longest comes first."""
+    """Returns the spans of ``table`` ordered by start.
+
+    Among spans that start at the same time, the longest comes first.
+    """
     spans = () if table is None else table.spans()
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 
 def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> None:
-    """Writes events to ``file`` as JSON text, with one event per line."""
+    """Writes the events of ``ranks`` in ``iterations`` to ``file`` as JSON, one event per line."""
     about = {
         "run": run.run,
         "iterations": describe_numbers(iterations),
@@ -168,7 +171,11 @@ def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequen
 def _within_limit(
     run: RunTrace, iterations: Sequence[int], dp_rank: int | None
 ) -> tuple[list[int], list[int], list[str]]:
-    """Returns the iterations and ranks that stay within the limit, and notes on omitted parts."""
+    """Returns the iterations and ranks to write, and notes on omitted iterations.
+
+    The first of the ``iterations`` are omitted if there are more than :data:`MAX_SPANS` spans.
+    ``dp_rank`` is the replica to write, or ``None`` for all replicas.
+    """
     for iteration in iterations:
         run.require_iteration(iteration)
     chosen = sorted(set(iterations))
@@ -209,7 +216,7 @@ def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) 
 
 
 def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
-    """Yields the events that set the name and the position (``index``) of a rank's process."""
+    """Yields the events that set the name and the position ``index`` of a rank's process."""
     header = trace.header
     name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
@@ -230,7 +237,10 @@ def _metadata(event_name: str, rank: int, tid: int, **arguments: Any) -> Event:
 
 
 def _tid(rank: int, number: int) -> int:
-    """Returns a thread ID that differs from all process IDs and from other processes' threads."""
+    """Returns the ID of thread ``number`` of a rank.
+
+    The ID differs from all process IDs, and from the thread IDs of other ranks.
+    """
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
@@ -331,7 +341,9 @@ def _name(span: Span, num_slices: SliceCounts) -> str:
 
 
 def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
-    """Returns for each span the first thread on which it overlaps no other span or can be nested.
+    """Returns the index of the first thread on which each span can be drawn.
+
+    On this thread, the span overlaps no other span, or it can be nested in another span.
 
     Args:
         spans: Spans in the order of :func:`_by_start`.
@@ -371,7 +383,11 @@ def _microseconds(times_ns: Sequence[int]) -> list[float]:
 
 
 def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
-    """Returns a dict from (rank, kind of span, peer, message) to an end of the message's flow."""
+    """Returns the start and the end of a flow (an arrow) for each message.
+
+    The keys of the dict are tuples of a rank, a kind of span, the rank at the other end, and
+    numbers that identify the message.
+    """
     ends: dict[tuple[Any, ...], Event] = {}
     names = ("source", "target", "iteration", "chunk", "microbatch", "of")
     columns = [getattr(messages, name).tolist() for name in names]
@@ -386,7 +402,10 @@ def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
 
 
 def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Event]:
-    """Yields the values of counters, such as memory and queued inputs, at each action."""
+    """Yields the values of counters, such as memory and queued inputs, at each action.
+
+    ``origin_ns`` is the time in nanoseconds that corresponds to the file's time 0.
+    """
     last: dict[str, int] = {}
     iteration = -1
     in_flight = 0

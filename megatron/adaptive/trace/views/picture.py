@@ -150,7 +150,11 @@ def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
 def _draw_bars(
     axes: Axes, row: int, bars: Sequence[tuple[float, float, str]], edge_pt: float = 0
 ) -> None:
-    """Draws ``bars``, given as (start, length, colour ``RRGGBB``), with white edges into a row."""
+    """Draws ``bars`` into the row with index ``row``.
+
+    A bar is a tuple (start, length, colour ``RRGGBB``). ``edge_pt`` is the width of the white edges
+    in points, or 0 for no edges.
+    """
     axes.broken_barh(
         [(start, length) for start, length, _ in bars],
         (row - BAR / 2, BAR),
@@ -163,11 +167,13 @@ def _draw_bars(
 def _write_texts(
     axes: Axes, step: PipelineStep, points_per_ns: float, row_in: float, largest: float
 ) -> None:
-    """Writes ``chunk-microbatch`` into the bars that are wide enough.
+    """Writes the numbers of chunk and microbatch into the bars that are wide enough.
 
-    If microbatches are split into slices, a text is, for example, ``0-3.5`` for chunk 0, microbatch
-    3, slice 5. All texts of a kind of action have the same font size and direction. Texts that
-    would be too small are rotated by 90 degrees.
+    A text is, for example, ``0-3`` for chunk 0 and microbatch 3, or ``0-3.5`` for slice 5 of this
+    microbatch. All texts of a kind of action have the same font size and direction. Texts that
+    would be too small are rotated by 90 degrees. ``points_per_ns`` is the width of a nanosecond in
+    points, ``row_in`` the height of a row in inches, and ``largest`` the maximum font size in
+    points.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
     for action in step.actions:

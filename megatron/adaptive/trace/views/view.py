@@ -1,4 +1,4 @@
-"""Defines the views of a trace, which are the values of ``trace --format``, and their lookup.
+"""Defines the interface of a view of a trace, and finds the views for ``trace --format``.
 
 A view is a function decorated with :func:`trace_view`. The modules in the folder ``formats``
 contain the views of this package, which need no registration. Users can define their views in any

@@ -206,7 +206,10 @@ def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least
 
 
 def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]:
-    """Yields the cells of a row: a cell per span, and idle cells between spans."""
+    """Yields the cells of a row: a cell per span, and idle cells between spans.
+
+    A cell has at least ``least`` columns, which represent ``unit_ns`` nanoseconds each.
+    """
     column = 0
     for span in row:
         start = max(column, round(span.start_ns / unit_ns))
@@ -323,7 +326,10 @@ def _fill_cell(sheet: Worksheet, row: int, shown: ChartCell, end: int, step: Pip
 def _patch(
     sheet: Worksheet, row: int, start: int, color: str, label: str, text: str | None = None
 ) -> None:
-    """Draws a colour sample with a label, which begins at column ``start`` of the time axis."""
+    """Writes ``label`` and a colour sample into a row of the legend.
+
+    The sample begins at column ``start`` of the time axis, and may contain a ``text``.
+    """
     sheet.cell(row, 1, label)
     _merge(sheet, row, start, start + PATCH_COLUMNS)
     cell = sheet.cell(row, LABEL_COLUMNS + 1 + start, text)
@@ -375,7 +381,10 @@ def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) ->
 
 
 def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures) -> int:
-    """Adds the sheet *iterations* to ``workbook``, and returns the number of its iterations."""
+    """Adds the sheet *iterations* to ``workbook``, and returns the number of rows for iterations.
+
+    The sheet shows ``figures``, and the labels of its ranks are those of ``step``.
+    """
     sheet = workbook.create_sheet("iterations")
     total = len(figures.iterations)
     stride = -(-total // MAX_ITERATIONS)
@@ -512,7 +521,10 @@ def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
 
 
 def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
-    """Yields columns with the mean and standard deviation of the times of F, B and W by chunk."""
+    """Yields columns with the mean and standard deviation of the actions' durations, by chunk.
+
+    The values cover the iterations in ``rows``.
+    """
     number = figures.count[rows].astype(np.float64)
     means = np.nan_to_num(figures.mean_ns[rows])
     spreads = np.nan_to_num(figures.std_ns[rows])
@@ -535,7 +547,10 @@ def _block(
     figures: RunFigures,
     columns: Sequence[_Column],
 ) -> int:
-    """Writes a titled table into a sheet, and returns the number of the row below it."""
+    """Writes a table with the title ``text``, and returns the number of the row below the table.
+
+    The title is in row ``first_row``. The table contains ``columns``, with a row for each rank.
+    """
     sheet.cell(first_row, 1, text)
     for number, (name, _, _) in enumerate(columns, start=2):
         sheet.cell(first_row + 1, number, name)

@@ -32,7 +32,7 @@ class Advice:
     no_trace: str
 
     def of_partition(self, partition: str) -> str:
-        """Returns the setting for ``partition``, such as ``3-4-5``."""
+        """Returns the setting that selects ``partition``, which has the form ``3-4-5``."""
         return f"{self.partition}{partition}" + ('"' if self.partition.endswith('"') else "")
 
 
@@ -59,5 +59,5 @@ PIPELINE = Advice(
 
 
 def advice_for(header: TraceHeader) -> Advice:
-    """Returns the settings of the program that wrote the trace with ``header``."""
+    """Returns the settings for the program that wrote the trace with ``header``."""
     return PIPELINE if header.order else TRAINER

@@ -223,8 +223,9 @@ Durations = Callable[[_Part], Floats]
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
-    """Multiplies (``power`` 1) or divides (-1) computing times by the lengths of microbatches.
+    """Multiplies ``durations_s`` of computations by the lengths of their microbatches.
 
+    The lengths are raised to ``power``. A ``power`` of -1 removes the effect of unequal lengths.
     The results are then scaled so that the total computing time of each step stays the same.
     """
     times = durations_s * part.length**power
@@ -236,17 +237,19 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
 
 
 def _only(group: str, value: int) -> Durations:
-    """Returns a function whose durations are recorded for one group and ideal for all others.
+    """Returns a function for durations that are recorded for one group and ideal for the rest.
 
-    ``group`` is the type of the group, such as ``rank``, and ``value`` is its index.
+    The function takes a part of the run, and returns the duration of each operation. ``group`` is
+    the type of the group, such as ``rank``, and ``value`` is its index.
     """
     return lambda part: np.where(part.column(group) == value, part.ops.duration_s, part.ideal_s)
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Returns a function whose durations are ideal for some groups and recorded for others.
+    """Returns a function for durations that are ideal for some groups and recorded for the rest.
 
-    ``group`` is the type of the groups, such as ``rank``, and ``values`` contains their indices.
+    The function takes a part of the run, and returns the duration of each operation. ``group`` is
+    the type of the groups, such as ``rank``, and ``values`` contains their indices.
     """
     return lambda part: np.where(
         np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
@@ -344,10 +347,11 @@ class _Answers:
         )
 
     def _groups(self) -> dict[tuple[str, str], Durations]:
-        """Returns a dict from (type, name) of each group to the durations of a simulation.
+        """Returns, for each group of operations, the durations for a simulation.
 
-        The durations are recorded for the group, and ideal for all other operations. The first two
-        entries are the recorded step (``simulated``) and the ideal step.
+        The keys of the dict are (type, name) of the groups. The durations are recorded for the
+        group, and ideal for all other operations. The first two entries are the recorded step
+        (``simulated``) and the ideal step.
         """
         where = self._where
         sets: dict[tuple[str, str], Durations] = {
@@ -373,7 +377,9 @@ class _Answers:
         """Returns the durations of simulations that each concern one cause or one slow rank.
 
         In the simulation for a cause, the cause is removed. In the simulation for a rank, only the
-        durations of that rank are recorded, and all other durations are ideal.
+        durations of that rank are recorded, and all other durations are ideal. ``slowest`` contains
+        the indices of the slowest ranks, which are a cause together, and ``workers`` contains the
+        indices of all ranks, with the slowest first.
         """
         shares: dict[tuple[str, str], Durations] = {
             ("share", "worker"): _without("rank", slowest),
@@ -504,7 +510,10 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Returns a dict from description of a repair to flags (or advice) and durations."""
+        """Returns a dict from the description of a repair to its flags or advice, and durations.
+
+        ``slowest`` contains the indices of the slowest ranks.
+        """
         where = self._where
         repairs: dict[str, tuple[str, Durations]] = {}
         work_s = self._own_cells.sum(axis=(1, 2))
@@ -542,7 +551,7 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Returns a function that multiplies recorded computing times by a factor per rank."""
+        """Returns a function that multiplies the recorded computing times by a factor per rank."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
@@ -651,6 +660,8 @@ class _Answers:
 
     def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
         """Estimates the step time in seconds without tracing.
+
+        ``whole_s`` is the mean simulated step time with tracing.
 
         The result is empty for an imported trace, which this project's recorder did not write.
         """

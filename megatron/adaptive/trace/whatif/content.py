@@ -150,7 +150,7 @@ class _Simulation:
     Args:
         header: Trace header of any rank.
         steps: Steps of all replicas.
-        shares: ``[3, segments]``, fraction of F, B and W of its stage that each segment takes.
+        shares: ``[3, segments]``, fraction of its stage's F, B and W times that each segment takes.
     """
 
     def __init__(
@@ -207,7 +207,11 @@ class _Simulation:
         return float(np.mean([self._step_s(step, treatment) for step in self._steps]))
 
     def _step_s(self, step: Sequence[RecordedStep], treatment: Treatment) -> float:
-        """Returns the time in seconds of the slowest replica in a step with other settings."""
+        """Simulates a step with other settings, and returns its time in seconds.
+
+        ``step`` contains the steps of all replicas, and the result is the time of the slowest
+        replica. ``treatment`` contains the settings.
+        """
         replicas = list(step)
         if treatment.partition:
             replicas = [self._cut(replica, treatment.partition) for replica in replicas]
@@ -315,7 +319,10 @@ def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
-    """Returns the partition into ``stages`` whose most expensive stage has the lowest cost."""
+    """Returns the partition into ``stages`` whose most expensive stage has the lowest cost.
+
+    ``costs`` contains the cost of each segment.
+    """
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     count = len(costs)
     largest = np.full((stages + 1, count + 1), np.inf)
@@ -337,7 +344,12 @@ def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
 def _described(
     names: Sequence[str], partition: tuple[int, ...], layers: Sequence[int]
 ) -> tuple[str, str]:
-    """Returns a text that describes a change of settings, and the new settings."""
+    """Returns a text that describes a change of settings, and the new settings.
+
+    ``names`` contains the settings that change to ``"time"``. ``partition`` is the new number of
+    segments per stage, or empty if it does not change, and ``layers`` contains the recorded
+    numbers.
+    """
     texts = [_TEXTS[name] for name in names]
     settings = [f'{name}="time"' for name in names]
     text = f"microbatches {' and '.join(texts)} by cost" if texts else ""

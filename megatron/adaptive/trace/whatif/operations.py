@@ -88,7 +88,7 @@ class StepSlices(Protocol):
 
 
 def whole(iteration: int, replica: int) -> SliceCounts:
-    """Returns 1, for runs whose microbatches are not split."""
+    """Returns 1, the number of slices of a microbatch in runs whose microbatches are not split."""
     return 1
 
 
@@ -351,7 +351,8 @@ def _kinds(table: TraceTable) -> Ints:
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
     """Returns the row of the computation that produced each computation's input.
 
-    The second result is the number of inputs that no recorded computation produced.
+    The second result is the number of inputs that no recorded computation produced. ``actions``
+    contains the computations, ``stage`` their stages, and ``owner`` the indices of their workers.
 
     The row is -1 if no recorded computation produced the input. It is also -1 for forward passes in
     the first stage, which are not counted as missing.
@@ -374,10 +375,13 @@ def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> 
 def _transfers(
     table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
-    """Returns the messages that carried the inputs of the computations ``came``.
+    """Returns the times of the messages that contained the inputs of the computations ``came``.
 
-    If the arrival of a message was not observed, its transfer time is assumed to be the median of
-    the other messages in its direction.
+    If the arrival of a message was not recorded, its transfer time is assumed to be the median of
+    the other messages in its direction. ``table`` contains all spans, and ``worker`` the rank index
+    of each span. ``actions`` contains the computations, ``owner`` the rank index of each
+    computation, and ``came`` the rows of the computations that received their input from another
+    rank.
 
     Returns:
         Time of each transfer in seconds, arrival time of each message in nanoseconds, and whether
@@ -459,7 +463,11 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Returns the time in seconds that each rank waited for the last rank of a collective, or 0."""
+    """Returns the time in seconds that each rank waited for the last rank of a collective.
+
+    ``group`` contains the index of each operation's collective. The time is 0 for operations that
+    are not part of a collective.
+    """
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
@@ -726,7 +734,8 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
     """Returns up to two predecessors of each node, ``[2, nodes]``, or 0 if there are fewer.
 
     A node with more than two predecessors gets helper nodes in between, each with at most two
-    predecessors.
+    predecessors. ``sources`` and ``targets`` contain the two nodes of each dependency, and
+    ``count`` is the number of nodes.
     """
     while True:
         order = np.argsort(targets, kind="stable")

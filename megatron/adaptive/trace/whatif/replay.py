@@ -156,7 +156,10 @@ class RecordedTimes:
         )
 
     def usual_part(self, iteration: int, replica: int) -> Floats:
-        """Returns the times of ``replica`` in seconds, as if its ranks had the usual speed."""
+        """Returns the times of ``replica`` in ``iteration``, as if its ranks had the usual speed.
+
+        Times are in seconds, ``[2, stages, microbatches]``.
+        """
         part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return part
 
@@ -450,7 +453,10 @@ def _rows_by_replica(ops: Operations, iterations: Ints) -> dict[int, list[Ints]]
 
 
 def _span_s(ops: Operations, computes: Ints) -> float:
-    """Returns the time in seconds from the first start to the last end of ``computes``."""
+    """Returns the time in seconds from the first start to the last end of a computation.
+
+    ``computes`` contains the rows of the computations.
+    """
     return float((ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S)
 
 

@@ -93,10 +93,11 @@ def token_repairs(
 
 
 def _token_ranks(run: RunTrace, tokens: int) -> int:
-    """Returns the number of ranks that share the tokens of a slice, which must divide its length.
+    """Returns the number of ranks that share the tokens of a slice.
 
-    Traces of earlier versions do not contain this number. For these traces, the result is the
-    tensor-parallel size, or 1 if ``tokens`` is not divisible by this size.
+    The length of each slice must be a multiple of this number. Traces of earlier versions do not
+    contain the number. For these traces, the result is the tensor-parallel size, or 1 if ``tokens``
+    is not divisible by this size.
     """
     headers = [trace.header for trace in run.ranks.values()]
     recorded = max(header.token_ranks for header in headers)
@@ -180,7 +181,10 @@ class _Step:
 
     @classmethod
     def of(cls, ops: Operations, iteration: int, rows: Sequence[Sequence[_Row]]) -> _Step | None:
-        """Returns the step of ``iteration``, or ``None`` if actions are missing."""
+        """Returns the step of ``iteration``, or ``None`` if actions are missing.
+
+        ``rows`` contains the microbatches of each replica.
+        """
         replicas = recorded_replicas(ops, iteration)
         if replicas is None:
             return None
@@ -200,7 +204,10 @@ def _cut(tokens: int, documents: Sequence[int]) -> Cut:
 
 
 def _work(cuts: Sequence[Cut]) -> Floats:
-    """Returns the number of tokens, and of token pairs, in each slice, ``[slices, 2]``."""
+    """Returns the number of tokens, and of token pairs, in each slice of ``cuts``.
+
+    The result has the shape ``[slices, 2]``.
+    """
     work = [cut.work(index) for cut in cuts for index in range(len(cut.ends))]
     return np.array(work, dtype=np.float64)
 
@@ -239,10 +246,10 @@ class _Model:
 
     @property
     def miss(self) -> float:
-        """Largest relative difference between a recorded step and its simulations.
+        """Largest relative difference between the recorded and the simulated time of a step.
 
-        One simulation uses the recorded durations, and the other uses fitted durations and the same
-        slice length.
+        Each step is simulated twice: with its recorded durations, and with durations that were
+        fitted for the slice length of the recording.
         """
         misses = []
         for step in self._steps:
@@ -262,7 +269,10 @@ class _Model:
         return float(np.mean([self._step_s(step, tokens) for step in self._steps]))
 
     def _step_s(self, step: _Step, tokens: int) -> float:
-        """Packs a step's documents into slices of ``tokens``, and returns the time of the step."""
+        """Packs a step's documents into slices of ``tokens`` tokens, and simulates the step.
+
+        Returns the time of the step in seconds.
+        """
         documents, replicas = step.documents, len(step.replicas)
         rows = first_fit(documents, tokens, replicas, replicas)
         cuts = [_cut(tokens, [documents[number] for number in row]) for row in rows]

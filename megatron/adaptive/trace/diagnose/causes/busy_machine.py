@@ -21,7 +21,7 @@ SURE = 3.2
 """
 
 MOST_OF = 0.75
-"""Minimum fraction of iterations with waits for the waits to be called permanent."""
+"""Minimum fraction of iterations in which ranks wait, for the waits to count as permanent."""
 
 LEAST_NOISE = 0.005
 """Minimum standard deviation assumed for the noise, as a fraction of an iteration."""
@@ -60,9 +60,9 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding if the ranks in ``columns`` wait, otherwise ``None``.
+    """Returns a finding if ranks on one machine wait for this machine, otherwise ``None``.
 
-    All of these ranks are on the same machine.
+    ``columns`` contains the indices of all ranks on the machine.
     """
     for counter, series in waits_of(m, columns):
         period = _period(series)

@@ -139,7 +139,7 @@ def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
 
     Args:
         steps: Operations of recorded steps, and the finding that contains the delay.
-        chosen: ``[operations]``, whether an operation contains a part of the delay.
+        chosen: ``[operations]``, whether the delay affects each operation.
     """
     num_steps = max(1, len(np.unique(steps.operations.iteration)))
     workers = max(1, len(np.unique(steps.operations.worker[chosen])))
@@ -171,8 +171,9 @@ def _slow_member(
 ) -> Finding | None:
     """Returns a finding about the member of a group that the other members wait for.
 
-    ``groups`` contains the collectives of the group, with one object per operation. The result is
-    ``None`` if the other members wait only briefly.
+    ``groups`` contains the collectives of the group, with one object per operation, ``kind`` is the
+    kind of the group, and ``ranks`` contains its members. The result is ``None`` if the other
+    members wait only briefly.
     """
     # All members leave a collective together, so the member that arrives last spends the least time
     # in it. If ranks are late at random, every rank is sometimes last, and the totals are equal.
@@ -243,13 +244,13 @@ def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Findi
 def _period(
     m: Measured, series_ns: Floats, least_ns: float, differ_ns: float
 ) -> tuple[Ints, float, float, str] | None:
-    """Finds the iterations in which a time per step is too long.
+    """Finds the iterations in which ``series_ns`` is too large.
 
     Args:
         m: Measured times of the run.
         series_ns: ``[iterations]``, time in ns by which each iteration is longer than usual.
         least_ns: Minimum time in ns for a finding.
-        differ_ns: Standard deviation in ns of the time between equal groups.
+        differ_ns: Standard deviation in ns of this time over groups of the same kind.
 
     Returns:
         Numbers of the iterations, additional time in ns, this time in standard errors, and the

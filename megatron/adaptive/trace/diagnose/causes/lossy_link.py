@@ -40,7 +40,7 @@ RANDOMLY = 0.02
 """Maximum probability that late messages and retransmitted segments coincide by chance."""
 
 DRAWS = 1000
-"""Number of random permutations of the iterations that are used to estimate the probability."""
+"""Number of random permutations of the iterations for estimating how likely a coincidence is."""
 
 LINK_FEWEST = 20
 """Minimum number of messages that is required to judge a link."""
@@ -88,7 +88,7 @@ class _Link:
     """Holds the late messages from one rank to another.
 
     Attributes:
-        ends: Columns of the sender and the receiver.
+        ends: Indices of the sender and the receiver on the rank axis.
         count: Total number of messages.
         late_ns: ``[late messages]``, travel time in ns minus the link's median travel time.
         rows: ``[late messages]``, index of each message's iteration.
@@ -103,7 +103,10 @@ class _Link:
 
 
 def find_lossy_links(m: Measured) -> list[Finding]:
-    """Returns a list with a finding for the lossy link with the largest total delay, if any."""
+    """Returns a finding for the lossy link with the largest total delay.
+
+    The list is empty if no link is lossy.
+    """
     links = _lossy_links(m)
     worst = max(links, key=lambda link: float(link.late_ns.sum()), default=None)
     if worst is None:
@@ -174,7 +177,7 @@ def _is_starved(m: Measured, ends: tuple[int, int], affected: Ints, late_ns: flo
 
     Args:
         m: Measured times of the run.
-        ends: Columns of the sender and the receiver.
+        ends: Indices of the sender and the receiver on the rank axis.
         affected: Indices of the iterations with late messages.
         late_ns: Total delay of the late messages in ns.
     """

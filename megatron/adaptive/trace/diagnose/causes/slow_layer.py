@@ -43,7 +43,10 @@ SLOWER_PASS = 1.15
 """Minimum ratio of a slow layer's forward and backward times to the times of other layers."""
 
 SLOWER_LAST = 2.0
-"""Like :data:`SLOWER`, but for the model's last layer, which often does additional work."""
+"""Minimum ratio for the model's last layer, which often does additional work.
+
+For other layers, the minimum ratio is :data:`SLOWER`.
+"""
 
 ALIKE = 1.25
 """Maximum ratio between the times of two slow layers that are assumed to be of another kind."""
@@ -83,7 +86,7 @@ class _Layer:
     """Holds the times of one layer on one rank.
 
     Attributes:
-        column: Column of the rank.
+        column: Index of the rank on the rank axis.
         index: Index of the layer in the model.
         passes_ns: ``[iterations, 2]``, time in ns of a forward and of a backward pass, or NaN if
             unknown.
@@ -100,7 +103,7 @@ class _Layer:
 
 
 def find_slow_layers(m: Measured) -> list[Finding]:
-    """Returns findings for layers that are slower than other layers of the same kind in the run."""
+    """Returns findings for layers that are slower than other layers of the same kind."""
     by_kind: dict[int, list[_Layer]] = {}
     for layer in _layers(m):
         by_kind.setdefault(_kind(m, layer.index), []).append(layer)

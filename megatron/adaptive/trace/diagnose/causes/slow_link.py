@@ -39,8 +39,8 @@ class SlowLink(Cause):
         return find_slow_links(evidence.measured)
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        # If a rank is slow, the thread that receives its messages is slow too. This alone does not
-        # delay the step.
+        # If a rank is slow, the thread that receives its messages is slow too. Such a delay does
+        # not slow down the step.
         is_symptom = is_simulated and not self._slow_ranks.isdisjoint(finding.ranks)
         return not is_symptom or finding.cost_fraction >= LINK_OF_STEP
 
@@ -119,7 +119,7 @@ class _Link:
     """Holds the messages from one rank to another.
 
     Attributes:
-        ends: Columns of the sender and the receiver on the rank axis of ``Measured``.
+        ends: Indices of the sender and the receiver on the rank axis of ``Measured``.
         crosses: Whether the two ranks are on different machines.
         travel_ns: ``[messages]``, time in ns from the start of the send to the arrival.
         iteration: ``[messages]``, iteration number.
@@ -143,7 +143,7 @@ class _Link:
 
 
 def find_slow_links(m: Measured) -> list[Finding]:
-    """Returns findings for slow links, with the slowest first and at most one per pair of ranks."""
+    """Returns at most one finding per pair of ranks, with the slowest link first."""
     links = _links(m)
     action = float(middle(m.median_ns))
     compared = [
@@ -169,8 +169,9 @@ def _compared(links: Sequence[_Link]) -> tuple[Ints, Floats]:
         links: Links of one kind: all within machines, or all between machines.
 
     Returns:
-        Columns of the two ranks of each link, with the lower first, ``[links, 2]``, and median and
-        10th percentile of its travel time in ns, ``[links, 2]``.
+        Two arrays with the shape ``[links, 2]``. The first contains the indices of the two ranks of
+        each link, with the lower index first. The second contains the median and the 10th
+        percentile of the link's travel time in ns.
     """
     links = links[:: max(1, -(-len(links) // MOST_COMPARED))]
     pairs = np.array([sorted(link.ends) for link in links], dtype=np.int64).reshape(-1, 2)
@@ -231,7 +232,11 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
 def _slow_link(
     m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, against: str
 ) -> Finding | None:
-    """Returns a finding for ``link``, or ``None`` if waits for processors may explain the delay."""
+    """Returns a finding for ``link``, or ``None`` if waits for processors may explain the delay.
+
+    In the iterations ``chosen``, messages are ``excess`` nanoseconds late, which is ``sure``
+    standard errors. ``against`` is the reference of the comparison.
+    """
     rows = np.flatnonzero(np.isin(m.iterations, chosen))
     if excess < LINK_OF_WAITS * turn_wait_ns(m, link.ends, rows):
         return None

@@ -62,7 +62,7 @@ class SlowRankCause(Cause):
 
 
 SLOW = math.log(1.05)
-"""Minimum slowdown to report, as a logarithm. Equal machines often differ by less."""
+"""Minimum slowdown to report, as a logarithm. Identical machines often differ by less."""
 
 SURE = 3.2
 """Minimum slowdown to report, in standard errors. Noise rarely reaches this value."""
@@ -201,8 +201,8 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
 
-    Ranks whose columns are in ``judged`` are skipped. The caller stops comparing other ranks with
-    the fast rank, because they would all seem slow.
+    Ranks whose indices are in ``judged`` are skipped. The caller stops comparing other ranks with
+    the fast rank, because all other ranks would seem slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape
@@ -216,9 +216,10 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether a slowdown is visible in every kind of action and in the times of the rank.
+    """Returns whether ``shift`` is visible in all kinds of actions and in the rank's times.
 
-    Otherwise, the slowdown is caused by other ranks or by noise.
+    Otherwise, the slowdown is caused by other ranks or by noise. ``log_work`` contains the
+    logarithm of the rank's computing time in each iteration.
     """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
         return False

@@ -63,7 +63,7 @@ SPIKE_FEWEST = 4
 """Minimum number of spikes to report, because fewer spikes may be random."""
 
 SPIKE_MOST = 0.25
-"""Maximum fraction of a rank's actions that are spikes. If there are more, they are normal."""
+"""Maximum fraction of slow actions on a rank. If more actions are slow, this is normal."""
 
 SPIKE_BACKGROUND = 1e-3
 """Assumed number of spikes per action on any rank. This prior counts as one observed spike."""
@@ -97,7 +97,7 @@ def find_spikes(m: Measured) -> list[Finding]:
     widths = spread(of_rank, axis=1)
     if not np.isfinite(widths).any():
         return []
-    # Use a higher limit for ranks whose times vary a lot in general.
+    # Use a higher limit for ranks whose times vary a lot.
     limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
     totals = np.isfinite(of_rank).sum(axis=1).tolist()
     counts = (of_rank > limits[:, None]).sum(axis=1).tolist()

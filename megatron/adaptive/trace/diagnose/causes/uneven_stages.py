@@ -27,7 +27,7 @@ class UnevenStages(Cause):
     order = 60
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
-        # If a rank or a layer is slow, the stages may be uneven only because of this slowdown.
+        # A slow rank or a slow layer can be the only reason why the stages are uneven.
         is_slow = any(
             finding.cause in ("slow rank", "slow layer")
             and finding.period.kind in ("lasting", "begun")

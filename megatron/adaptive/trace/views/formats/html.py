@@ -9,7 +9,10 @@ from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 @trace_view(name="html", ending=".html", summary="page with a timeline to zoom in")
 def html(shown: ViewInput, path: Path) -> list[str]:
-    """Writes the page to ``path``, and returns a description and notes on omitted parts."""
+    """Writes the page for ``shown``, the chosen iterations and ranks of a run, to ``path``.
+
+    Returns a description of the page, and notes on omitted parts.
+    """
     from megatron.adaptive.trace.views.page import write_page
 
     notes = write_page(shown.run, path, shown.iterations, dp_rank=shown.dp_rank)

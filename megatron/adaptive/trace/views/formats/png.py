@@ -9,7 +9,10 @@ from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 @trace_view(name="png", ending=".png", summary="picture of one iteration")
 def png(shown: ViewInput, path: Path) -> str:
-    """Writes the picture to ``path``, and returns a line that names the drawn iteration."""
+    """Writes a picture of the iteration in ``shown`` to ``path``.
+
+    Returns a line that names the drawn iteration.
+    """
     from megatron.adaptive.trace.views.picture import write_picture
 
     write_picture(shown.step, path)

@@ -30,7 +30,10 @@ MEAN = "mean"
 
 @trace_view(name="tensorboard", ending="_tensorboard", summary="folder of curves per rank")
 def tensorboard(shown: ViewInput, path: Path) -> str:
-    """Writes the curves to ``path``, and returns a line with the number of iterations."""
+    """Writes curves of the iterations and ranks in ``shown`` to the folder ``path``.
+
+    Returns a line with the number of iterations.
+    """
     write_scalars(shown.run, shown.figures, path)
     return f"curves of {len(shown.iterations)} iterations"
 

@@ -16,7 +16,10 @@ EVENT_ITERATIONS = 20
     summary=f"events of the last {EVENT_ITERATIONS} iterations for Perfetto and chrome://tracing",
 )
 def perfetto(shown: ViewInput, path: Path) -> list[str]:
-    """Writes the events to ``path``, and returns a description and notes on omitted parts."""
+    """Writes the events of the last iterations in ``shown`` to ``path``.
+
+    Returns a description of the file, and notes on omitted parts.
+    """
     from megatron.adaptive.trace.read import describe_numbers
     from megatron.adaptive.trace.views.perfetto import write_perfetto
 
