@@ -59,8 +59,9 @@ class PipelineSettings(SampledModel):
     """Contains the settings of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        max_recordings: Maximum number of recordings of the model to keep. Each combination of a
-            microbatch's shapes (and values of ``decisive_entries``) needs its own recording.
+        max_recordings: Maximum number of recordings of the model's forward pass to keep. Each new
+            combination of tensor shapes and values of ``decisive_entries`` in a microbatch needs a
+            new recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
             order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
             microbatch is its recording's operation count (``work``) or its predicted time
@@ -325,11 +326,11 @@ def assemble(
 def _record(
     request: PipelineSettings, microbatches: Sequence[Microbatch], mesh: Mesh, cache: RecordingCache
 ) -> list[Example]:
-    """Records the sample batch in training mode, and in evaluation mode if that must happen now.
+    """Records the model's forward passes for the sample batch.
 
-    If the model is on the ``meta`` device, only the first rank records the evaluation, to find out
-    whether it affects the partition. If it does not, ranks record it when the pipeline first
-    evaluates a batch.
+    The model is recorded in training mode and in evaluation mode. If it is on the ``meta`` device,
+    only the first rank records evaluation mode, to find out whether it affects the partition. If it
+    does not, all ranks record it when the pipeline first evaluates a batch.
 
     Args:
         request: Settings of the pipeline.
@@ -350,8 +351,8 @@ def _check_replays(
 ) -> None:
     """Checks that each recording also gives correct results for another microbatch.
 
-    The other microbatch must have the signature of the recorded microbatch. Recordings without such
-    a microbatch in ``microbatches`` are not checked.
+    The other microbatch must have the same signature (shapes and dtypes) as the recorded
+    microbatch. A recording is skipped if ``microbatches`` contains no such microbatch.
     """
     forwards_of = {example.signature: example for example in examples}
     checked: set[Signature] = set()

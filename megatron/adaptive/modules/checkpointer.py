@@ -132,7 +132,7 @@ class Checkpointer:
         return self.saver.local
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns this rank's tensors, as a dict by checkpoint name, and its other state.
+        """Returns a dict of this rank's tensors, keyed by checkpoint name, and its other state.
 
         The other state is the optimizer's type, the options of each parameter group, and the
         optimizer's values that are not tensors.
@@ -231,7 +231,7 @@ class Checkpointer:
         return manifest
 
     def _take(self, head: Mapping[str, Any], state: Mapping[str, Any]) -> TakenState:
-        """Returns this rank's current state in the form that ``saver`` writes."""
+        """Returns this rank's current state as an object that ``saver`` can write."""
         once: dict[str, bytes] = {}
         if state:
             self._ranks.first(lambda: once.update({PIPELINE_STATE: _state_bytes(state)}))
@@ -342,7 +342,7 @@ class Checkpointer:
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
     def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Checks that the optimizer has the type and parameter groups of the saved optimizer."""
+        """Checks that the optimizer matches the saved optimizer in type and parameter groups."""
         kind = self._kind()
         # A rank whose parameters are all frozen has no optimizer.
         if kind is None and any(p.requires_grad for p in self._update.parameters.values()):
@@ -446,7 +446,9 @@ class PipelineState(SnapshotState):
         return {"has_common": True}
 
     def is_changed(self) -> bool:
-        """Returns whether tensors, shapes or dtypes changed since :meth:`take`.
+        """Returns whether a tensor was added or removed, or changed shape or dtype.
+
+        The present tensors are compared with the tensors of the last call of :meth:`take`.
 
         For example, an optimizer's first step adds tensors.
         """

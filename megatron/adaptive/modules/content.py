@@ -46,7 +46,8 @@ Dealing = Literal["turns", "work", "time"]
 """Method of distributing the microbatches of a list over replicas."""
 
 _REFIT_STEPS = 8
-"""Costs are fitted after each of the first ``_REFIT_STEPS`` steps, then every ``_REFIT_STEPS``.
+"""Interval in steps between two fits of the costs. In the first ``_REFIT_STEPS`` steps, costs are
+fitted after each step.
 """
 _ADVISED_AFTER = 2 * _REFIT_STEPS
 """Number of measured steps after which a better partition, if there is one, is reported."""
@@ -66,8 +67,8 @@ class Digest:
     """Contains hash values that show whether two lists of microbatches have the same content.
 
     Attributes:
-        kinds: Digest of names, shapes and dtypes of tensors, and of other objects; 0 only if
-            nothing was hashed.
+        kinds: Digest of the names, shapes and dtypes of tensors, and of objects that are not
+            microbatches. 0 means that nothing was hashed.
         read: Digest of the names of the tensors whose values were read.
         values: Digest of the values of these tensors.
     """
@@ -139,7 +140,7 @@ class Declared:
     order: int = 0
 
     def encoded(self) -> list[float]:
-        """Returns the fields as a flat list of numbers; a digest becomes one number per field."""
+        """Returns all fields as a flat list of numbers. Each field of a digest becomes a number."""
         values: list[float] = []
         for value in vars(self).values():
             values += vars(value).values() if isinstance(value, Digest) else [value]
@@ -384,8 +385,8 @@ class ContentBalance:
         each = self._costs_of(self._dealing, batch)
         least_cost = _LEAST_COST * sum(each) / len(each) or 1.0
         each = [cost + least_cost for cost in each]
-        # An evaluation accepts any number of microbatches, so only check_total(), which is called
-        # before training, rejects a number.
+        # An evaluation accepts any number of microbatches. So do not reject a number here;
+        # check_total() checks it before training.
         if self._is_trainable(len(batch)):
             dealt = deal([each] * replicas, group=self._group, least=self._least)
         else:
@@ -549,7 +550,10 @@ class ContentBalance:
 
 
 def _differing(values: Sequence[object]) -> tuple[int, int] | None:
-    """Returns the indices of two values that differ, or of two digests that do not match."""
+    """Returns the indices of two ``values`` that differ, or ``None`` if all values match.
+
+    Digests are compared by :meth:`Digest.is_alike`.
+    """
     first_of: dict[int, int] = {}
     for index, value in enumerate(values):
         if not isinstance(value, Digest):

@@ -1,4 +1,4 @@
-"""Cuts a recorded forward pass into stages, and lists their calls, parameters and messages.
+"""Cuts a recorded forward pass into stages, and lists each stage's calls, tensors and messages.
 
 ::
 
@@ -136,7 +136,10 @@ _MOST_REPEATED = 64
 
 @dataclass(slots=True, kw_only=True)
 class StagePlan:
-    """Lists the calls that a stage runs and the tensors that it needs, by index on the tape.
+    """Lists the calls that a stage runs and the tensors that it needs.
+
+    Calls and tensors are identified by their indices on the tape, which is the recorded forward
+    pass.
 
     Attributes:
         calls: Indices of the stage's calls on the tape, in the order in which they run.
@@ -148,7 +151,7 @@ class StagePlan:
         buffers: Names of the buffers that the stage uses.
         copied: Received tensors, inputs and constants that the stage changes in place, so it must
             copy them first.
-        result: Index of the loss on the tape in the last stage; ``None`` in other stages.
+        result: Index of the loss on the tape if this is the last stage; ``None`` otherwise.
         segments: Indices of the stage's segments in the model.
     """
 
@@ -164,7 +167,10 @@ class StagePlan:
 
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:
-    """Returns a dict from each parameter's first name to the segments that use the parameter."""
+    """Returns a dict from parameter names to the indices of the segments that use the parameter.
+
+    A parameter with several names appears under its first name.
+    """
     segments_of: dict[str, set[int]] = {}
     for number in _needed(tape):
         call = tape.calls[number]
@@ -178,8 +184,9 @@ def uses_of(tape: Tape) -> dict[str, set[int]]:
 def frozen_segments(tape: Tape) -> int:
     """Returns the number of leading segments through which no gradient of the loss flows.
 
-    These segments compute only tensors without gradients, as in an encoder whose parameters are not
-    trained. A stage that consists of such segments needs no backward pass and no activations.
+    These segments compute only tensors without gradients, for example in an encoder whose
+    parameters are not trained. A stage that consists of such segments needs no backward pass and no
+    activations.
 
     Args:
         tape: Recorded forward pass in training mode.
@@ -216,8 +223,9 @@ class LateCalls(NamedTuple):
     embeddings are computed after the encoder.
 
     Attributes:
-        border: Number of leading segments, and index of the segment to which the calls move.
-        parameters: Names of the trained parameters of the calls.
+        border: Number of leading frozen segments. It is also the index of the segment to which the
+            calls move.
+        parameters: Names of the trained parameters that the calls use.
     """
 
     border: int
@@ -555,7 +563,7 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
 
     Args:
         model: The user's whole model.
-        groups: Groups of parameter names, as in the setting ``shared_weights``.
+        groups: Groups of parameter names, which are the value of the setting ``shared_weights``.
 
     Raises:
         ConfigError: If a name is unknown, or the names in a group belong to different parameters.

@@ -29,8 +29,8 @@ from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
 
 if TYPE_CHECKING:
-    # This is not imported at run time, because Pipeline must be imported first: it lets
-    # megatron-core run without CUDA.
+    # Import this only for type checkers. At run time, Pipeline must be imported first, because it
+    # lets megatron-core run without CUDA.
     from megatron.adaptive.modules.content import MicrobatchOrder
 
 _RECORD = "finetune.json"
@@ -70,12 +70,13 @@ class FineTuning:
         schedule: Name of the schedule.
         dtype: Name of the parameters' dtype, such as ``bfloat16``; ``None`` for the saved dtype.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` disables autocast.
-        recompute: Calls that the backward pass recomputes, as for :class:`Pipeline`.
-        slicing: Method of recording the forward pass, as for :class:`Pipeline`.
-        repartition: Whether segments move between processes, as for :class:`Pipeline`.
-        order: Order in which a process runs the samples of a step, as for :class:`Pipeline`.
+        recompute: Calls that the backward pass recomputes. See :class:`Pipeline` for the values.
+        slicing: Method of recording the forward pass. See :class:`Pipeline` for the values.
+        repartition: Whether segments move between processes. See :class:`Pipeline` for the values.
+        order: Order in which a process runs the samples of a step. See :class:`Pipeline` for the
+            values.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
-        trace_detail: Events in a trace, as for :class:`Pipeline`.
+        trace_detail: Events in a trace. See :class:`Pipeline` for the values.
         trace_interval: Number of steps from one traced step to the next.
         seed: Seed of the sample order, of adapters and of dropout.
         checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None``

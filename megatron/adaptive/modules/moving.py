@@ -312,7 +312,9 @@ class SegmentMover:
         return cast(_Parcel, parcel)
 
     def _adopt(self, plan: _Plan, received: Mapping[str, _Parcel]) -> None:
-        """Keeps only the tensors of the new stages, and uses the recordings cut into these stages.
+        """Changes to the stages of ``plan``, and keeps only the tensors that these stages need.
+
+        ``received`` contains the tensors that other ranks have sent, by name.
 
         All ranks must call this.
         """

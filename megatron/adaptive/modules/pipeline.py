@@ -96,8 +96,9 @@ class Pipeline:
         recompute: Calls that the backward pass recomputes, instead of keeping their results in
             memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
             these indices. ``None`` disables recomputation.
-        max_recordings: Maximum number of recordings of the model to keep. Each combination of a
-            microbatch's shapes (and values of ``decisive_entries``) needs its own recording.
+        max_recordings: Maximum number of recordings of the model's forward pass to keep. Each new
+            combination of tensor shapes and values of ``decisive_entries`` in a microbatch needs a
+            new recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
             order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
             microbatch is its recording's operation count (``work``) or its predicted time
@@ -405,7 +406,7 @@ class Pipeline:
 
     @property
     def costs(self) -> list[dict[str, float]]:
-        """Returns, for each stage, the measured seconds per unit of data, by the unit's name.
+        """Returns a dict for each stage, from names of units of data to measured seconds per unit.
 
         A unit is an element of a batch entry, a pair of elements in a sequence, or a microbatch.
         The list is empty until times have been fitted, which happens only if ``order`` or
@@ -711,8 +712,7 @@ class Pipeline:
                 folder that was passed to its launcher instead.
             save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: Objects whose state is also saved and loaded, by name, as in
-                :meth:`Pipeline.save`.
+            state: Objects whose state is also saved and loaded, by name. See :meth:`Pipeline.save`.
             async_save: Whether a background thread writes checkpoints, so that training waits only
                 until the state is copied in memory.
             local_folder: Folder on each node's local disk, to which checkpoints are written before

@@ -1,4 +1,4 @@
-"""Builds models from folders of ``transformers``, and reads only this process's tensors.
+"""Builds models from folders that ``transformers`` saved, and reads only this process's tensors.
 
 ::
 
@@ -385,7 +385,7 @@ def open_pretrained(
     dtype: torch.dtype | Literal["auto"] | None,
     trust_remote_code: bool,
 ) -> Pretrained:
-    """Builds a folder's model on the ``meta`` device and checks the files with its weights.
+    """Builds the model in ``folder`` on the ``meta`` device, and checks the files of its weights.
 
     Args:
         folder: Folder of the model.

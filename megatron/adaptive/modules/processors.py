@@ -104,7 +104,10 @@ def _reason(folder: Path, error: Exception) -> str:
 
 
 def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
-    """Returns the processor with :class:`VideoSettings`, or ``None`` if it has no video processor.
+    """Loads a processor in which :class:`VideoSettings` replaces the video processor.
+
+    Returns ``None`` if the processor's class is unknown, has no video processor, or has a part that
+    this function cannot load.
 
     Args:
         folder: Folder of the model.

@@ -170,7 +170,7 @@ class Profiler(SampledModel):
                 ``micro_batch_sizes`` is not set, and to repeat only short measurements. Costs of
                 sizes between the two are interpolated. Two processes with the same type of device
                 measure the two sizes at the same time, if there are enough processors.
-            recordings: Object that keeps recordings of the model; ``None`` to keep none.
+            recordings: Object that keeps recordings of the model; ``None`` creates a new object.
         """
         begin_s = time.monotonic()
         if batch_size is None:
@@ -259,7 +259,7 @@ class Profiler(SampledModel):
 
         Args:
             job: Job that all ranks have joined.
-            nodes: Result of :meth:`_about` of each rank.
+            nodes: Device, memory and machine of each rank, from :meth:`_about`.
             most: Maximum number of samples per microbatch.
             batch_size: Number of samples per step.
             cache: Object that keeps recordings of the model.
@@ -571,7 +571,7 @@ class ModuleProfile:
     Attributes:
         name: Name of the model.
         parts: Measurements on each type of device, the type of rank 0 first.
-        nodes: Device, memory and machine of each rank, as ``Profiler._about`` returns them.
+        nodes: Device, memory and machine of each rank, from ``Profiler._about``.
         names: Node type of each rank.
         links: Measured times of messages between ranks, as rows of a profile file; empty if not
             measured.
@@ -608,7 +608,7 @@ class ModuleProfile:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Returns, in ascending order, the microbatch sizes with costs on all types of devices.
+        """Returns the microbatch sizes whose costs are known on all types of devices, ascending.
 
         A quick measurement estimates the costs of some sizes (see :attr:`estimated_sizes`).
         """

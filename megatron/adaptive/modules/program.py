@@ -82,7 +82,11 @@ class RandomKey:
         self._numbers = numbers
 
     def apply(self, microbatch: int, call: int) -> None:
-        """Seeds the random generator before a call draws random numbers for a microbatch."""
+        """Seeds the random generator before a call draws random numbers for a microbatch.
+
+        ``microbatch`` is the index of the microbatch in the step, and ``call`` is the index of the
+        call on the tape.
+        """
         source = struct.pack("<qqqq", self.seed, self.step, self._numbers[microbatch], call)
         digest = hashlib.blake2b(source, digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little"))
@@ -409,7 +413,10 @@ class StageProgram:
         store: WeightGradientStore | None,
         env: dict[int, torch.Tensor],
     ) -> None:
-        """Runs the calls in ``steps`` on the tensors in ``env``, as :meth:`forward` describes."""
+        """Runs the calls in ``steps`` on the tensors in ``env``.
+
+        :meth:`forward` describes ``random`` and ``store``.
+        """
         calls = self._tape.calls
         ambient = self._tape.autocast
         for step in steps:

@@ -44,7 +44,8 @@ READING = frozenset(
         "is_nonzero",
     )
 )
-# Functions that register Python code for gradients. A recorded call does not contain this code.
+# These functions register gradient hooks. Recording a call to them does not record the code of the
+# hook.
 HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # Name of torch's autograd function for activation checkpointing. The recorder calls the
 # checkpointed function directly, so that the calls in it are recorded.
@@ -390,7 +391,10 @@ class CallRecorder(TorchFunctionMode):
         self._states = [(generator, generator.get_state()) for generator in generators]
 
     def _drew_random_numbers(self) -> bool:
-        """Returns whether the call drew random numbers, which changes a generator's state."""
+        """Returns whether random numbers were drawn since the last call to watch them.
+
+        :meth:`_watch_random_numbers` is that call.
+        """
         return any(
             not torch.equal(generator.get_state(), state) for generator, state in self._states
         )

@@ -159,7 +159,7 @@ def record_examples(
 def _with_modes(
     model: SampledModel, microbatch: Microbatch, training: Forwards, modes: Sequence[Mode]
 ) -> Forwards:
-    """Adds a recording in evaluation mode to a recording in training mode if ``modes`` has both.
+    """Adds a recording in evaluation mode to ``training`` if ``modes`` contains both modes.
 
     Args:
         model: Model with its settings for recording.
@@ -177,7 +177,7 @@ def _with_modes(
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether evaluation needs nothing of a segment that training does not need.
+    """Returns whether each segment needs at most as much in evaluation as in training.
 
     This function records the evaluation of a microbatch and compares it with the recording in
     training mode. If each segment needs the same parameters, buffers, inputs and messages or fewer,
@@ -582,6 +582,9 @@ class KeptPart:
 class Recordings:
     """Keeps the programs of this rank's stages by signature, and adds programs for new signatures.
 
+    A signature contains the shapes and dtypes of a microbatch, and the values that decide which
+    operations the model runs.
+
     Args:
         model: Model with its settings for recording.
         part: Cuts and parameters that the sample batch determined.
@@ -624,7 +627,7 @@ class Recordings:
         return self._part
 
     def cut(self, partition: Sequence[int]) -> dict[Signature, list[CutForwards]]:
-        """Cuts all recordings into the stages of another partition.
+        """Cuts all recordings into the stages of ``partition``.
 
         Raises:
             ConfigError: If a recording cannot be cut into these stages.

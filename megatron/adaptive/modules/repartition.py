@@ -169,7 +169,7 @@ class SegmentBalancer:
         return self._mover.shared_weights(self.partition)
 
     def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
-        """Records a training step's times; at the end of an interval, decides whether to move.
+        """Records a step's times. At the end of an interval, decides whether segments move.
 
         Args:
             work: Microbatches of the step.
@@ -328,8 +328,8 @@ class SegmentBalancer:
 def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
     """Returns, for each segment, its fractions of the stage's forward, backward and weight passes.
 
-    A segment without a backward pass, as in a frozen encoder, has no part in the backward and
-    weight passes.
+    A segment without a backward pass, for example in a frozen encoder, has no part in the backward
+    and weight passes.
 
     Args:
         works: Operation counts of the segments.

@@ -86,10 +86,10 @@ def check_settings(request: PipelineSettings) -> None:
 
 
 def _check_traced(request: PipelineSettings) -> None:
-    """Checks which steps are traced and profiled, and the collector of the trace.
+    """Checks the settings of tracing: traced steps, profiled steps and the collector.
 
     Raises:
-        ConfigError: If a value is invalid, or a collector is named without a trace.
+        ConfigError: If a value is invalid, or a collector is set without ``trace_dir``.
     """
     require_whole(1, trace_interval=request.trace_interval)
     if request.trace_iterations is not None:

@@ -46,8 +46,8 @@ _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 # Keys of a message part that may contain the path of an image, in common formats.
 _NAMES = ("image", "path", "url", "image_url")
 
-# Number of lines that each process encodes before the first exchange, and maximum number before
-# each later exchange.
+# The first value is the number of lines that each process encodes before the processes exchange
+# results for the first time. The second value is the maximum number before each later exchange.
 _FIRST_LINES, _MOST_LINES = 1, 1024
 
 # Approximate and maximum size in bytes of all samples that the processes send in one exchange. Long

@@ -226,7 +226,7 @@ def _sample(
     """Measures a segment, and returns its costs and its output.
 
     The costs have segment index 0 and microbatch size 1, which the caller replaces. If the unsplit
-    passes take ``long_s`` seconds, they also serve as the warm-up of the split passes.
+    passes take at least ``long_s`` seconds, they also serve as the warm-up of the split passes.
     """
     before = _reset_peak_bytes(device)
     halves = None
@@ -307,7 +307,7 @@ def _held(
 
 
 def _fill_with_random(values: torch.Tensor) -> None:
-    """Fills a tensor with random numbers, of which large tensors contain several copies.
+    """Fills ``values`` with random numbers. A large tensor gets copies of the same numbers.
 
     Copying is several times faster than drawing numbers.
     """
@@ -367,9 +367,10 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the element count of shared parameters, and the first and last segment with them.
+    """Returns the number of elements in shared parameters, and the segments that share them.
 
-    The tuple of segments is empty if no parameter is shared.
+    The tuple contains the first and the last segment with a shared parameter. It is empty if no
+    parameter is shared.
     """
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]

@@ -93,7 +93,7 @@ class SettledSizes:
         plan: Layout that the planner chose; ``None`` if the planner was not used.
         order: Layout that the launcher of an elastic job prescribes; ``None`` if the job is not
             elastic.
-        recordings: Recordings of the model that were made on the way.
+        recordings: Recordings of the model that were made while the layout was determined.
     """
 
     mesh: Mesh

@@ -7,7 +7,7 @@
     ── on a request to stop: save a checkpoint, and exit with status 0
 
 While the pipeline is open, the loop handles signals and writes the progress file. Stops,
-checkpoints and reports work as in the trainer for GPT models (see ``engine.stop``,
+checkpoints and reports work in the same way as in the trainer for GPT models (see ``engine.stop``,
 ``checkpoint.folder`` and ``engine.progress``).
 """
 
@@ -68,7 +68,7 @@ class Loop:
             that was passed to its launcher instead.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
         keep: Number of newest complete checkpoints to keep; ``None`` for all.
-        state: Objects whose state is also saved and loaded, by name, as in :meth:`Pipeline.save`.
+        state: Objects whose state is also saved and loaded, by name. See :meth:`Pipeline.save`.
         async_save: Whether a background thread writes checkpoints, so that training waits only
             until the state is copied in memory.
         local_folder: Folder on each node's local disk, to which checkpoints are written before a
