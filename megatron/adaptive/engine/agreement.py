@@ -78,7 +78,7 @@ class Agreement:
 
         Args:
             step: Index of the step, in ascending order.
-            Whether the policy follows a static order, which is known to all members.
+            is_static: Whether the policy follows a static order, which is known to all members.
         """
 
     def is_everywhere(self, item: Item) -> bool:
@@ -121,8 +121,8 @@ class Agreement:
     def missing(self) -> str:
         """Returns a text that lists inputs that have not arrived on all members.
 
-        For each input, the text also names the members that lack it. It is empty if no input is
-        missing.
+        For each input, the text also names the members that lack it. The text is empty if no input
+        is missing.
         """
         return ""
 

@@ -171,7 +171,7 @@ class _Replacement:
         return present if isinstance(present, cls) else cls(method)
 
     def join(self, meter: CollectiveMeter) -> Callable[[], None]:
-        """Starts recording calls in ``meter``. Returns a function that stops this again."""
+        """Starts to record calls in ``meter``, and returns a function that stops the recording."""
         if self._attribute is None:
             return lambda: None
         if not self._meters:
@@ -233,7 +233,7 @@ class _TimedWork:
 
 
 def _timed(work: Any, call: _Call) -> Any:
-    """Returns ``work``, or a wrapper of it, such that the end of ``call`` is recorded."""
+    """Makes ``work`` record the end of ``call``. Returns ``work`` or a wrapper of ``work``."""
 
     def ends(_: Any) -> None:
         # For device tensors, torch calls this function when the collective is queued. The current

@@ -238,7 +238,7 @@ class Executor:
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
     def _item_of(self, kind: ActionKind, turn: int) -> dict[str, int]:
-        """Returns the microbatch, and the slice if sequences are cut, of an action.
+        """Returns the microbatch of an action, and also the slice if sequences are cut.
 
         ``turn`` is the index of the action among the actions of the same kind and chunk.
         """
@@ -360,7 +360,7 @@ class Executor:
         lanes.run(lambda: state.done)
         self._away = lanes.away
         # Actions may finish in a different order than they started. Reasons and trace records are
-        # in the order in which the actions started, so sort the actions by it.
+        # in the order in which the actions started, so sort the actions by that order.
         started = actions_of(self._codes, self._num_chunks, state.weight_pieces, state.num_slices)
         index_of = {action: index for index, action in enumerate(started)}
         self._launched.sort(key=lambda launched: index_of[launched.action])
@@ -515,9 +515,9 @@ class Executor:
         )
 
     def _acknowledge(self, action: Action, received: torch.Tensor | None, state: RankState) -> None:
-        """Informs a frozen previous stage that its output has arrived, if it waits for this.
+        """Sends an acknowledgment to the previous stage if that stage is frozen and waits for it.
 
-        Such a stage gets no gradient from which it would learn this.
+        A frozen stage gets no gradient, which would otherwise show that its output has arrived.
         """
         target = state.acknowledged(action)
         if target is None or received is None:

@@ -427,7 +427,8 @@ def _state(pid: int) -> tuple[str, str]:
 def _is_gone(owner: Mapping[str, Any]) -> bool:
     """Returns whether the process that ``owner`` describes no longer holds the right.
 
-    This is so if it is this process, or a process on this machine that has exited.
+    The result is true if ``owner`` describes this process, or a process on this machine that has
+    exited.
     """
     here = _here()
     pid = owner.get("pid")

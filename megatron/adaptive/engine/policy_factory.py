@@ -124,7 +124,7 @@ class Orders:
 
     @property
     def _spec(self) -> ScheduleSpec | None:
-        """Returns the current schedule's ScheduleSpec, or ``None`` if ``auto`` made it."""
+        """Returns the specification of the schedule, or ``None`` if ``auto`` made the schedule."""
         return None if self.schedule == ANNEALED else schedule_spec(self.schedule)
 
     @property
@@ -190,8 +190,8 @@ class Orders:
             num_microbatches: Number of microbatches that this rank runs in the step.
             forward_only: Whether the step is an evaluation, which has only forward passes.
             sizes: Number of token positions in each microbatch or in each slice, or ``None`` if all
-                are equal. The size of the activations is proportional to it. If given, the limit on
-                activations is relative to the mean size. The limit is raised to the largest size if
+                are equal. The size of the activations is proportional to this number. The limit on
+                activations is then relative to the mean size, and is raised to the largest size if
                 necessary, so that every microbatch can start.
             frozen_stages: Number of leading stages through which no gradient flows.
         """

@@ -99,9 +99,9 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
 def within(
     limit_s: float, action: Callable[[], T], late: str, *, raises: type[MeetingError] = MeetingError
 ) -> T:
-    """Calls ``action``, which may never return, and returns its result if it is in time.
+    """Calls ``action`` and returns its result, or raises an error after ``limit_s``.
 
-    ``action`` runs in a separate thread.
+    ``action`` runs in a separate thread, because it may never return.
 
     Args:
         limit_s: Timeout in seconds.

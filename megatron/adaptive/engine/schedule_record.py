@@ -101,7 +101,10 @@ class RecordShape:
         )
 
     def content(self) -> dict[str, Any]:
-        """Returns the fields of the shape, as in the file. ``slices`` is omitted if it is 1."""
+        """Returns the fields of the shape as they are stored in the file.
+
+        ``slices`` is omitted if it is 1.
+        """
         return {
             name: value for name, value in asdict(self).items() if (name, value) != ("slices", 1)
         }
@@ -117,7 +120,7 @@ _REMEDIES = {
 
 
 class ScheduleRecord:
-    """Orders of actions of all ranks of a pipeline, for each recorded step.
+    """Contains the order of actions of each rank of a pipeline, for each recorded step.
 
     Args:
         shape: Sizes of the recorded pipeline.
@@ -143,7 +146,7 @@ class ScheduleRecord:
         ``dealt`` contains the microbatches of each replica, or is ``None`` if these are not
         recorded.
 
-        Replaces what was stored earlier for the same ``step``.
+        Replaces the orders that were stored earlier for the same ``step``.
         """
         known_orders = self._orders
         if dealt is not None:

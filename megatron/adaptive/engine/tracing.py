@@ -321,7 +321,7 @@ class Tracing:
             self.watch(self._snapshot)
 
     def _resolve(self) -> None:
-        """Records all spans that the device has finished, and keeps the others for a later call."""
+        """Records all spans that the device has finished, and keeps the rest for a later call."""
         clock = self._clock
         waiting = self._unresolved
         self._unresolved = []
@@ -437,7 +437,7 @@ def record_trace(
         folder: Folder for the files ``rank0.json.gz`` and so on. All ranks must pass the same
             folder, which is created if it does not exist.
         model: Model whose forward and backward passes get names in the trace, or ``None`` if the
-            loop names them itself, as in ``torch.distributed.pipelining`` and Megatron-LM.
+            loop names them itself, for example in ``torch.distributed.pipelining`` and Megatron-LM.
         skip: Number of steps before the first recorded step, at least 1. The profiler warms up in
             the last of these steps.
         steps: Number of steps to record.
@@ -472,7 +472,7 @@ def record_trace(
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
     """Marks each forward and backward pass of ``model`` as a named range in the profiler.
 
-    ``hooks`` removes the hooks for this when it is closed.
+    The hooks that do this are removed when ``hooks`` is closed.
 
     The names are the same as in Megatron-LM and ``torch.distributed.pipelining``.
     """

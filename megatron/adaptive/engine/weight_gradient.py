@@ -245,11 +245,11 @@ def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
 def uneven_pieces(
     units: Iterable[list[_Task]], pieces: int
 ) -> tuple[deque[list[_Task]], list[int]]:
-    """Splits units into groups (pieces) if their costs differ between ranks, as for experts.
+    """Splits ``units`` into ``pieces`` groups, for layers whose cost differs between ranks.
 
-    Units that communicate must be in the same piece on all ranks. So these units are assigned to
-    pieces first, by their costs, which are equal on all ranks. Then the other units fill up the
-    pieces.
+    A unit contains all work for the gradient of one weight, and a group is called a piece. Units
+    that communicate must be in the same piece on all ranks. So these units are assigned to pieces
+    first, by their costs, which are equal on all ranks. Then the other units fill up the pieces.
 
     Returns:
         Units in order of pieces, and the number of units in each piece.
@@ -390,7 +390,7 @@ class WeightGradientStore:
         self._collected.append(_Task(call, inputs, gradient))
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes one of ``pieces`` parts (pieces) of a microbatch's weight gradients.
+        """Computes one part (piece) of a microbatch's weight gradients.
 
         All pieces take about equally long. The tensors of a piece are freed after its computation.
         All ranks of the tensor-parallel group must call this method if layers are
@@ -427,7 +427,8 @@ class WeightGradientStore:
     def _counts(self, units: Sequence[list[_Task]], pieces: int) -> list[int]:
         """Returns the number of units in each of ``pieces`` pieces.
 
-        Uses the last result again if the units are similar.
+        The last result is used again if the number of units and the shape of the first gradient
+        have not changed.
         """
         if not units:
             return [0] * pieces
