@@ -214,7 +214,7 @@ def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
 
 
 def holds(o: OrderGraph, rank: int) -> bool:
-    """Returns whether the memory of ``rank`` stays within the cap in the current order."""
+    """Returns whether the memory of ``rank`` stays within ``o.cap`` in the current order."""
     held = 0
     for index in range(o.lengths[rank]):
         held += o.takes[o.rows[rank, index]]

@@ -349,7 +349,7 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time that the slowest rank of a replica needs for some work, and its index.
+        """Returns the time that a replica's slowest rank needs for some work, and the rank's index.
 
         Args:
             replica: Index of the replica, or ``None`` for a replica of mean pace.

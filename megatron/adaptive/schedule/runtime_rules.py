@@ -126,7 +126,7 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
 def next_forward(s: State, hint: Sequence[int]) -> int:
     """Returns the chunk of the F to start, or -1 if no F is ready and fits into memory.
 
-    Frozen chunks are left to ``filler``.
+    Frozen chunks are skipped, because :func:`filler` handles them.
 
     In a loop, microbatches form groups of as many microbatches as there are ranks. An F of the
     earliest group is chosen, on the shallowest chunk. In a V, the F that is farthest from the end
