@@ -19,7 +19,7 @@ RELEASE = "5.23"
 """Release of ``transformers`` whose models are in the table of ``docs/reference/cutpoint.md``."""
 
 CHANGED = ("gemma2", "whisper", "smolvlm")
-"""Families whose model code in releases before :data:`RELEASE` gives another or no recording."""
+"""Families whose recording differs or fails with releases before :data:`RELEASE`."""
 
 
 def skip_older(name: str) -> None:
@@ -67,13 +67,16 @@ class Family:
 
 
 def random_ids(length: int, seed: int, most: int = 56) -> torch.Tensor:
-    """Returns random ordinary tokens with IDs from 3 to ``most - 1``, ``[4, length]``."""
+    """Returns random token IDs from 3 to ``most - 1``, with the shape ``[4, length]``.
+
+    ``seed`` is the seed of the random numbers.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, most, (4, length), generator=generator)
 
 
 def random_values(*shape: int) -> torch.Tensor:
-    """Returns random pixels or audio frames, ``[4, *shape]``."""
+    """Returns random values for pixels or audio frames, with the shape ``[4, *shape]``."""
     return torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
 
 

@@ -46,7 +46,7 @@ def train_whole(model: torch.nn.Module, family: Family, batch: Batch, steps: int
 
 
 def check(family: Family) -> None:
-    """Checks that a pipeline of two processes trains ``family`` like the whole model."""
+    """Checks that a pipeline and the whole model of ``family`` get equal losses and parameters."""
     batch = family.make_batch()
     model = family.build(4)
     whole = copy.deepcopy(model)

@@ -245,7 +245,7 @@ class Plain(nn.Module):
 
 
 class Single(nn.Module):
-    """Model without repeated blocks between which cut points could be added."""
+    """Model that has no repeated blocks, so that no cut points can be added."""
 
     def __init__(self) -> None:
         super().__init__()

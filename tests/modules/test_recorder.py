@@ -1,4 +1,4 @@
-"""Tests what is recorded of a forward pass, and which forward passes are rejected."""
+"""Tests the recording of forward passes, and which forward passes are rejected."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def several(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 class Straight(torch.autograd.Function):
-    """Rounds values, with the gradient of the identity function."""
+    """Rounds values in the forward pass, and passes gradients on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tests SampleFile: which tokens are learned, sources of images, and errors that name a line."""
+"""Tests ``SampleFile``, for example which tokens are learned and which lines are rejected."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Skipping(torch.nn.Module):
 
 
 def stages(case: Case, stage: int, meter: SegmentMeter | None, **options: Any) -> ProgramStages:
-    """Returns the stages of a rank of a pipeline with two ranks.
+    """Returns the object that runs the stage with index ``stage`` of a pipeline with two ranks.
 
     Stage 0 has the first two segments, and stage 1 has the last three.
     """

@@ -20,7 +20,7 @@ TOTAL = 7
 
 
 class Diary:
-    """Stateful object of the user whose state grows."""
+    """Example of a user's object whose state grows during training."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -49,7 +49,7 @@ def run(
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, keepers: list[SnapshotKeeper], trained: Make) -> Make:
-    """Returns a function that starts a training run on node ``a``, as the node's agent would."""
+    """Returns a function that starts a training run with the environment of node ``a``."""
     settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
     encoded = json.dumps({**settings, "limit_bytes": None, "address": keepers[0].address})
 

@@ -28,7 +28,7 @@ class Mixed(nn.Module):
         self.cuts = nn.ModuleList(CutPoint() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns a loss of ``x [n, 4, s]``."""
+        """Returns the loss of the batch ``x``, which has the shape ``[n, 4, s]``."""
         x = self.cuts[0](self.see(x).transpose(1, 2))
         q, k, v = self.mix(x).unsqueeze(1).chunk(3, dim=-1)
         x = self.cuts[1](F.scaled_dot_product_attention(q, k, v).squeeze(1))

@@ -52,7 +52,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PREDICTED_STEPS = 3
 MEASURED = range(2, PREDICTED_STEPS + 1)
-"""Steps of which the fastest is compared. The first step is slower because of warm-up."""
+"""Steps from which the fastest is used for comparisons. The first step is excluded, because it
+includes the warm-up.
+"""
 
 OBSERVED_STEPS = 4
 PROFILED = range(2, 4)
@@ -95,7 +97,8 @@ class Sleeper(torch.nn.Module):
     """Model whose blocks sleep.
 
     Args:
-        factors: Forward and backward time of each block, as in :class:`Block`.
+        factors: Times of the forward pass and the backward pass of each block, in units of
+            ``SECONDS``.
     """
 
     def __init__(self, factors: Sequence[tuple[float, float]] = EQUAL) -> None:
@@ -120,7 +123,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def moves(folder: Path) -> None:
-    """Trains until segments have moved, then five more steps.
+    """Trains until segments have moved, and then for five more steps.
 
     Writes the partition of each step to a file in ``folder``.
     """

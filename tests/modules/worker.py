@@ -278,7 +278,7 @@ def reference_of(
 
 
 def microbatches_have_shapes_of_their_own() -> None:
-    """Checks that microbatches with different images train as without a pipeline."""
+    """Checks that microbatches with different numbers of images train like in the whole model."""
     images = ([3, 0, 8, 1, 2, 0, 0, 1], [0, 0, 0, 0], [0, 5, 0, 1])
     steps = [[viewed(n, 3 + n, n) for n in counts] for counts in images]
     # The messages of this microbatch are larger than the channels' buffers.
