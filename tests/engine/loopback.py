@@ -128,7 +128,7 @@ class Counting(Writing):
         self._pp_rank = pp_rank
 
     def whole(self, microbatch: int) -> int:
-        """Returns the index of ``microbatch`` in the whole step, which tensors contain."""
+        """Returns the index of ``microbatch`` in the whole step, as it is stored in tensors."""
         return microbatch
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:

@@ -52,7 +52,7 @@ ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 def inputs(step: int, seed: int) -> list[Arrival]:
-    """Returns all inputs of the rank in step ``step``, shuffled with ``seed``."""
+    """Returns all inputs of this program's rank in step ``step``, shuffled with ``seed``."""
     actions = []
     for chunk in range(PLACEMENT.num_chunks):
         for kind in (ActionKind.F, ActionKind.B):
@@ -274,7 +274,7 @@ def run(member: Member) -> Any:
 
     The ranks synchronize only in ``StopRequest.agreed``.
 
-    With ``30,30,30``, the last rank gets a signal in its fourth iteration.
+    If the time limits are ``30,30,30``, the last rank gets a signal in its fourth iteration.
     """
     rng = random.Random(member.rank)
     with member.stop_request() as stop:

@@ -126,7 +126,7 @@ def build(
 
 
 def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Represents a user's forward step function, with tokens that depend on the microbatch."""
+    """Runs a forward step like a user's function, on tokens that depend on the microbatch."""
     numbers = torch.Generator().manual_seed(next(iterator))
     tokens = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE), generator=numbers)
     places = torch.arange(SEQUENCE).expand(SAMPLES, SEQUENCE)
@@ -140,7 +140,7 @@ def make_stages(
 ) -> MegatronStages:
     """Returns the stages of a step in a pipeline with one rank.
 
-    If ``stores`` are given, the backward passes are split.
+    If ``stores`` is not ``None``, the backward passes are split.
     """
     return MegatronStages(
         forward_step_func=forward_step,
