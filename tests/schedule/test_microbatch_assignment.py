@@ -53,7 +53,10 @@ class Job:
     def step(
         self, sizes: list[Size], slow: dict[int, float] | None = None
     ) -> tuple[list[int], float]:
-        """Runs a step; returns the microbatches per replica, and its time relative to the ideal."""
+        """Runs a step, and returns each replica's microbatch count and the relative step time.
+
+        The time is relative to the shortest possible time.
+        """
         dealt = self.dealer.deal(sizes)
         factors = [(slow or {}).get(replica, 1.0) for replica in range(self.replicas)]
         measured: list[list[Measured]] = []

@@ -104,7 +104,10 @@ PEAKS = {
 }
 """Maximum number of microbatches that rank r of p stores with v chunks. The default is all."""
 FULL = {"v-half": 1, "varuna": 4, "zb-v": 2}
-"""Number of microbatches per rank before a rank reaches that maximum. Other schedules always do."""
+"""Number of microbatches per rank from which a rank reaches that maximum.
+
+Other schedules always reach it.
+"""
 
 
 @pytest.mark.parametrize("name", schedule_names())
