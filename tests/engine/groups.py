@@ -56,8 +56,8 @@ class Line:
 class Case:
     """Random pipeline that is simulated.
 
+    Attributes:
         placement: Assignment of pipeline stages to ranks.
-        size: Number of members in each group.
         size: Number of members of each group.
         name: Name of the schedule or policy.
         microbatches: Number of microbatches in the step.

@@ -279,7 +279,7 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # In this mode, values that the model reads are assumed to be equal for all
+            # ``record`` assumes that the values that the model reads are equal for all
             # microbatches. Record with _traced(), because the model then reads fewer values.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
