@@ -225,11 +225,12 @@ class Assembly:
         shared_weights: All names of each parameter that several processes use.
         partition: Number of segments in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
-        recordings: Programs of this rank's stages for each signature of a microbatch.
+        recordings: Programs of this rank's stages for each signature (shapes and dtypes) of a
+            microbatch.
         held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
-        forwards: Recordings of the sample batch.
+        forwards: Recordings of the model's forward pass for the microbatches of the sample batch.
         sample_work: Operation count of each segment, for each signature of the sample batch.
         segment_kinds: Index of each segment's kind; empty if segments are not measured. Segments of
             the same kind make the same calls on the first microbatch of the sample batch.
@@ -273,7 +274,7 @@ def assemble(
         microbatches: Microbatches of the sample batch.
         mesh: Replica and pipeline position of this process, and its process groups.
         first_partition: Object that measures segments and divides them among the stages.
-        cache: Recordings of microbatches that the planner has made.
+        cache: Recordings of the model's forward pass that the planner has made.
 
     Raises:
         ConfigError: If the model cannot be divided into these stages.
@@ -336,7 +337,7 @@ def _record(
         request: Settings of the pipeline.
         microbatches: Microbatches of the sample batch, on the model's device.
         mesh: Replica and pipeline position of this process, and its process groups.
-        cache: Recordings of microbatches that the planner has made.
+        cache: Recordings of the model's forward pass that the planner has made.
     """
     if mesh.pipeline_size == 1 or not is_on_meta(request.model) or is_list(request.sample_batch):
         return record_examples(request, microbatches, cache)
@@ -349,7 +350,7 @@ def _record(
 def _check_replays(
     request: PipelineSettings, examples: Sequence[Example], microbatches: Sequence[Microbatch]
 ) -> None:
-    """Checks that each recording also gives correct results for another microbatch.
+    """Checks that each recording in ``examples`` also gives correct results for another microbatch.
 
     The other microbatch must have the same signature (shapes and dtypes) as the recorded
     microbatch. A recording is skipped if ``microbatches`` contains no such microbatch.
@@ -372,7 +373,12 @@ def _keep_part(
     mesh: Mesh,
     placement: Placement,
 ) -> Assembly:
-    """Keeps the parameters of this rank's stages and returns the rank's :class:`Assembly`."""
+    """Keeps the parameters of this rank's stages and returns the rank's :class:`Assembly`.
+
+    The stages follow from ``partition`` (number of segments per stage) and ``placement``
+    (assignment of stages to ranks). ``examples`` contains the recordings of the sample batch, and
+    ``weights`` is the cost of each segment.
+    """
     model = request.model
     device = mesh.accelerator.device
     order = [name for name, _ in model.named_parameters()]
@@ -428,7 +434,8 @@ def _keep_part(
 def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
     """Returns the index of each segment's kind, or an empty tuple if segments are not measured.
 
-    Segments of the same kind make the same calls.
+    ``request`` determines whether segments are measured. Segments of the same kind make the same
+    calls in the first recording of ``examples``.
     """
     if request.trace_dir is None or request.trace_detail == "actions":
         return ()
@@ -458,7 +465,7 @@ class PartitionLayout:
     """Contains the stages of a partition, and the parameters and buffers that ranks need for them.
 
     Attributes:
-        cuts: Recordings of the sample batch, cut into stages.
+        cuts: Recordings of the model's forward pass for the sample batch, cut into stages.
         buffer_use: Ranks that use each buffer in these recordings.
         uses: Positions of the ranks that use each parameter, by name; equal on all ranks.
         shared: Positions of the ranks that have a copy of a parameter, in ascending order, by name;
@@ -485,7 +492,7 @@ class PartitionLayout:
         """Returns the layout of a partition.
 
         Args:
-            forwards: Recordings of the sample batch.
+            forwards: Recordings of the model's forward pass for the sample batch.
             partition: Number of segments in each stage.
             order: Names of all parameters of the model, in the model's order.
             pp_rank: Position of this rank in its pipeline.
@@ -515,7 +522,7 @@ def names_of_shared(
     """Returns all names of each parameter that several processes use.
 
     Args:
-        forwards: Recordings of the sample batch.
+        forwards: Recordings of the model's forward pass for the sample batch.
         shared: First name of each parameter that several processes use.
     """
     aliases = forwards[0].training.aliases
@@ -525,7 +532,11 @@ def names_of_shared(
 def _ranks_of_parameters(
     cut_examples: Sequence[CutForwards], placement: Placement
 ) -> dict[str, set[int]]:
-    """Returns a dict from parameter names to the positions of the ranks that use the parameter."""
+    """Returns a dict from parameter names to the positions of the ranks that use the parameter.
+
+    ``cut_examples`` contains the stages of each recording, and ``placement`` assigns the stages to
+    ranks.
+    """
     uses: dict[str, set[int]] = {}
     for cut in cut_examples:
         for stage in range(placement.num_stages):
@@ -545,7 +556,7 @@ def _names_to_keep(
     """Returns the names of the parameters and buffers that a rank keeps.
 
     Args:
-        cut_examples: Recordings of the sample batch, cut into stages.
+        cut_examples: Recordings of the model's forward pass for the sample batch, cut into stages.
         uses: Positions of the ranks that use each parameter.
         order: Names of all parameters of the model.
         pp_rank: Position of the rank in its pipeline.
@@ -571,7 +582,10 @@ def _names_to_keep(
 def _report_unused(
     request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
 ) -> None:
-    """Prints the names of the entries of the sample batch that no stage uses, if there are any."""
+    """Prints the names of the entries of the sample batch that no stage uses, if there are any.
+
+    ``examples`` contains the microbatches, and ``cut_examples`` lists the entries that stages use.
+    """
     used = set(request.decisive_entries)
     for cut in cut_examples:
         for plans in cut.plans_by_mode.values():

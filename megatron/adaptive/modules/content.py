@@ -510,7 +510,7 @@ class ContentBalance:
                     raise ConfigError(f"ranks {first} and {second} {text}")
 
     def begin(self, rows: Sequence[Microbatch]) -> None:
-        """Stores numbers that describe a step's microbatches, in the order in which they run."""
+        """Stores numbers that describe ``rows``, a step's microbatches in execution order."""
         if self._is_timed:
             self._rows = [self._content.numbers(part) for part in rows]
 
@@ -523,7 +523,7 @@ class ContentBalance:
         self._sums = self._times.measured(self._rows, times.actions)
 
     def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds each rank's sums of measured times to the fits, and refits after some steps."""
+        """Adds each rank's ``sums`` of times to the fits, and fits again after some steps."""
         if not any(map(any, sums)):
             return
         self._times.add(dict(zip(self._positions, sums, strict=True)))
@@ -535,7 +535,7 @@ class ContentBalance:
             self._advise()
 
     def _advise(self) -> None:
-        """Prints a line on the first rank if another partition would be much better."""
+        """Prints a line on the first rank if another partition would make steps much faster."""
         seconds = self.segment_seconds
         partition = balanced(seconds, len(self._partition))
         largest, least = (_largest(seconds, each) for each in (self._partition, partition))
@@ -569,7 +569,10 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
 
 
 def _largest(seconds: Sequence[float], partition: Sequence[int]) -> float:
-    """Returns the time of the longest stage of ``partition``, in seconds."""
+    """Returns the time of the longest stage of ``partition``, in seconds.
+
+    ``seconds`` contains the time of each segment.
+    """
     costs = iter(seconds)
     return max(sum(itertools.islice(costs, size)) for size in partition)
 

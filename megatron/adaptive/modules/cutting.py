@@ -520,7 +520,7 @@ class _Slicer:
     def _check_view(
         self, view: int, old: int, new: int, number: int, stage: int, readers: Sequence[int]
     ) -> None:
-        """Checks that no other stage reads a tensor whose memory was changed in place.
+        """Checks that no other stage reads a tensor whose memory a call changed in place.
 
         Args:
             view: Index on the tape of a tensor that shares memory with the changed tensor.

@@ -93,9 +93,10 @@ def measured_early(
     largest: Callable[[], list[SegmentSample] | None],
     record: Callable[[], None],
 ) -> EarlySamples:
-    """Measures on the first rank of each device type and on its helper. All ranks must call this.
+    """Measures microbatches on the first rank of each type of device, and on a helper rank.
 
-    A helper is a second rank with the same type of device, which measures at the same time.
+    All ranks must call this. A helper is a second rank with the same type of device, which measures
+    at the same time.
 
     Nothing is measured if the model has values, because recording it then needs memory for all
     values of the forward pass.

@@ -217,7 +217,10 @@ class FakeRecorder(CallRecorder):
             return map_aggregate(result, self._fakes.fake_of)
 
     def _number_of(self, tensor: torch.Tensor) -> int:
-        """Returns the index of ``tensor`` on the tape, or -1 if the tape and the model lack it."""
+        """Returns the index of ``tensor`` on the tape, or -1 if it is unknown.
+
+        A tensor is known if it is on the tape or in the model.
+        """
         if id(tensor) not in self._numbers and id(tensor) in self._names:
             return self._source(tensor)
         return self._numbers.get(id(tensor), -1)

@@ -183,7 +183,7 @@ def quickest_partition(
 def balanced_together(
     weights: Sequence[float], num_stages: int, together: Sequence[range]
 ) -> tuple[int, ...]:
-    """Divides segments among stages like :func:`balanced`, but keeps some segments together.
+    """Divides segments among stages by cost, and keeps the segments of each range in one stage.
 
     Args:
         weights: Cost of each segment, in any unit; non-negative.

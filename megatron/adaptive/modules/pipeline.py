@@ -57,7 +57,7 @@ _LEAST_SLOT_BYTES = 4096
 def _inputs(
     microbatch: Microbatch, programs: Sequence[StageProgram], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns the entries of a microbatch that the programs use, moved to ``device``."""
+    """Returns the entries of ``microbatch`` that the programs use, moved to ``device``."""
     names = {name for program in programs for name in program.plan.inputs}
     return {name: microbatch[name].to(device, non_blocking=True) for name in names}
 
@@ -302,7 +302,10 @@ class Pipeline:
         return path
 
     def _begin(self, request: PipelineSettings) -> None:
-        """Creates this process's part of the pipeline. All processes must call this."""
+        """Creates this process's part of the pipeline from the settings ``request``.
+
+        All processes must call this.
+        """
         check_settings(request)
         request, samples = check_model_and_sample(request)
         request = with_cut_points(request)
@@ -358,7 +361,10 @@ class Pipeline:
         self._mesh.settle()
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
-        """Creates the executor and its channels, with message buffers for the largest message."""
+        """Creates the executor and its channels, with message buffers for the largest message.
+
+        ``request`` contains the settings of the pipeline.
+        """
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
             size = max(_LEAST_SLOT_BYTES, self._assembly.largest_message)
@@ -377,7 +383,10 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Creates the hang detector and gives it access to the trace and the executor."""
+        """Creates the hang detector and gives it access to the trace and the executor.
+
+        ``request`` contains the settings of the pipeline.
+        """
         guard = HangGuard(
             self._mesh,
             after_s=request.hang_after_s,
@@ -517,7 +526,10 @@ class Pipeline:
         return self.loss, overflow
 
     def _after_step(self, repartitioner: SegmentBalancer, work: StepWork, times: RankTimes) -> None:
-        """Moves segments if measured times predict a gain. All processes must call this."""
+        """Moves segments if the measured ``times`` predict a gain. All processes must call this.
+
+        ``work`` contains the microbatches of the last step.
+        """
         move = repartitioner.after_step(work, times)
         if move is None:
             return

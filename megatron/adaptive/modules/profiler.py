@@ -297,6 +297,9 @@ class Profiler(SampledModel):
     ) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with the same type of device.
 
+        ``measured`` measures each microbatch size when it is iterated. ``limit_bytes`` is the
+        memory limit that an error message states.
+
         Returns errors instead of raising them, so that all ranks can raise the same error.
         """
         device = job.accelerator.device
@@ -348,7 +351,11 @@ class Profiler(SampledModel):
         batch_size: int,
         cache: RecordingCache,
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-        """Yields the recorded forward pass and its measured segments for each microbatch size."""
+        """Yields the recorded forward pass and its measured segments for each microbatch size.
+
+        Without ``micro_batch_sizes``, the sizes are powers of two up to ``most`` samples. No
+        size is measured after the first size that does not fit into ``limit_bytes``.
+        """
         begin_s = time.monotonic()
         doubled = [2**power for power in range(most.bit_length())]
         given_sizes = sorted(set(self.micro_batch_sizes or ()))
@@ -421,9 +428,10 @@ class Profiler(SampledModel):
     def _fits(
         self, size: int, tape: Tape, rows: Sequence[SegmentSample], limit_bytes: float
     ) -> bool:
-        """Estimates from a smaller microbatch whether ``size`` samples fit in memory.
+        """Estimates from a smaller microbatch whether ``size`` samples fit into ``limit_bytes``.
 
-        ``tape`` and ``rows`` are the recording and the measurements of the smaller microbatch.
+        ``tape`` is the recording of the smaller microbatch, and ``rows`` contains its measured
+        segments.
         """
         samples = rows[0].micro_batch
         needed = max(row.kept_bytes + row.workspace_bytes + row.output_bytes for row in rows)
@@ -472,7 +480,10 @@ class Profiler(SampledModel):
         }
 
     def _recorded(self, batch: Mapping[str, torch.Tensor], cache: RecordingCache) -> Tape:
-        """Returns the forward pass on ``batch``, recorded in training mode."""
+        """Returns the forward pass on ``batch``, recorded in training mode.
+
+        ``cache`` keeps the recording.
+        """
         tape = cache.training(self, batch).training
         postpone(tape, late_calls(tape))
         return tape
@@ -481,6 +492,9 @@ class Profiler(SampledModel):
         self, batch_size: int, device: torch.device, cache: RecordingCache, *, split: bool
     ) -> tuple[Tape, list[SegmentSample]] | None:
         """Measures a microbatch of one sample, or of two if the model cannot run a single sample.
+
+        Two samples are measured only if ``batch_size`` is above 1. ``split`` says whether to also
+        measure the split backward pass.
 
         For example, batch normalization cannot be trained on a single sample.
 
@@ -504,7 +518,10 @@ class Profiler(SampledModel):
         split: bool,
         enough_s: float = math.inf,
     ) -> tuple[Tape, list[SegmentSample]] | None:
-        """Records and measures microbatches of ``size`` samples.
+        """Records and measures microbatches of ``size`` samples on ``device``.
+
+        ``split`` says whether to also measure the split backward pass. Segments that take at least
+        ``enough_s`` seconds are measured only once.
 
         Returns the recording and the measured segments, or ``None`` if the microbatches do not fit
         in memory.
@@ -719,7 +736,7 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
 
 
 def _samples(sizes: Sequence[int]) -> str:
-    """Returns microbatch sizes as text, such as ``1, 4 samples``."""
+    """Returns the microbatch sizes ``sizes`` as text, such as ``1, 4 samples``."""
     return f"{', '.join(map(str, sizes))} sample{'' if list(sizes) == [1] else 's'}"
 
 
@@ -738,7 +755,10 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the numbers of replicas, at least 2, that a plan may place on the same node."""
+    """Returns the numbers of replicas, at least 2, that a plan may place on the same node.
+
+    ``nodes`` describes the device, memory and machine of each rank.
+    """
     counts = {node["processes"] for node in nodes}
     least = math.gcd(*counts, len(nodes))
     return [width for width in range(2, least + 1) if least % width == 0]

@@ -245,7 +245,7 @@ class StageProgram:
         ]
 
     def _prepare(self) -> list[_Step]:
-        """Returns the calls of the stage, each with the tensors to free after the call."""
+        """Returns the calls of the stage, each with the tensors that it may free afterwards."""
         tape = self._tape
         plan = self.plan
         keep = {*plan.sent, *([] if plan.result is None else [plan.result])}
@@ -280,9 +280,10 @@ class StageProgram:
         return steps
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
-        """Divides the calls of the stage into parts that are recomputed as a whole or not at all.
+        """Divides the calls ``steps`` into parts that are recomputed as a whole or not at all.
 
-        A part that is not recomputed contains calls of only one segment.
+        ``recomputed`` contains the ranges of recomputed calls. A part outside of these ranges
+        contains calls of only one segment.
         """
         range_of = {number: calls.start for calls in recomputed for number in calls}
 

@@ -384,16 +384,19 @@ class CallRecorder(TorchFunctionMode):
         return run(*args, **kwargs)
 
     def _watch_random_numbers(self) -> None:
-        """Saves the states of the random generators for :meth:`_drew_random_numbers`."""
+        """Saves the states of the random generators.
+
+        :meth:`_drew_random_numbers` later compares the states with the saved states.
+        """
         generators = [torch.default_generator]
         if self.tape.device.type == "cuda":
             generators.append(default_generator(self.tape.device))
         self._states = [(generator, generator.get_state()) for generator in generators]
 
     def _drew_random_numbers(self) -> bool:
-        """Returns whether random numbers were drawn since the last call to watch them.
+        """Returns whether random numbers were drawn since the last :meth:`_watch_random_numbers`.
 
-        :meth:`_watch_random_numbers` is that call.
+        The generators of the CPU and of the device are compared.
         """
         return any(
             not torch.equal(generator.get_state(), state) for generator, state in self._states
@@ -544,7 +547,10 @@ class CallRecorder(TorchFunctionMode):
         return next(storages, "")
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
-        """Records that the forward pass reached the cut point whose ``id()`` is ``cut_point``."""
+        """Records that the forward pass reached the cut point whose ``id()`` is ``cut_point``.
+
+        ``passing`` is the sequence number of the cut point's call.
+        """
         # The exported module calls a cut point once for each of its tensors, so count only the
         # first call.
         if passing == self._passing:
@@ -567,7 +573,10 @@ class CallRecorder(TorchFunctionMode):
         self.tape.cuts.append(name)
 
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
-        """Raises a ``ReadsValueError`` if a call reads a value that may vary by microbatch."""
+        """Raises a ``ReadsValueError`` if ``function`` reads a value that may vary by microbatch.
+
+        ``tensors`` contains the tensors in the arguments of the call.
+        """
         name = getattr(function, "__name__", "")
         if name not in READING or is_checking():
             return

@@ -306,7 +306,10 @@ class Forwards:
         make: MakeRecorder,
         modes: Sequence[Mode],
     ) -> Forwards | None:
-        """Records the model with :func:`_traced` in ``modes``; returns ``None`` if this fails."""
+        """Records ``forward`` on ``sample`` with :func:`_traced`; returns ``None`` if this fails.
+
+        ``make`` creates the recorder, and ``modes`` lists the modes to record.
+        """
         try:
             forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
@@ -326,7 +329,10 @@ class Forwards:
         way: str,
         modes: Sequence[Mode],
     ) -> Forwards:
-        """Returns the forward passes that the function ``take`` records in ``modes``."""
+        """Returns the forward passes that the function ``take`` records in ``modes``.
+
+        ``way`` is the name of the recording method.
+        """
         tapes: dict[Mode, Tape] = {}
         for mode in modes:
             is_training = mode == "training"
@@ -562,7 +568,10 @@ class _Lossy(torch.nn.Module):
 
 
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
-    """Exports a model, runs the exported module and returns the recording of this run."""
+    """Exports a model, and returns a recording of the exported module that runs on ``sample``.
+
+    ``make`` creates the recorder.
+    """
     with undisturbed(forward.model, forward.device):
         try:
             # Discard stderr, because torch writes the whole graph there if an export fails.

@@ -217,7 +217,7 @@ def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache
 
 
 def _sent_bytes(tape: Tape, plan: StagePlan) -> int:
-    """Returns the size of the message that a stage sends to the next stage, in bytes."""
+    """Returns the size in bytes of the message that the stage ``plan`` sends to the next stage."""
     return MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
 
 
@@ -685,7 +685,11 @@ class Recordings:
         return programs
 
     def _report(self, signature: Signature, step: int, seconds: float) -> None:
-        """Reports the first recording after ``_EARLY_STEPS``, and the first repeated recording."""
+        """Reports the first recording after ``_EARLY_STEPS``, and the first repeated recording.
+
+        The report contains ``signature``, and ``seconds``, the duration of the recording. The
+        report about the first recording also contains ``step``.
+        """
         if self._part.pp_rank:
             return
         if step > _EARLY_STEPS and "late" not in self._reported:

@@ -109,7 +109,7 @@ def make_balancer(
     orders: Orders,
     balance: ContentBalance,
 ) -> SegmentBalancer | None:
-    """Creates the object that moves segments. All ranks must call this.
+    """Creates the object that measures steps and moves segments. All ranks must call this.
 
     Returns ``None`` if ``repartition`` is off or a pipeline has only one rank.
     """
@@ -260,6 +260,8 @@ class SegmentBalancer:
 
     def _compare(self, pace: _Pace) -> Move | None:
         """Logs the gain of the last move if segments moved since the last check.
+
+        ``pace`` is the speed of the steps after the move.
 
         Returns the move back to the former partition if steps did not become faster, otherwise
         ``None``.

@@ -325,7 +325,10 @@ class SampleFile:
             size = _next_size(size, sent_bytes)
 
     def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
-        """Encodes this process's lines of a block, and drops samples that are too large to send."""
+        """Encodes this process's lines of a block, and drops samples that are too large to send.
+
+        The size limit is divided equally among the processes, whose number is ``ranks``.
+        """
         part: list[_Encoded] = []
         room = _MOST_EXCHANGED_BYTES // ranks
         for line in lines:
@@ -443,7 +446,7 @@ def _common_lines(path: Path, job: Job) -> list[_Line]:
 
 
 def _content(line: _Line, folder: Path) -> bytes:
-    """Returns the hash of an encoded line, followed by the hashes of its image files.
+    """Returns the hash of the text of ``line``, followed by the hashes of the line's image files.
 
     Args:
         line: Line of the file.

@@ -319,7 +319,7 @@ class Loop:
             self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
-        """Ends the loop: saves the last step if it is not yet saved, and reports the reason.
+        """Ends the loop: saves the last step if it is not yet saved, and prints ``reason``.
 
         All processes must call this.
         """
