@@ -215,7 +215,7 @@ def _set_aside_earlier_run(folder: str, job: Job) -> None:
 
 
 def _machine_counters(job: Job) -> MachineCounters:
-    """Returns the counters of this process, its GPU and the network interface of the job."""
+    """Returns an object that reads the counters of this process, its GPU and the job's network."""
     environment, accelerator = job.environment, job.accelerator
     interface = interface_towards(environment.socket_interface, environment.master_addr)
     return MachineCounters(accelerator.gpu_uuid, accelerator.shares, interface)
@@ -316,7 +316,11 @@ def open_trace(
 def _begin_trace(
     recorder: Recorder, header: TraceHeader, job: Job, counters: MachineCounters
 ) -> Tracing:
-    """Starts to synchronize the clocks of the ranks, and returns this rank's trace."""
+    """Starts to synchronize the clocks of the ranks, and returns this rank's trace.
+
+    ``recorder`` writes the trace with the header ``header``, and ``counters`` are closed with the
+    trace.
+    """
     sync = start_clock_sync(
         rank=job.rank,
         clock_id=header.clock,
@@ -401,6 +405,9 @@ def _build_agreement(
     timeout_s: float,
 ) -> Agreement:
     """Connects this rank to its decision group, and returns the rank's ``Agreement``.
+
+    ``places`` contains the host and process of every rank. :func:`decision_group` describes
+    ``model`` and ``model_groups``.
 
     All ranks must call this function.
     """

@@ -95,7 +95,11 @@ class LayerMeter(LayerSums):
 
 
 def _number_of(layer: Any, name: str, num_layers: int) -> int:
-    """Returns the index of ``layer`` in the model, counting multi-token prediction layers last."""
+    """Returns the index of ``layer`` in the model, counting multi-token prediction layers last.
+
+    ``name`` is the name of the layer in its chunk, and ``num_layers`` is the number of other layers
+    in the model.
+    """
     predicting = _PREDICTING.search(name)
     if predicting is not None:
         return num_layers + int(predicting[1])

@@ -326,7 +326,11 @@ slices differ in each step."""
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices: int) -> Schedule:
-    """Loads the schedule file ``path``, and checks that it was made for this pipeline."""
+    """Loads the schedule file ``path``, and checks that it was made for this pipeline.
+
+    ``placement``, ``splits`` (whether there are W actions) and ``num_slices`` describe this
+    pipeline.
+    """
     schedule = load(Path(path))
     its = schedule.placement
     if its != placement:

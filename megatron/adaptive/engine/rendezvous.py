@@ -172,7 +172,8 @@ def connect(host: str, port: int, end_s: float) -> Any:
 
     Raises:
         NotAStoreError: A program listens at the address, but does not reply like a store.
-        MeetingError: No program listens at the address until ``end_s``.
+        MeetingError: No program listens at the address until ``end_s``, a time of
+            ``time.monotonic``.
     """
     reach(host, port, end_s)
     return within(

@@ -356,7 +356,7 @@ class WeightGradientStore:
         return mirrored(item, self.num_slices)
 
     def end(self, *, is_whole: bool) -> None:
-        """Called when the context of :meth:`collect` exits.
+        """Ends the collection of weight gradients when the context of :meth:`collect` exits.
 
         If ``is_whole`` is false, the backward pass failed, and the collected tensors are discarded.
         """
