@@ -402,6 +402,8 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 def _rows(schedule: Schedule, num_cells: int) -> Any:
     """Returns the indices of each rank's actions in execution order.
 
+    ``num_cells`` is the number of pairs of a stage and an item, from which the indices follow.
+
     The array has the shape ``[ranks, longest order]`` and is padded with -1.
     """
     longest = max(map(len, schedule.orders))

@@ -430,7 +430,7 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns the error message if schedule ``name`` requires equal numbers of slices."""
+    """Returns the error message about schedule ``name``, which requires equal numbers of slices."""
     return (
         f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
         "dfc or bfc"

@@ -371,9 +371,10 @@ def _annealed(
 ) -> list[Candidate]:
     """Returns candidates whose order of actions was improved by simulated annealing.
 
-    Annealing uses mean durations, and starts from the candidate that is fastest with mean
-    durations. ``planned`` contains the number of simulated actions per compiled loop, and is
-    updated with the simulations of this function.
+    Annealing uses mean durations, and starts from the candidate in ``outcomes`` that is fastest
+    with mean durations. It keeps within ``limit`` microbatches of memory. ``planned`` contains the
+    number of simulated actions per compiled loop, and is updated with the simulations of this
+    function.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()

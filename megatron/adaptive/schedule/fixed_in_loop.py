@@ -163,12 +163,12 @@ from megatron.adaptive.schedule.workload import StageTimes
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under 1F1B with one chunk per rank."""
+    """Returns each rank's actions under the schedule 1F1B, which has one chunk per rank."""
     return tuple(order_after(warmup, num_microbatches) for warmup in _stages_after(placement))
 
 
 def seq_1f1b(placement: Placement, num_microbatches: int, num_slices: int = 1) -> tuple[Order, ...]:
-    """Returns each rank's actions under Seq1F1B with one chunk per rank.
+    """Returns each rank's actions under the schedule Seq1F1B, which has one chunk per rank.
 
     If microbatches have a single slice, the order is the order of 1F1B.
     """
@@ -188,7 +188,7 @@ def order_after(warmup: int, num_microbatches: int, num_slices: int = 1) -> Orde
 
 
 def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under ZB-H1 with one chunk per rank."""
+    """Returns each rank's actions under the schedule ZB-H1, which has one chunk per rank."""
     return _with_lagging_weights(one_f_one_b(placement, num_microbatches))
 
 
@@ -220,7 +220,7 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds a W for each B to the actions of all ranks, in the order of the B actions.
+    """Adds a W for each B to ``plain``, the actions of all ranks, in the order of the B actions.
 
     On rank r, the W of a microbatch runs r backward passes after its B.
     """
@@ -347,7 +347,7 @@ def forward_only(
 
 
 def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under Varuna with one chunk per rank."""
+    """Returns each rank's actions under the schedule Varuna, which has one chunk per rank."""
     ranks = placement.num_ranks
     times = StageTimes(
         forward_s=(1.0,) * ranks,

@@ -289,7 +289,11 @@ class Dealer:
     def _in_order(
         self, numbers: Sequence[int], work: Sequence[float], longest_first: bool
     ) -> tuple[int, ...]:
-        """Returns the microbatches ``numbers`` of a replica in execution order."""
+        """Returns the microbatches ``numbers`` of a replica in execution order.
+
+        ``work`` is the cost of each microbatch of the step. The costliest microbatch runs first if
+        ``longest_first`` is true.
+        """
         if longest_first:
             return tuple(sorted(numbers, key=lambda number: -work[number]))
         order = order_by_cost([work[number] for number in numbers], self._ranks)
