@@ -237,7 +237,7 @@ def test_a_stage_without_gradients_has_no_part_in_backward_passes() -> None:
 
 
 def test_a_frozen_segment_is_charged_for_the_memory_that_it_keeps() -> None:
-    """Checks the memory of each segment on a rank with a frozen segment and on a rank without."""
+    """Checks that the memory of a frozen segment does not include activations."""
     placement = Placement(num_ranks=2, num_chunks=1)
     lanes = {(kind, 0): 1e6 for kind in ActionKind}
     measured = [

@@ -88,7 +88,7 @@ def test_each_partition_has_a_trace_of_its_own(
 def test_kernels_and_spans_of_a_job_are_told_while_it_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks the recorded kernels, the spans that a collector received, and the progress file."""
+    """Checks that a job records kernels, sends spans to a collector and writes progress."""
     with serving() as collector:
         run(tmp_path, "observed", 2, collector.url)
     plain, traced = json.loads((tmp_path / "0.json").read_text())
@@ -159,7 +159,7 @@ def test_a_collector_that_is_down_loses_only_spans(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
 def test_predicted_settings_save_what_was_predicted(tmp_path: Path, schedule: str) -> None:
-    """Compares predicted step times with real runs that have the predicted settings.
+    """Checks that real runs with predicted settings have the predicted step times.
 
     The settings are an order and a distribution of microbatches, a partition, and all of these
     together.
