@@ -127,7 +127,7 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch
 def _model_class(folder: Path, config: Any) -> Any:
     """Returns the model class that ``config`` names in ``architectures``.
 
-    Errors name ``folder``.
+    If ``folder`` contains Python code for the class, the class is loaded from this code.
     """
     transformers = transformers_module()
     names = list(getattr(config, "architectures", None) or ())
