@@ -41,7 +41,10 @@ def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
 def _search(
     name: str, module: nn.Module, lists: dict[str, list[nn.Module]], seen: set[int]
 ) -> None:
-    """Adds the outermost lists of repeated blocks in ``module`` to ``lists``, by name."""
+    """Adds the outermost lists of repeated blocks in ``module`` to ``lists``, by name.
+
+    ``name`` is the name of ``module``, and ``seen`` contains the ``id()`` of each searched module.
+    """
     if id(module) in seen:
         return
     seen.add(id(module))

@@ -90,7 +90,7 @@ def given_partition(
 
 
 def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
-    """Checks that ``weights`` contains one cost for each segment.
+    """Checks that ``weights`` contains one cost for each of the ``num_segments`` segments.
 
     Raises:
         ConfigError: If the number of weights differs from the number of segments.
@@ -168,6 +168,8 @@ class StagePlan:
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:
     """Returns a dict from parameter names to the indices of the segments that use the parameter.
+
+    The dict is for the recorded forward pass ``tape``.
 
     A parameter with several names appears under its first name.
     """
@@ -340,7 +342,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment, even if it changes tensors that other segments read.
+    """Returns a plan for each segment of ``tape``, even if it changes tensors of other segments.
 
     Segments that share a changed buffer can still run one after another in one process, for example
     to be measured.
@@ -376,7 +378,7 @@ def signature_of(tape: Tape, plan: StagePlan) -> str:
 
 
 def segment_kinds(tape: Tape) -> tuple[int, ...]:
-    """Returns an index for each segment; segments that make the same calls have the same index."""
+    """Returns an index for each segment of ``tape``, equal for segments with the same calls."""
     numbers: dict[str, int] = {}
     return tuple(
         numbers.setdefault(signature_of(tape, plan), len(numbers))
@@ -385,7 +387,7 @@ def segment_kinds(tape: Tape) -> tuple[int, ...]:
 
 
 def _needed(tape: Tape) -> list[int]:
-    """Returns the indices of calls that the loss depends on, or that change tensors in place."""
+    """Returns the indices of calls on ``tape`` that affect the loss or change tensors in place."""
     needed = {tape.loss}
     numbers = []
     for number in range(len(tape.calls) - 1, -1, -1):
@@ -637,7 +639,10 @@ def keep_only(
 def _parameter_like(
     parameter: torch.nn.Parameter, device: torch.device | str
 ) -> torch.nn.Parameter:
-    """Returns an uninitialized parameter with the shape, class and attributes of ``parameter``."""
+    """Returns an uninitialized parameter on ``device`` with the attributes of ``parameter``.
+
+    The returned parameter also has the shape and the class of ``parameter``.
+    """
     values = torch.empty_like(parameter.detach(), device=device)
     replacement = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
     kind = type(parameter)

@@ -64,7 +64,7 @@ def node_processors() -> dict[str, Any]:
 
 
 def recorded_bytes(tape: Tape) -> int:
-    """Returns the size in bytes of the values that a recorded forward pass computes."""
+    """Returns the size in bytes of the values that the recorded forward pass ``tape`` computes."""
     return sum(
         math.prod(value.shape) * value.dtype.itemsize for value in tape.values if not value.source
     )

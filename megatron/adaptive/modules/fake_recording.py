@@ -330,7 +330,10 @@ def _calls_for(tape: Tape, numbers: Iterable[int]) -> list[Call]:
 
 
 def _run_call(call: Call, env: dict[int, torch.Tensor], device: torch.device) -> None:
-    """Runs a recorded call on the tensors in ``env`` and stores its results there."""
+    """Runs a recorded call on the tensors in ``env`` and stores its results there.
+
+    Tensors that the call creates are on ``device``.
+    """
     arguments: Any = map_aggregate(
         (call.args, call.kwargs), lambda part: env[part.value] if isinstance(part, Ref) else part
     )

@@ -209,7 +209,10 @@ class FineTuning:
 
 @naming_lost_peers()
 def _read_together(reader: SampleReader, path: Path) -> SampleFile:
-    """Reads the sample file ``path``. All processes must call this, because they share the work."""
+    """Reads the sample file ``path`` with ``reader``, and divides the work among the processes.
+
+    All processes must call this.
+    """
     if Environment.read().world_size == 1:
         return reader.read(path)
     # Import after Pipeline, because Pipeline lets megatron-core run without CUDA.
@@ -264,6 +267,9 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
 
 def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
     """Saves the model and its processor, unless an earlier start of this job has saved them.
+
+    ``settings`` names the output folder. ``samples`` identifies the samples with which the model
+    was trained.
 
     The folder is renamed to its final name when it is complete. If a process is lost before then,
     the restarted job saves the model again.
@@ -376,7 +382,7 @@ class _Run:
         }
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Checks that a checkpoint was made with the same order of samples.
+        """Checks that ``state``, from a checkpoint, was saved with the same order of samples.
 
         Raises:
             CheckpointError: If the order differs, because training would skip samples or train on

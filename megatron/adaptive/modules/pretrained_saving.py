@@ -120,7 +120,7 @@ def guarded(action: Callable[[], None]) -> None:
 def _own_tensors(
     model: Any, held: Mapping[str, torch.Tensor], mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors that this rank writes, by their names in the folder.
+    """Returns the tensors in ``held`` that this rank writes, by their names in the folder.
 
     A tensor that several ranks hold is written by the first of these ranks. ``transformers``
     defines the names, and splits the tensors that it merged when it read them.

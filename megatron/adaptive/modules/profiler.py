@@ -387,6 +387,8 @@ class Profiler(SampledModel):
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the same as :meth:`_by_size`, but measures only the smallest and largest size.
 
+        ``early`` contains the sizes that were already measured on two processes.
+
         The costs of the sizes in between are interpolated.
         """
         # Repeated measurements of the smallest size show how much the durations of equal actions
@@ -663,7 +665,7 @@ class ModuleProfile:
         )
 
     def write(self, path: str | Path) -> None:
-        """Writes a profile file for ``python -m megatron.adaptive plan``.
+        """Writes the profile to the file ``path``, for ``python -m megatron.adaptive plan``.
 
         Raises:
             ConfigError: If the file cannot be written.
@@ -712,7 +714,10 @@ class ModuleProfile:
 
 
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
-    """Returns the row of a profile file that describes a segment.
+    """Returns the row of a profile file that describes the segment measured by ``sample``.
+
+    ``gpu`` is the name of the device type. ``split`` says whether to list the times of the split
+    backward pass.
 
     The row has the key ``source`` only if its times were estimated instead of measured.
     """

@@ -166,7 +166,11 @@ class _Step:
             env[new] = env[old]
 
     def _context(self, env: Mapping[int, torch.Tensor], ambient: Any) -> contextlib.ExitStack:
-        """Returns a context with the recorded gradient mode and autocast setting of the call."""
+        """Returns a context with the recorded gradient mode and autocast setting of the call.
+
+        ``ambient`` is the dtype of the surrounding autocast context, or ``None``. Autocast is set
+        only if its recorded setting differs. The tensors in ``env`` determine the device.
+        """
         call = self._call
         stack = contextlib.ExitStack()
         if not call.with_grad:
@@ -657,7 +661,7 @@ class MessageLayout:
         return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Returns a message that contains ``tensors``, in which ``None`` stands for zeros.
+        """Returns a message on ``device`` with ``tensors``, in which ``None`` stands for zeros.
 
         Raises:
             ConfigError: If a tensor's shape or dtype differs from the recording.
@@ -722,7 +726,11 @@ class _Deferred:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred."""
+        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred.
+
+        ``env`` contains tensors by their index on the tape. The weight gradient is added to
+        ``store``, and ``dtype`` is the dtype of autocast.
+        """
         weight: Any = env[self.weight.value]
         bias: Any = None if self.bias is None else env[self.bias.value]
         # A user's hooks on a parameter run only if autograd computes its gradient.

@@ -158,7 +158,10 @@ class MappedFunction:
     def captures(
         self, is_known: Callable[[torch.Tensor], bool], args: Any, kwargs: Any
     ) -> list[torch.Tensor]:
-        """Runs the function and returns the captured tensors for which ``is_known`` is true."""
+        """Runs the function with ``args`` and ``kwargs``, and returns the tensors that it captures.
+
+        Only tensors for which ``is_known`` is true are returned.
+        """
         mode = _Captured(is_known)
         self._call(mode, args, kwargs)
         return list(mode.tensors.values())
@@ -233,7 +236,7 @@ class _Attribute:
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:
-    """Raises a ``ConfigError`` if a module has a hook for its backward pass."""
+    """Raises a ``ConfigError`` if a module of ``model`` has a hook for its backward pass."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise ConfigError(
@@ -244,7 +247,11 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
 
 
 def _refuse_side_effects(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises a ``ConfigError`` for a call with an effect that the recording would lose."""
+    """Raises a ``ConfigError`` if a call of ``function`` has an effect that cannot be recorded.
+
+    Such calls register gradient hooks, or draw random numbers from a separate generator. ``args``
+    and ``kwargs`` are the arguments of the call.
+    """
     if getattr(function, "__name__", "") in HOOKING:
         raise ConfigError(
             f"{where()} registers a gradient hook, which cannot be recorded; change the gradient "
@@ -667,7 +674,7 @@ class CallRecorder(TorchFunctionMode):
                 )
 
     def finish(self, loss: Any) -> None:
-        """Checks the recorded forward pass, and stores the index of the loss on the tape."""
+        """Checks the recorded forward pass, and stores the index of ``loss`` on the tape."""
         required = [name for name in self._cut_names.values() if name not in self._optional]
         missed = [name for name in required if name not in self.tape.cuts]
         if missed and not self._may_miss:
@@ -691,7 +698,10 @@ class CallRecorder(TorchFunctionMode):
 def tensor_paths(
     structure: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Yields the tensors in nested containers, each with the indices and keys that lead to it."""
+    """Yields the tensors in ``structure``, each with the indices and keys that lead to it.
+
+    ``structure`` may be a nested container. ``path`` leads to ``structure`` itself.
+    """
     if isinstance(structure, torch.Tensor):
         yield structure, path
     elif isinstance(structure, (tuple, list)):

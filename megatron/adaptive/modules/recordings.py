@@ -224,6 +224,8 @@ def _sent_bytes(tape: Tape, plan: StagePlan) -> int:
 def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
     """Returns a dict from parameter names to the segments that use the parameter, ascending.
 
+    ``recorded`` contains forward passes of the model.
+
     A segment is included if it uses the parameter in training or in evaluation.
     """
     homes: dict[str, set[int]] = {}
@@ -398,12 +400,12 @@ class BufferUse:
 
 
 def frozen_segments_of(forwards: Iterable[Forwards]) -> int:
-    """Returns the number of leading segments through which no gradient flows in any recording."""
+    """Returns the number of leading segments through which no gradient flows in ``forwards``."""
     return min(frozen_segments(each.training) for each in forwards)
 
 
 def segment_bytes(tape: Tape) -> tuple[int, ...]:
-    """Returns the size in bytes of the tensors through which gradients flow, for each segment.
+    """Returns the bytes of the tensors through which gradients flow, for each segment of ``tape``.
 
     The sizes are equal on all ranks, and roughly proportional to the size of the kept activations.
     """
@@ -430,7 +432,7 @@ def segment_work(tape: Tape) -> tuple[float, ...]:
 
 
 def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
-    """Returns the operation counts of each segment, separately for each kind of action."""
+    """Returns the operation counts of each segment of ``tape``, by kind of action."""
     work = [SegmentWork()] * tape.num_segments
     for call in tape.calls:
         pairs = zip(work[call.segment], _work(tape, call), strict=True)

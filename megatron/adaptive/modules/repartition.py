@@ -88,7 +88,7 @@ def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[floa
 
 
 def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
-    """Checks that segments may move in this job.
+    """Checks that segments may move in this job, unless ``request`` disables this.
 
     Raises:
         ConfigError: If the job is elastic.
@@ -354,6 +354,8 @@ def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...
 def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
     """Returns the size in bytes of each segment's parameters, gradients and optimizer state.
 
+    ``request`` contains the model, and ``assembly`` contains the recordings of the model.
+
     A parameter shared by several segments is counted only in the first segment.
     """
     part = assembly.recordings.part
@@ -365,7 +367,10 @@ def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
 
 
 def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
-    """Returns a number for each segment: its size in bytes plus a small number for its kind."""
+    """Returns a number for each segment: its size in bytes plus a small number for its kind.
+
+    The sizes are in ``sizes``.
+    """
     works = zip(*assembly.sample_work.values(), strict=True)
     kinds = list(zip(sizes, works, strict=True))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}

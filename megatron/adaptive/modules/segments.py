@@ -377,6 +377,8 @@ def _time(
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
     """Returns the number of elements in shared parameters, and the segments that share them.
 
+    ``tape`` shows which segments use a parameter, and ``tensors`` contains the parameters by name.
+
     The tuple contains the first and the last segment with a shared parameter. It is empty if no
     parameter is shared.
     """

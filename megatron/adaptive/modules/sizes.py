@@ -270,7 +270,7 @@ def _of_one_process(
 
 
 def _sampled_model(request: PipelineSettings) -> dict[str, Any]:
-    """Returns the settings that describe the model and its recording, by name."""
+    """Returns the settings in ``request`` that describe the model and its recording, by name."""
     return {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
 
 

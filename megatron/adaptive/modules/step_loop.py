@@ -47,7 +47,7 @@ _BATCH = "loop_batch_size"
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
-    """Checks that the user's objects have ``state_dict`` and ``load_state_dict``."""
+    """Checks that the user's objects in ``state`` have ``state_dict`` and ``load_state_dict``."""
     for name, user_object in state.items():
         if not (hasattr(user_object, "state_dict") and hasattr(user_object, "load_state_dict")):
             raise ConfigError(
@@ -242,7 +242,10 @@ class Loop:
             dist.destroy_process_group(group)
 
     def _open_progress(self, order: JobOrder | None) -> ProgressFile:
-        """Opens the progress file, in the trace folder unless the job's launcher names a folder."""
+        """Opens the progress file in the folder that the launcher's ``order`` names.
+
+        Without a launcher, the file is in the trace folder.
+        """
         folder = self._pipeline._trace.folder if order is None else order.progress
         return ProgressFile(folder if self._is_first else None)
 
@@ -260,6 +263,8 @@ class Loop:
 
     def _resume(self, trust: bool) -> float | None:
         """Loads the newest checkpoint, and returns the loading time in seconds.
+
+        ``trust`` says whether to also load checkpoints that are pickles.
 
         Returns ``None`` if there is no checkpoint.
         """
