@@ -402,5 +402,5 @@ def encode(action: Action, extra: int) -> int:
 
 
 def decode(number: int) -> tuple[ActionKind, int, int, int]:
-    """Unpacks an integer that :func:`encode` returned into (kind, chunk, microbatch, extra)."""
+    """Unpacks ``number``, a result of :func:`encode`, into (kind, chunk, microbatch, extra)."""
     return KINDS[number >> 30 & 3], number >> 20 & 0x3FF, number & 0xFFFFF, number >> 32

@@ -250,7 +250,10 @@ def _timed(work: Any, call: _Call) -> Any:
 
 
 def _is_async(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Returns whether a collective was started asynchronously, so that its caller waits later."""
+    """Returns whether a collective was started asynchronously, so that its caller waits later.
+
+    ``arguments`` and ``options`` are the arguments of the call that started the collective.
+    """
     settings = options.get("opts", arguments[-1] if arguments else None)
     return bool(getattr(settings, "asyncOp", True))
 
@@ -316,6 +319,8 @@ def _summary(group: _Group, iteration: int) -> GroupCollectives:
 
 def _chosen(count: int, iteration: int) -> list[int]:
     """Chooses which of a step's ``count`` collectives to keep, and returns their indices.
+
+    ``iteration`` is the number of the step.
 
     All ranks choose the same indices, because the choice only depends on the arguments.
     """

@@ -366,7 +366,11 @@ class _DeferringGroupedExperts(Deferring):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """Returns the output ``[tokens, h]`` of the experts for tokens sorted by expert."""
+        """Returns the output ``[tokens, h]`` of the experts for tokens sorted by expert.
+
+        ``permuted_local_hidden_states`` contains the tokens, ``tokens_per_expert`` their counts,
+        and ``permuted_probs`` the factor of each token's output.
+        """
         store: Any = self.weight_gradient_store
         layer: Any = self
         rows = permuted_local_hidden_states

@@ -83,13 +83,13 @@ class Stages(Protocol):
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Allows the output of a forward pass to be freed once the transport has copied it."""
+        """Allows the output of ``chunk`` for ``microbatch`` to be freed after it was sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         """Returns the size in bytes of the activations that ``chunk`` keeps for a backward pass."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors that a backward pass (B) keeps for a later W."""
+        """Returns the size in bytes of the tensors that the B of ``chunk`` keeps for a later W."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
@@ -350,7 +350,10 @@ class Executor:
                 self._perform(action, stages, state)
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs a step in which an action can compute while another action communicates."""
+        """Runs a step in which an action can compute while another action communicates.
+
+        :meth:`run` describes the arguments.
+        """
         lanes = Lanes(
             functools.partial(self._decide, policy, state),
             lambda action: self._perform(action, stages, state),
@@ -515,7 +518,9 @@ class Executor:
         )
 
     def _acknowledge(self, action: Action, received: torch.Tensor | None, state: RankState) -> None:
-        """Sends an acknowledgment to the previous stage if that stage is frozen and waits for it.
+        """Acknowledges the input of ``action`` to the previous stage, if that stage is frozen.
+
+        The input is ``received``. The previous stage waits for the acknowledgment.
 
         A frozen stage gets no gradient, which would otherwise show that its output has arrived.
         """

@@ -94,7 +94,10 @@ class _Neighbourhood:
     def of(
         cls, placement: Placement, pp_ranks: Sequence[int], widths: Widths | None
     ) -> _Neighbourhood:
-        """Returns the ranks with which this rank communicates (see :func:`build_executor`)."""
+        """Returns the ranks with which this rank communicates.
+
+        :func:`build_executor` describes the arguments.
+        """
         rank = dist.get_rank()
         if widths is not None:
             return cls(

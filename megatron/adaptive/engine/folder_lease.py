@@ -217,6 +217,8 @@ class Lease:
     def keep_up(self, say: Callable[[str], None]) -> None:
         """Starts a thread that increments the counter every two seconds until :meth:`end`.
 
+        ``say`` prints a line of text.
+
         The thread also ends if the right is lost (see :meth:`is_held`).
         """
 

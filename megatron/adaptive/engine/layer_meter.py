@@ -74,9 +74,10 @@ class LayerMeter(LayerSums):
         layer.register_forward_hook(ends)
 
     def _watch_backward(self, index: int, received: Any, result: Any) -> None:
-        """Measures the backward pass of a layer with hooks on its input and its output.
+        """Measures the backward pass of layer ``index`` with hooks on its input and its output.
 
-        The pass lasts from the gradient of ``result`` to the gradient of ``received``.
+        The pass lasts from the gradient of the output ``result`` to the gradient of the input
+        ``received``.
         """
         if not all(isinstance(t, torch.Tensor) and t.requires_grad for t in (received, result)):
             return

@@ -210,6 +210,8 @@ class _Backlog:
 def _run_unit(unit: Sequence[_Task]) -> None:
     """Computes the gradient of one weight for one microbatch, and accumulates it.
 
+    ``unit`` contains the calls in the microbatch that use the weight.
+
     First sums the gradients of all calls in the microbatch. Then adds this sum to the gradient of
     earlier microbatches. Autograd uses the same order.
     """
