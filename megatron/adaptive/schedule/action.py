@@ -132,7 +132,10 @@ def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
 
 
 def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
-    """Returns the number of slices in a step, summed over all microbatches."""
+    """Returns the number of slices in a step of ``num_microbatches`` microbatches.
+
+    ``num_slices`` is the number of slices of each microbatch.
+    """
     if isinstance(num_slices, int):
         return num_microbatches * num_slices
     return sum(num_slices)
@@ -149,14 +152,14 @@ def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...
 
 
 def mean_slices(num_slices: SliceCounts) -> float:
-    """Returns the mean number of slices per microbatch."""
+    """Returns the mean number of slices per microbatch in ``num_slices``."""
     if isinstance(num_slices, int):
         return num_slices
     return sum(num_slices) / len(num_slices)
 
 
 def most_slices_of(num_slices: SliceCounts) -> int:
-    """Returns the largest number of slices of any microbatch."""
+    """Returns the largest number of slices of any microbatch in ``num_slices``."""
     return num_slices if isinstance(num_slices, int) else max(num_slices)
 
 

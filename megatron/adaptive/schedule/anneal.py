@@ -165,7 +165,7 @@ def finish(o: OrderGraph) -> int:
 
 
 def trace(o: OrderGraph, step: int) -> int:
-    """Finds the critical path of a step that ends at the time ``step``.
+    """Finds the critical path of the orders ``o``, whose step ends at the time ``step``.
 
     Returns the number of actions on the path.
 
@@ -191,7 +191,7 @@ def trace(o: OrderGraph, step: int) -> int:
 
 
 def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
-    """Moves the action at ``index`` in the order of ``rank`` to index ``to``."""
+    """Moves the action at ``index`` in the order of ``rank`` to index ``to``, in ``o.rows``."""
     moved = o.rows[rank, index]
     way = 1 if to > index else -1
     while index != to:
@@ -224,7 +224,7 @@ def holds(o: OrderGraph, rank: int) -> bool:
 
 
 def anneal(o: OrderGraph, orders: int) -> int:
-    """Improves the order of actions by attempting ``orders`` random changes.
+    """Improves the order of actions in ``o`` by attempting ``orders`` random changes.
 
     Writes the best order to ``best`` and returns its step time in picoseconds.
     """

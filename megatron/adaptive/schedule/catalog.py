@@ -440,7 +440,9 @@ def _unequal(name: str) -> str:
 def _orders_of_unequal(
     name: str, placement: Placement, num_slices: tuple[int, ...]
 ) -> tuple[Order, ...]:
-    """Returns the actions of a static schedule if ``num_slices`` differs between microbatches.
+    """Returns all ranks' actions under schedule ``name`` if microbatches differ in slices.
+
+    ``num_slices`` is the number of slices of each microbatch.
 
     Raises:
         ScheduleError: The schedule is not meant for evaluations. Only the schedule for evaluations
@@ -531,7 +533,7 @@ def hint_for(
 def hint_codes(
     order: Sequence[Action], num_chunks: int, weight_pieces: int, num_slices: int = 1
 ) -> tuple[int, ...]:
-    """Returns a rank's actions as the integer codes that ``runtime_rules.hinted`` reads.
+    """Returns the actions ``order`` of a rank as the integer codes that the rule ``hinted`` reads.
 
     Each W of the order is replaced by ``weight_pieces`` actions. If the order has no W but
     ``weight_pieces`` is not 0, the W actions follow directly after each B.

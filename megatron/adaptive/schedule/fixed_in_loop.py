@@ -305,7 +305,7 @@ def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Acti
 
 
 def _stages_after(placement: Placement) -> range:
-    """Returns, for each rank, the number of ranks that follow it in the pipeline."""
+    """Returns, for each rank of ``placement``, the number of ranks that follow it."""
     return range(placement.num_ranks - 1, -1, -1)
 
 

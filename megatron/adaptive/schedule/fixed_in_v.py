@@ -185,7 +185,7 @@ def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
-    """Returns each rank's actions including weight gradients, keyed by time slot."""
+    """Returns each rank's actions under V-Half, with weight gradients, keyed by time slot."""
     ranks = placement.num_ranks
     begin = _steady_begin(ranks)
     end = _PERIOD * (num_microbatches - 1) + 1

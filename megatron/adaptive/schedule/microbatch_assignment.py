@@ -406,7 +406,7 @@ class Dealer:
 
 
 def _sums(sizes: Sequence[Size]) -> list[float]:
-    """Returns the number of microbatches, and the sums of their tokens and squared lengths."""
+    """Returns the number of microbatches in ``sizes``, and sums of tokens and squared lengths."""
     return [
         float(len(sizes)),
         sum(tokens for tokens, _ in sizes),
@@ -418,6 +418,8 @@ def _differ(
     paces: dict[tuple[int, int], float], before: dict[tuple[int, int], float], limit: float
 ) -> bool:
     """Returns whether any rank's pace changed by more than ``limit`` compared to its siblings.
+
+    The former paces are ``before``.
 
     The siblings of a rank are the ranks with the same pipeline rank in all replicas.
     """

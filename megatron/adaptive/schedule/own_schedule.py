@@ -42,7 +42,7 @@ class OwnRule:
         self._function: Callable[[RankState], Action | None] = spec.load()
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the action that the user's function chooses, or ``None`` to wait.
+        """Returns the action that the user's function chooses in ``state``, or ``None`` to wait.
 
         Raises:
             ScheduleError: The function raised an exception, or returned an action that cannot

@@ -309,7 +309,10 @@ _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
-    """Returns the state of a simulation at the start of a step, with empty hints."""
+    """Returns the state of a simulation at the start of a step, with empty hints.
+
+    :func:`run_states` describes the arguments.
+    """
     placement = states[0].placement
     longest = max(state.num_actions for state in states)
     ranks = len(states)

@@ -184,12 +184,15 @@ def wake(world: World, rank: int) -> None:
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
-    """Converts ``microbatch``, an index on ``rank``, to the index in the whole step."""
+    """Converts ``microbatch``, an index on ``rank`` of ``stage``, to the index in the step."""
     return microbatch * world.widths[stage] + rank - world.first_ranks[stage]
 
 
 def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
-    """Returns the duration of the next action of ``kind`` in ``chunk``, in picoseconds."""
+    """Returns the duration of the next action of ``kind`` in ``chunk``, in picoseconds.
+
+    The chunk is on ``rank``, and is the pipeline stage ``stage``.
+    """
     s = world.states[rank]
     stages = len(world.first_ranks)
     total = world.total[0]
@@ -362,7 +365,7 @@ def receive(world: World, event: int) -> None:
 
 
 def happen(world: World, event: int, now: int) -> None:
-    """Processes ``event``, which is the arrival of an input or the end of a computation."""
+    """Processes ``event`` at the time ``now``: an input arrives, or a computation ends."""
     if event >= 0:
         receive(world, event)
         return
