@@ -29,7 +29,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train_whole(model: torch.nn.Module, family: Family, batch: Batch, steps: int) -> list[float]:
-    """Trains the whole model on microbatches of two samples, and returns the loss of each step."""
+    """Trains the whole model on microbatches of two samples, and returns the loss of each step.
+
+    Each step trains on the same ``batch`` of ``family``.
+    """
     optimizer = sgd(model.parameters())
     losses = []
     for _ in range(steps):

@@ -42,7 +42,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def reference(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[list[float], list[Any]]:
-    """Trains the whole model in this process, and returns each step's loss and gradient norm."""
+    """Trains the whole model in this process, and returns each step's loss and gradient norm.
+
+    ``batches`` contains the batch of each step.
+    """
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = sgd(trained)

@@ -36,7 +36,11 @@ def part(tokens: int, images: int = 0) -> dict[str, torch.Tensor]:
 def balance_of(
     replica: int, sample_work: Mapping[Signature, Any], **options: Any
 ) -> ContentBalance:
-    """Creates the :class:`ContentBalance` of one replica, without starting other processes."""
+    """Creates the :class:`ContentBalance` of one replica, without starting other processes.
+
+    ``sample_work`` contains the operation counts for each kind of microbatch, and ``options`` are
+    further arguments.
+    """
     mesh: Any = SimpleNamespace(
         rank=replica,
         dp_rank=replica,
@@ -54,7 +58,8 @@ def dealt(
 ) -> list[DealtList]:
     """Returns the microbatches of ``batch`` that each replica gets.
 
-    Checks that all replicas compute the same distribution.
+    Checks that all replicas compute the same distribution. :func:`balance_of` describes
+    ``sample_work`` and ``options``.
     """
     shares = []
     for replica in range(REPLICAS):

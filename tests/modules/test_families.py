@@ -85,7 +85,10 @@ def require_same(
 
 
 def row_of(family: Family, case: Case) -> str:
-    """Returns the row of ``family`` in the documentation's table of supported families."""
+    """Returns the row of ``family`` in the documentation's table of supported families.
+
+    ``case`` contains the recording of the model.
+    """
     lists = describe(case.forwards.training.cuts)
     places = ", ".join(f"`{part.split(' in ')[1]}`" for part in lists.split(", "))
     way = case.forwards.way if family.slicing == "auto" else f'`slicing="{family.slicing}"`'

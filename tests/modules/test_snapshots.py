@@ -38,7 +38,11 @@ Make = Callable[..., Training]
 def run(
     training: Training, folder: Path, last: int, before: Callable[[int], object] = lambda step: None
 ) -> None:
-    """Trains until step ``last`` begins, as if the process was killed then."""
+    """Trains until step ``last`` begins, as if the process was killed then.
+
+    Checkpoints are in ``folder``, and ``before`` is called with each step before the step is
+    trained.
+    """
 
     def write(step: int) -> None:
         before(step)

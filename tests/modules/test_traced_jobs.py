@@ -29,7 +29,10 @@ LIMIT_S = 200.0
 
 
 def run(folder: Path, name: str, ranks: int, *arguments: str) -> str:
-    """Runs the worker's program ``name`` on ``ranks`` ranks, and returns the output."""
+    """Runs the worker's program ``name`` on ``ranks`` ranks, and returns the output.
+
+    The worker writes to ``folder``, and also gets ``arguments``.
+    """
     log = folder / "log"
     command = [str(WORKER), str(folder), name, *arguments]
     status = run_ranks(command, world_size=ranks, log=log, limit_s=LIMIT_S)
@@ -38,7 +41,7 @@ def run(folder: Path, name: str, ranks: int, *arguments: str) -> str:
 
 
 def timed_segments(trace: RunTrace, rank: int) -> set[int]:
-    """Returns the indices of the segments for which rank ``rank`` has recorded times."""
+    """Returns the indices of the segments for which ``trace`` contains times of rank ``rank``."""
     of_rank = trace.ranks[rank]
     return {row[0] for iteration in of_rank.iterations for row in of_rank.layers(iteration)}
 
@@ -121,7 +124,7 @@ def test_kernels_and_spans_of_a_job_are_told_while_it_runs(
 
 
 def require_kernels(trace: RunTrace) -> None:
-    """Checks that the operators of the profiled steps were recorded within the steps' actions."""
+    """Checks that ``trace`` contains operators of the profiled steps, within the steps' actions."""
     other = 1 - PROFILED_RANK
     assert read_steps(trace, other) == []
     steps = read_steps(trace, PROFILED_RANK)

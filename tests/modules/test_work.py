@@ -36,7 +36,10 @@ class Mixed(nn.Module):
 
 
 def work_of(model: nn.Module, length: int, slicing: str) -> list[float]:
-    """Returns the operation count of each segment of ``model`` for one sequence of ``length``."""
+    """Returns the operation count of each segment of ``model`` for one sequence of ``length``.
+
+    ``slicing`` is the method of recording the model.
+    """
     forward = Forward(model=model, loss=None, arguments=None, decisive_entries=())
     forwards = Forwards.of(forward, {"x": torch.randn(1, 4, length)}, slicing)
     return list(segment_work(forwards.training))

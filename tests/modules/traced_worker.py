@@ -155,7 +155,7 @@ def moves(folder: Path) -> None:
 
 
 def observed(folder: Path, url: str) -> None:
-    """Trains without a trace, and then with recorded kernels and a collector.
+    """Trains without a trace, and then with recorded kernels and the collector at ``url``.
 
     Writes the losses of both runs to a file in ``folder``.
     """
@@ -202,7 +202,7 @@ def predicted(folder: Path, schedule: str) -> None:
 
 
 def _least_disturbed(folder: Path) -> list[int]:
-    """Returns the index of the measured step that took the shortest time, in a list.
+    """Returns the index of the fastest measured step in the trace in ``folder``, as a list.
 
     Other programs on a busy machine make steps longer, but never shorter.
     """
@@ -212,6 +212,8 @@ def _least_disturbed(folder: Path) -> list[int]:
 
 def _predictions(folder: Path) -> list[tuple[dict[str, str], float]]:
     """Returns pairs of settings that save time and the predicted step time in seconds.
+
+    The prediction uses the trace in ``folder``.
 
     Each pair contains a single changed setting, or all changed settings together.
     """
@@ -225,7 +227,10 @@ def _predictions(folder: Path) -> list[tuple[dict[str, str], float]]:
 
 
 def _step_s(folder: Path, schedule: str, settings: dict[str, Any]) -> float:
-    """Trains two replicas with ``settings``, and returns the step time in seconds."""
+    """Trains two replicas with ``settings``, and returns the step time in seconds.
+
+    The trace is written to ``folder``.
+    """
     batch = batch_of(LENGTHS)
     SECONDS[0] = 0.0
     torch.manual_seed(1)

@@ -78,7 +78,11 @@ def train(pipeline: Pipeline, batches: Sequence[Any]) -> list[float]:
 def reference(
     model: torch.nn.Module, batches: list[Any], clip: float = float("inf"), size: int = 2
 ) -> tuple[list[float], list[float]]:
-    """Trains the whole model in this process, and returns each step's loss and gradient norm."""
+    """Trains the whole model in this process, and returns each step's loss and gradient norm.
+
+    ``batches`` contains the batch of each step. Microbatches have ``size`` samples, and ``clip`` is
+    the maximum gradient norm.
+    """
     optimizer = sgd(model.parameters())
     losses, norms = [], []
     for batch in batches:
@@ -324,7 +328,10 @@ def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str,
 
 
 def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Trains with dropout; returns losses, parameters, and each step's shares and orders."""
+    """Trains with dropout; returns losses, parameters, and each step's shares and orders.
+
+    ``options`` are settings of the pipeline.
+    """
     sample, steps = _unequal_steps()
     losses, places = [], []
     options |= {"decisive_entries": ["sizes"], "slicing": "record"}
