@@ -167,7 +167,10 @@ def agree(member: Member) -> dict[str, Any]:
 
 
 def words_of(agreement: Any) -> int | None:
-    """Returns how many numbers the decision channel has sent, or ``None`` if this is unknown."""
+    """Returns how many numbers the decision channel of ``agreement`` has sent.
+
+    Returns ``None`` if this is unknown.
+    """
     log = getattr(agreement._decisions, "_log", None)
     return None if log is None else getattr(log, "published", None) or log.position
 

@@ -30,7 +30,10 @@ time.sleep(float(sys.argv[2]))
 
 
 def change(folder: Path, **facts: object) -> None:
-    """Replaces entries of the last claim on ``folder``, as if another process had claimed it."""
+    """Replaces entries of the last claim on ``folder``, as if another process had claimed it.
+
+    ``facts`` contains the new entries.
+    """
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
     del claim["sum"]  # Claims of earlier versions have no checksum, so this claim is still valid.
