@@ -228,7 +228,7 @@ class Leader(Agreement):
                 )
 
     def _collect(self, rank: int) -> None:
-        """Adds a notice to the completion queue for each report of the follower ``rank``.
+        """Adds a notice to the completion queue for each report of the follower with rank ``rank``.
 
         This method runs in a thread until the follower closes its channel.
         """

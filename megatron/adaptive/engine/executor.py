@@ -338,7 +338,10 @@ class Executor:
         self._is_running = False
 
     def _run_actions(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs the actions that the policy chooses, until all actions of the step have finished."""
+        """Runs the actions that the policy chooses, until all actions of the step have finished.
+
+        :meth:`run` describes the arguments.
+        """
         if state.beside:
             self._run_in_lanes(stages, policy, state)
             return

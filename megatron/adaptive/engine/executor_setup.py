@@ -202,7 +202,10 @@ def build_executor(
 
 
 def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any]]:
-    """Returns the host and process of every rank, indexed by global rank (see ``liveness.here``).
+    """Returns the host and process of every rank, indexed by global rank.
+
+    ``model_groups`` contains the process groups of the model. Each entry is a result of
+    ``liveness.here``.
 
     All ranks must call this function.
     """
