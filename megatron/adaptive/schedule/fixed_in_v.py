@@ -86,7 +86,10 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule ZB-V."""
+    """Returns each rank's actions under the schedule ZB-V.
+
+    ``placement`` assigns stages to ranks in a V. A step has ``num_microbatches`` microbatches.
+    """
     ranks = placement.num_ranks
     microbatches = max(num_microbatches, 2 * ranks - 1)
     orders = []
@@ -109,6 +112,8 @@ def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns each rank's actions under the schedule DualPipeV.
+
+    ``placement`` assigns stages to ranks in a V. A step has ``num_microbatches`` microbatches.
 
     Raises:
         ScheduleError: There are fewer microbatches than stages.
@@ -174,7 +179,10 @@ _Row = dict[int, Action]
 
 
 def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under V-Half, which has two chunks per rank in a V."""
+    """Returns each rank's actions under V-Half, which has two chunks per rank in a V.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
+    """
     if placement.num_ranks == 1:
         return zb_v(placement, num_microbatches)
     # The steady state is periodic, so the order is constructed for a few microbatches only, and
@@ -185,7 +193,10 @@ def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
-    """Returns each rank's actions under V-Half, with weight gradients, keyed by time slot."""
+    """Returns each rank's actions under V-Half, with weight gradients, keyed by time slot.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
+    """
     ranks = placement.num_ranks
     begin = _steady_begin(ranks)
     end = _PERIOD * (num_microbatches - 1) + 1
