@@ -37,8 +37,8 @@ class Orders:
             runs until times have been measured.
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Pipeline rank of this process.
-        cap: Limit on the activations that a rank keeps, in microbatches through all chunks of the
-            rank, or ``None`` for the default limit of this pipeline.
+        cap: Limit on the activations that a rank keeps, or ``None`` for the default limit of this
+            pipeline. The unit is the activations of one microbatch in all chunks of the rank.
         splits: Whether weight gradients are separate actions (W) instead of part of the backward
             pass.
         pieces: Number of W actions into which a weight gradient is split under a run-time rule,
