@@ -290,8 +290,8 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
     Args:
         schedule: Valid schedule whose memory is within the cap.
         work: Durations of all actions and messages in the step.
-        cap: Limit on the activations that a rank holds. The unit is one microbatch in all chunks of
-            the rank.
+        cap: Limit on the activations that a rank holds. The unit is the activations of one
+            microbatch in all chunks of the rank.
 
     Returns:
         Schedule with the best order of actions, which is at least as fast as ``schedule``, or

@@ -69,9 +69,9 @@ class Candidate:
         placement: Assignment of pipeline stages to ranks.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
-            microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
-            for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
+            activations of one microbatch in all chunks of the rank. The value is ``None`` if there
+            is no limit, and for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -222,7 +222,8 @@ def make_candidate(
         placement_kind: ``loop`` or ``v`` for a run-time rule, or ``None`` for the default of
             ``placement_for``.
         cap: Limit on activations under a run-time rule, or ``None`` for
-            ``memory_caps.default_cap``. The unit is one microbatch in all chunks of the rank.
+            ``memory_caps.default_cap``. The unit is the activations of one microbatch in all chunks
+            of the rank.
         weight_pieces: Number of W actions per weight gradient under a run-time rule, 0 if the
             backward pass computes weight gradients, or ``None`` for ``DEFAULT_PIECES``.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
@@ -396,9 +397,9 @@ def make_policies(
         num_microbatches: Number of microbatches per step, at least 1.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
-            microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
-            for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
+            activations of one microbatch in all chunks of the rank. The value is ``None`` if there
+            is no limit, and for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -478,8 +479,8 @@ def hint_for(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is one
-            microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is the
+            activations of one microbatch in all chunks of the rank.
         pace: Relative durations of messages, B and W.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.

@@ -54,8 +54,8 @@ class SimResult:
         starts_ps: Start time of each action in ``codes``, in picoseconds, ``[actions] int64`` per
             rank.
         ends_ps: End time of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
-        peak_units: Maximum activations that each rank held. The unit is one microbatch in all
-            chunks of the rank.
+        peak_units: Maximum activations that each rank held. The unit is the activations of one
+            microbatch in all chunks of the rank.
     """
 
     placement: Placement

@@ -60,7 +60,8 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
     no W. In an evaluation, nothing is held.
 
     Returns:
-        Maximum on each rank. The unit is one microbatch in all chunks of the rank.
+        Maximum on each rank. The unit is the activations of one microbatch in all chunks of the
+        rank.
     """
     peaks = []
     for rank, order in enumerate(schedule.orders):
