@@ -78,11 +78,7 @@ def train(pipeline: Pipeline, batches: Sequence[Any]) -> list[float]:
 def reference(
     model: torch.nn.Module, batches: list[Any], clip: float = float("inf"), size: int = 2
 ) -> tuple[list[float], list[float]]:
-    """Trains the whole model in this process, and returns each step's loss and gradient norm.
-
-    ``batches`` contains the batch of each step. Microbatches have ``size`` samples, and ``clip`` is
-    the maximum gradient norm.
-    """
+    """Trains the whole model in this process, and returns each step's loss and gradient norm."""
     optimizer = sgd(model.parameters())
     losses, norms = [], []
     for batch in batches:
@@ -282,7 +278,7 @@ def reference_of(
 
 
 def microbatches_have_shapes_of_their_own() -> None:
-    """Checks that microbatches with different numbers of images train like in the whole model."""
+    """Checks that microbatches with different numbers of images give the whole model's results."""
     images = ([3, 0, 8, 1, 2, 0, 0, 1], [0, 0, 0, 0], [0, 5, 0, 1])
     steps = [[viewed(n, 3 + n, n) for n in counts] for counts in images]
     # The messages of this microbatch are larger than the channels' buffers.
