@@ -57,7 +57,7 @@ class Case:
     """Random pipeline that is simulated.
 
     Attributes:
-        size: Number of members in each group.
+        placement: Assignment of pipeline stages to ranks.
         size: Number of members of each group.
         name: Name of the schedule or policy.
         microbatches: Number of microbatches in the step.
@@ -108,7 +108,7 @@ def random_case(rng: random.Random) -> Case:
 
 @dataclass
 class Meeting:
-    """Exchange of a group, with the actions of the members and the time at which it ends."""
+    """Exchange of a group, with its members' actions and its end time."""
 
     actions: set[str] = field(default_factory=set)
     count: int = 0

@@ -128,7 +128,7 @@ class Counting(Writing):
         self._pp_rank = pp_rank
 
     def whole(self, microbatch: int) -> int:
-        """Returns the index of ``microbatch`` in the whole step, which tensors contain."""
+        """Returns the index of ``microbatch`` in the whole step, as it is stored in tensors."""
         return microbatch
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -210,9 +210,10 @@ class Ranks:
     def step(
         self, policies: Sequence[Policy], microbatches: int, **options: Any
     ) -> tuple[list[Counting], list[RankState]]:
-        """Runs one step on every rank, in a separate thread per rank.
+        """Runs one step of ``microbatches`` on every rank, in a separate thread per rank.
 
-        Returns the stages and the final states of the ranks.
+        Returns the stages and the final states of the ranks. ``policies`` contains the policy of
+        each rank, and ``options`` are arguments of :class:`RankState`.
         """
         count = self.placement.num_ranks
         stages = [
@@ -228,7 +229,11 @@ class Ranks:
 
 
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    """Returns a recorder that writes the trace of ``rank`` in a job with a single pipeline."""
+    """Returns a recorder that writes the trace of ``rank`` in a job with a single pipeline.
+
+    The trace is in ``folder``. Its header contains ``placement`` and the number of
+    ``microbatches``.
+    """
     header = TraceHeader(
         run="run-1",
         rank=rank,
@@ -256,7 +261,10 @@ def ready_first(state: RankState) -> Action | None:
 
 
 def last_rank(timeout_s: float = WATCHDOG_S) -> tuple[Ranks, CompletionQueue]:
-    """Returns a pipeline with two ranks, and the queue through which a test sends to rank 1."""
+    """Returns a pipeline with two ranks, and the queue through which a test sends to rank 1.
+
+    Executors wait at most ``timeout_s`` for an input.
+    """
     pipeline = Ranks(Placement(num_ranks=2, num_chunks=1), timeout_s=timeout_s)
     return pipeline, pipeline.transports[1].completions
 
@@ -268,7 +276,10 @@ def forward_of(step: int, microbatch: int) -> Arrival:
 
 
 def make_executor(pipeline: Ranks, *, pp_rank: int = 1, **options: Any) -> Executor:
-    """Returns a new executor for pipeline rank ``pp_rank`` of ``pipeline``."""
+    """Returns a new executor for pipeline rank ``pp_rank`` of ``pipeline``.
+
+    ``options`` are further arguments of :class:`Executor`.
+    """
     alone = pipeline.placement.num_ranks == 1
     settings: dict[str, Any] = {"timeout_s": WATCHDOG_S, **options}
     return Executor(

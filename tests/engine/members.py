@@ -52,7 +52,7 @@ ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 def inputs(step: int, seed: int) -> list[Arrival]:
-    """Returns all inputs of the rank in step ``step``, shuffled with ``seed``."""
+    """Returns all inputs of this program's rank in step ``step``, shuffled with ``seed``."""
     actions = []
     for chunk in range(PLACEMENT.num_chunks):
         for kind in (ActionKind.F, ActionKind.B):
@@ -167,7 +167,10 @@ def agree(member: Member) -> dict[str, Any]:
 
 
 def words_of(agreement: Any) -> int | None:
-    """Returns how many numbers the decision channel has sent, or ``None`` if this is unknown."""
+    """Returns how many numbers the decision channel of ``agreement`` has sent.
+
+    Returns ``None`` if this is unknown.
+    """
     log = getattr(agreement._decisions, "_log", None)
     return None if log is None else getattr(log, "published", None) or log.position
 
@@ -274,7 +277,7 @@ def run(member: Member) -> Any:
 
     The ranks synchronize only in ``StopRequest.agreed``.
 
-    With ``30,30,30``, the last rank gets a signal in its fourth iteration.
+    If the time limits are ``30,30,30``, the last rank gets a signal in its fourth iteration.
     """
     rng = random.Random(member.rank)
     with member.stop_request() as stop:

@@ -96,7 +96,11 @@ def build(
     settings: DistributedDataParallelConfig | None = None,
     spec: ModuleSpec | None = None,
 ) -> list[Any]:
-    """Builds ``chunks`` model chunks, with the same initial weights in each call."""
+    """Builds ``chunks`` model chunks, with the same initial weights in each call.
+
+    ``tied`` shares the weights of the embedding and the output layer. ``rope`` selects rotary
+    position embeddings. ``settings`` configure data parallelism.
+    """
     seed()
     spec = spec or get_gpt_layer_local_spec()
     predicting = get_gpt_mtp_block_spec(core, spec, False) if core.mtp_num_layers else None
@@ -126,7 +130,7 @@ def build(
 
 
 def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Represents a user's forward step function, with tokens that depend on the microbatch."""
+    """Runs a forward step like a user's function, on tokens that depend on the microbatch."""
     numbers = torch.Generator().manual_seed(next(iterator))
     tokens = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE), generator=numbers)
     places = torch.arange(SEQUENCE).expand(SAMPLES, SEQUENCE)
@@ -138,9 +142,10 @@ def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[...
 def make_stages(
     chunks: list[Any], num_microbatches: int, stores: Any = None, **changes: Any
 ) -> MegatronStages:
-    """Returns the stages of a step in a pipeline with one rank.
+    """Returns the stages of a step with ``num_microbatches`` in a pipeline with one rank.
 
-    If ``stores`` are given, the backward passes are split.
+    If ``stores`` is not ``None``, the backward passes are split. ``changes`` replace other
+    arguments of ``MegatronStages``.
     """
     return MegatronStages(
         forward_step_func=forward_step,
@@ -162,7 +167,10 @@ def make_stages(
 
 
 def drive(stages: Any, order: Order, num_chunks: int) -> None:
-    """Runs the actions of ``order``, and passes tensors between the chunks of one rank."""
+    """Runs the actions of ``order`` on ``stages``, and passes tensors between chunks.
+
+    All ``num_chunks`` chunks are on one rank.
+    """
     carried: dict[tuple[Any, ...], torch.Tensor] = {}
     for kind, chunk, microbatch, *piece in order:
         if kind == "F":
@@ -218,7 +226,10 @@ def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...
 
 
 def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
-    """Runs one step like ``ForwardBackward`` and the training loop, but without the optimizer."""
+    """Runs the actions of ``order`` and reduces gradients, but does not call an optimizer.
+
+    If ``stores`` is not ``None``, the backward passes are split.
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     seed()

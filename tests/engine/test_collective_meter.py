@@ -68,7 +68,8 @@ def test_steps_of_two_models_may_overlap(group: dist.ProcessGroup) -> None:
     for meter in meters:
         meter.begin(1, is_traced=True)
         dist.all_reduce(torch.ones(2), group=group)
-    # The meter that begins first also ends first, as in steps of an actor and a critic.
+    # The meter that begins first also ends first. This happens if the steps of an actor and a
+    # critic overlap.
     assert [row.totals[0][0] for row in meters[0].rows()] == [2]
     dist.all_reduce(torch.ones(2), group=group)
     assert [row.totals[0][0] for row in meters[1].rows()] == [2]

@@ -57,7 +57,11 @@ def one_process() -> Iterator[None]:
 
 
 def check(core: Any, late: int, pieces: int, **model: Any) -> None:
-    """Checks that a step with split backward passes gives the same gradients as an unsplit step."""
+    """Checks that a step with split backward passes gives the same gradients as an unsplit step.
+
+    Weight gradients run ``late`` backward passes later, in ``pieces`` actions. ``model`` contains
+    arguments of :func:`build`.
+    """
     plain = build_held(core, **model)
     order = pairs(len(plain), MICROBATCHES)
     run_step(plain, order)
@@ -74,7 +78,10 @@ def check(core: Any, late: int, pieces: int, **model: Any) -> None:
 
 
 def build_held(core: Any, **model: Any) -> list[Any]:
-    """Builds model chunks in which overlapped reductions wait for the last backward pass."""
+    """Builds model chunks in which overlapped reductions wait for the last backward pass.
+
+    ``model`` contains further arguments of :func:`build`.
+    """
     chunks = build(core, **model)
     if chunks[0].ddp_config.overlap_grad_reduce:
         core.no_sync_func = [chunk.no_sync for chunk in chunks]

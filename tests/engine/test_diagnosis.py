@@ -52,7 +52,7 @@ def test_a_finding_is_told_once(traces: Path) -> None:
 
 
 def test_iterations_before_a_new_trace_in_the_folder_are_left_out(traces: Path) -> None:
-    """Checks that iterations that are missing in the trace after a move of layers are skipped."""
+    """Checks that a diagnosis skips iterations that the new trace lacks after a move of layers."""
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
     for path in traces.glob("trace_rank_*"):

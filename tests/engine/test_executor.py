@@ -62,7 +62,7 @@ def test_static_schedule_is_run_as_listed(
 
 @pytest.mark.parametrize("name", ["adaptive", "hinted", "dfc", "bfc"])
 def test_random_pipelines_run_each_action_once_within_the_cap(name: str) -> None:
-    """Checks random pipelines with random action times and some much slower ranks."""
+    """Checks that random pipelines run each action once, even if ranks differ in speed."""
     rng = random.Random(name)
     for case in range(50):
         chunks, microbatches = rng.choice([1, 2, 2, 3]), rng.randint(1, 8)
@@ -204,7 +204,7 @@ def test_a_pick_that_is_not_ready_is_named() -> None:
 
 
 class Following(Agreement):
-    """Lets another rank decide, as for the followers of a decision group."""
+    """Agreement of a rank that lets another rank decide, like a follower of a decision group."""
 
     decides = False
 

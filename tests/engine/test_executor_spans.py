@@ -44,7 +44,10 @@ def traced_step(
     microbatches: int,
     **options: Any,
 ) -> tuple[RunTrace, list[RankTimes], list[Counting]]:
-    """Runs iteration 1 on all ranks, and returns the trace, and each rank's times and stages."""
+    """Runs iteration 1 on all ranks, and returns the trace, and each rank's times and stages.
+
+    The trace is written to ``folder``, and ``policies`` contains the policy of each rank.
+    """
     ranks = range(placement.num_ranks)
     recorders = [recorder_of(folder, rank, placement, microbatches) for rank in ranks]
     for recorder in recorders:
@@ -61,7 +64,10 @@ def traced_step(
 def traced_rank(
     folder: Path, pipeline: Ranks, rank: int, policy: Policy, microbatches: int, **options: Any
 ) -> list[Span]:
-    """Runs iteration 1 on ``rank`` with inputs from the test, and returns the recorded spans."""
+    """Runs iteration 1 on ``rank`` with inputs from the test, and returns the recorded spans.
+
+    The trace is written to ``folder``, and ``policy`` chooses the actions.
+    """
     recorder = recorder_of(folder, rank, pipeline.placement, microbatches)
     recorder.begin_iteration(1, microbatches)
     executor = make_executor(pipeline, pp_rank=rank, recorder=recorder)
@@ -105,7 +111,7 @@ def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
 def awaited_later(tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks) -> list[Span]:
     """Runs 1F1B on rank 1 of two ranks, and returns the spans of this rank.
 
-    The second input arrives late.
+    The second input arrives late. Inputs are sent with the function ``put``.
     """
     follow = make_policies("1f1b", pipeline.placement, 2)[1]
 

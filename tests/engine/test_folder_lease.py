@@ -30,7 +30,10 @@ time.sleep(float(sys.argv[2]))
 
 
 def change(folder: Path, **facts: object) -> None:
-    """Replaces entries of the last claim on ``folder``, as if another process had claimed it."""
+    """Replaces entries of the last claim on ``folder``, as if another process had claimed it.
+
+    ``facts`` contains the new entries.
+    """
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
     del claim["sum"]  # Claims of earlier versions have no checksum, so this claim is still valid.
@@ -151,9 +154,9 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
 def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
     tmp_path: Path,
 ) -> None:
-    """Checks which owner the error names if a manager advances while another job waits.
+    """Checks that the error names a manager that makes new claims while another job waits.
 
-    The manager makes new claims on the folder.
+    The waiting job reads the claims repeatedly.
     """
     first, second, manager = (Lease(tmp_path) for _ in range(3))
     first.claim(run="job")

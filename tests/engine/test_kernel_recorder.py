@@ -20,7 +20,10 @@ from .loopback import recorder_of
 
 
 def recorded(folder: Path, said: list[str]) -> int:
-    """Runs iterations 1 to 3 and records iteration 2. Returns the number of recorded lines."""
+    """Runs iterations 1 to 3 and records iteration 2. Returns the number of recorded lines.
+
+    The file is in ``folder``, and printed lines are added to ``said``.
+    """
     recorder = KernelRecorder(str(folder), 3, range(2, 3), on_gpu=False, say=said.append)
     for iteration in (1, 2, 3):
         recorder.begin(iteration, is_traced=True)

@@ -107,16 +107,16 @@ def test_an_error_inside_leaves_the_span(tmp_path: Path) -> None:
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
-    """Runs a forward step, like a user's function for megatron-core."""
+    """Runs ``model`` on the next batch, like a user's forward step function for megatron-core."""
     return model(next(data_iterator)), partial(torch.sum)
 
 
 def loop(
     *, forward_step_func: Any, data_iterator: Any, model: Chunks, forward_only: bool = False
 ) -> list[Any]:
-    """Runs all forward passes of a chunk, and then its backward passes in reverse order.
+    """Runs all forward passes of each chunk in ``model``, and then its backward passes in reverse.
 
-    This represents the loop of another program.
+    This represents the loop of another program. With ``forward_only``, it runs no backward passes.
     """
     losses = []
     for chunk in model:
@@ -132,7 +132,7 @@ def loop(
 
 
 def step(function: Any, chunks: Chunks, **more: Any) -> list[float]:
-    """Runs a step from the same state each time, and returns the losses and sums of gradients."""
+    """Runs ``function`` from the same state each time, and returns losses and sums of gradients."""
     data = iter(torch.arange(24.0).reshape(6, 1, 4))
     for chunk in chunks:
         chunk.zero_grad()

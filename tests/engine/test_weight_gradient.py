@@ -30,7 +30,10 @@ def weight() -> torch.nn.Parameter:
 
 
 def collect(store: WeightGradientStore, microbatch: int, weights: list[torch.nn.Parameter]) -> None:
-    """Applies a layer for each of ``weights``, and collects the weight gradients in ``store``."""
+    """Applies a layer for each of ``weights``, and collects the weight gradients in ``store``.
+
+    The gradients belong to ``microbatch``.
+    """
     hidden = torch.randn(ROWS, WIDTH)
     for parameter in weights:
         hidden = torch.tanh(defer(LinearCall(parameter, None), hidden, store))

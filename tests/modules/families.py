@@ -19,7 +19,7 @@ RELEASE = "5.23"
 """Release of ``transformers`` whose models are in the table of ``docs/reference/cutpoint.md``."""
 
 CHANGED = ("gemma2", "whisper", "smolvlm")
-"""Families whose model code in releases before :data:`RELEASE` gives another or no recording."""
+"""Families whose recording differs or fails with releases before :data:`RELEASE`."""
 
 
 def skip_older(name: str) -> None:
@@ -67,13 +67,16 @@ class Family:
 
 
 def random_ids(length: int, seed: int, most: int = 56) -> torch.Tensor:
-    """Returns random ordinary tokens with IDs from 3 to ``most - 1``, ``[4, length]``."""
+    """Returns random token IDs from 3 to ``most - 1``, with the shape ``[4, length]``.
+
+    ``seed`` is the seed of the random numbers.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, most, (4, length), generator=generator)
 
 
 def random_values(*shape: int) -> torch.Tensor:
-    """Returns random pixels or audio frames, ``[4, *shape]``."""
+    """Returns random values for pixels or audio frames, with the shape ``[4, *shape]``."""
     return torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
 
 
@@ -228,21 +231,27 @@ def two_lists(
 
 
 def gpt2(blocks: int) -> Config:
-    """Returns the configuration of GPT-2."""
+    """Returns the configuration of GPT-2 with ``blocks`` layers."""
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes = {"n_embd": WIDTH, "n_head": HEADS, "n_layer": blocks, "n_positions": 64}
     return {**sizes, "vocab_size": WORDS, **dropout, **TOKENS}
 
 
 def t5(encoder: int, decoder: int) -> Config:
-    """Returns the configuration of T5."""
+    """Returns the configuration of T5.
+
+    The encoder has ``encoder`` blocks, and the decoder has ``decoder`` blocks.
+    """
     sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_heads": HEADS, "vocab_size": WORDS}
     lengths = {"num_layers": encoder, "num_decoder_layers": decoder}
     return {**sizes, **lengths, "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
 
 
 def whisper(encoder: int, decoder: int) -> Config:
-    """Returns the configuration of Whisper."""
+    """Returns the configuration of Whisper.
+
+    The encoder has ``encoder`` blocks, and the decoder has ``decoder`` blocks.
+    """
     config: Config = {
         "d_model": WIDTH,
         "vocab_size": WORDS,
@@ -263,13 +272,19 @@ def whisper(encoder: int, decoder: int) -> Config:
 
 
 def clip(images: int, layers: int) -> Config:
-    """Returns the configuration of CLIP."""
+    """Returns the configuration of CLIP.
+
+    The image encoder has ``images`` blocks, and the text encoder has ``layers`` blocks.
+    """
     text_config = {**SIZES, "num_hidden_layers": layers}
     return {"text_config": text_config, "vision_config": vision(images), "projection_dim": 16}
 
 
 def llava(images: int, layers: int) -> Config:
-    """Returns the configuration of LLaVA."""
+    """Returns the configuration of LLaVA.
+
+    The image encoder has ``images`` blocks, and the text decoder has ``layers`` blocks.
+    """
     return {
         "text_config": decoder(layers, model_type="llama"),
         "vision_config": vision(images, model_type="clip_vision_model"),
@@ -282,6 +297,9 @@ def llava(images: int, layers: int) -> Config:
 
 def qwen_vl(kind: str, sections: list[int], **tower: Any) -> Callable[[int, int], Config]:
     """Returns a function that creates the configuration of a Qwen model with images.
+
+    ``kind`` is the type of the text decoder, ``sections`` divides its rotary positions, and
+    ``tower`` contains settings of the image encoder.
 
     The function takes the numbers of blocks of the image encoder and the text decoder.
     """
@@ -308,7 +326,10 @@ def qwen_vl(kind: str, sections: list[int], **tower: Any) -> Callable[[int, int]
 
 
 def gemma3(images: int, layers: int) -> Config:
-    """Returns the configuration of Gemma 3 with images."""
+    """Returns the configuration of Gemma 3 with images.
+
+    The image encoder has ``images`` blocks, and the text decoder has ``layers`` blocks.
+    """
     tower = {"model_type": "siglip_vision_model", "vision_use_head": False, "image_size": 16}
     return {
         "text_config": decoder(layers, head_dim=8, sliding_window=6, query_pre_attn_scalar=8),
@@ -322,7 +343,10 @@ def gemma3(images: int, layers: int) -> Config:
 
 
 def internvl(images: int, layers: int) -> Config:
-    """Returns the configuration of InternVL."""
+    """Returns the configuration of InternVL.
+
+    The image encoder has ``images`` blocks, and the text decoder has ``layers`` blocks.
+    """
     tower = {"image_size": [8, 8], "patch_size": [4, 4], "hidden_dropout_prob": 0.0}
     return {
         "text_config": decoder(layers, model_type="qwen2"),
@@ -334,7 +358,10 @@ def internvl(images: int, layers: int) -> Config:
 
 
 def idefics3(images: int, layers: int) -> Config:
-    """Returns the configuration of Idefics 3 and SmolVLM."""
+    """Returns the configuration of Idefics 3 and SmolVLM.
+
+    The image encoder has ``images`` blocks, and the text decoder has ``layers`` blocks.
+    """
     return {
         "text_config": decoder(layers, model_type="llama"),
         "vision_config": vision(images),
@@ -344,7 +371,7 @@ def idefics3(images: int, layers: int) -> Config:
 
 
 def mamba2(blocks: int) -> Config:
-    """Returns the configuration of Mamba 2."""
+    """Returns the configuration of Mamba 2 with ``blocks`` layers."""
     sizes = {"hidden_size": WIDTH, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}
     return {**sizes, "num_hidden_layers": blocks, "vocab_size": WORDS, "chunk_size": 8, **TOKENS}
 

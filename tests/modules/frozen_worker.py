@@ -41,7 +41,10 @@ IMAGES = ([3, 2, 8, 1, 2, 4, 1, 1], [1, 0, 5, 0, 1, 2, 0, 3])
 
 
 class Skipping(nn.Module):
-    """Trains an encoder of ``seen [n, 16]``, which may be absent, and layers for ``x [n, 16]``."""
+    """Model with layers for ``x [n, 16]``, and an encoder that runs only if ``seen`` is passed.
+
+    ``seen`` has the shape ``[n, 16]``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class Skipping(nn.Module):
         self.cuts = nn.ModuleList(CutPoint() for _ in range(3))
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the loss of a batch."""
+        """Returns the loss of a batch with the entry ``x``, and optionally the entry ``seen``."""
         if seen is not None:
             for layer, cut in zip(self.encoder, self.encoder_cuts, strict=True):
                 seen = cut(torch.tanh(layer(seen)))
@@ -64,7 +67,7 @@ class Skipping(nn.Module):
 
 
 def train_without_images(folder: str) -> None:
-    """Trains a step with images for the encoder, and then a step without them."""
+    """Trains steps with and without images, and writes their trace to ``folder``."""
     part = {"x": torch.ones(2, 16)}
     with_image = {**part, "seen": torch.ones(2, 16)}
     with Pipeline(
@@ -75,7 +78,10 @@ def train_without_images(folder: str) -> None:
 
 
 def resume(folder: str) -> None:
-    """Saves and loads a pipeline in which three ranks have only frozen parameters."""
+    """Saves a pipeline to ``folder`` and loads it.
+
+    Three of its ranks have only frozen parameters.
+    """
     options: dict[str, Any] = {"decisive_entries": ["sizes"], "partition": "1-1-1-5"}
     steps = [[viewed(2, 5, n), viewed(0, 4, n)] for n in range(3)]
     sample = [viewed(2, 5, 1), viewed(0, 4, 2)]

@@ -183,7 +183,7 @@ def make_tokenizer(described: ImageFolder) -> transformers.PreTrainedTokenizerFa
 
 
 def write_folder(name: str, folder: Path) -> Path:
-    """Writes the folder of the model ``name`` to ``folder``, and returns its path."""
+    """Writes the files of the model ``name`` to ``folder``, and returns ``folder``."""
     described = IMAGE_FOLDERS[name]
     tokenizer = make_tokenizer(described)
     tokenizer.save_pretrained(folder)
@@ -209,10 +209,10 @@ def write_folder(name: str, folder: Path) -> Path:
 
 
 def write_data(folder: Path, name: str, count: int = 12) -> Path:
-    """Writes a file of ``count`` conversations, and its images, to ``folder``. Returns the path.
+    """Writes ``count`` conversations and their images to ``folder``, and returns the file's path.
 
     A conversation has up to two images of different sizes. One line contains text instead of a
-    conversation.
+    conversation. ``name`` is the model family, which determines the text that represents an image.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"wide": (20, 10), "tall": (9, 17), "small": (8, 8)}

@@ -113,7 +113,10 @@ class Sharp(nn.Module):
 
 
 def make_batch(samples: int, seed: int = 0, length: int = 5) -> dict[str, torch.Tensor]:
-    """Returns a batch of ``samples`` random samples for :func:`knotty`."""
+    """Returns a batch of ``samples`` random samples for :func:`knotty`.
+
+    Each sample has ``length`` tokens, drawn with ``seed``.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, WORDS, (samples, length), generator=generator)
     return {
@@ -141,7 +144,7 @@ class Net(nn.Module):
 
 
 def batch_of(step: int, samples: int = 4) -> dict[str, torch.Tensor]:
-    """Returns the batch of training step ``step`` for :class:`Net`."""
+    """Returns the batch of training step ``step`` for :class:`Net`, with ``samples`` samples."""
     return {"x": torch.randn(samples, 4, generator=torch.Generator().manual_seed(step))}
 
 
@@ -173,7 +176,8 @@ class Training:
     ) -> None:
         """Trains until step ``total``. If ``last`` is not ``None``, stops before step ``last``.
 
-        Stopping early leaves the run as if the process was killed.
+        Stopping early leaves the run as if the process was killed. Checkpoints are in ``folder``.
+        ``before`` is called with each step before the step is trained.
         """
         for step in self.pipeline.loop(total, folder=folder, state=self.state, **options):
             if step == last:
@@ -248,7 +252,10 @@ def frozen_viewer() -> Viewer:
 
 
 def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Returns a microbatch for :func:`viewer` with ``length`` words and ``images`` images."""
+    """Returns a microbatch for :func:`viewer` with ``length`` words and ``images`` images.
+
+    The content is drawn with ``seed``.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, IMAGE, (1, length + images), generator=generator)
     if not images:
@@ -284,7 +291,7 @@ class Plain(nn.Module):
 
 
 class Single(nn.Module):
-    """Model without repeated blocks between which cut points could be added."""
+    """Model that has no repeated blocks, so that no cut points can be added."""
 
     def __init__(self) -> None:
         super().__init__()

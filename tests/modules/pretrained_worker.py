@@ -42,7 +42,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def reference(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[list[float], list[Any]]:
-    """Trains the whole model in this process, and returns each step's loss and gradient norm."""
+    """Trains the whole model in this process, and returns each step's loss and gradient norm.
+
+    ``batches`` contains the batch of each step.
+    """
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = sgd(trained)
@@ -143,7 +146,7 @@ def memory_of_own_part_only() -> None:
 
 
 def recordings_of(start: Any) -> tuple[Any, list[str]]:
-    """Returns the result of a function, and the modes that it recorded, in order."""
+    """Returns the result of ``start()``, and the modes that this call recorded, in order."""
     modes: list[str] = []
     taken = Forwards._taken
 
@@ -217,7 +220,7 @@ def two_sizes_are_measured_at_the_same_time() -> None:
 
 
 class OwnEvaluation(torch.nn.Module):
-    """Uses another parameter or raises an error in evaluation."""
+    """Model that uses another parameter, or raises an error, in evaluation mode."""
 
     def __init__(self, *, can_evaluate: bool = True) -> None:
         super().__init__()
@@ -250,7 +253,8 @@ def evaluation_with_other_parameters_is_recorded_at_the_start() -> None:
     pipeline, modes = recordings_of(lambda: Pipeline(model, {"x": x}, **settings))
     with pipeline:
         assert modes[-2:] == ["training", "evaluation"]
-        # The first rank would keep the parameter if evaluation was not known.
+        # Without the recorded evaluation, the scale would count as unused, and the first rank would
+        # keep this parameter.
         assert model.scale.is_meta is (os.environ["RANK"] == "0")
         loss, modes = recordings_of(lambda: pipeline.eval({"x": x}))
         assert not modes

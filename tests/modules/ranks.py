@@ -102,9 +102,10 @@ class Case:
         split_backward: bool | None = None,
         forward_only: bool = False,
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Runs the batch as a pipeline on ``size`` ranks.
+        """Runs the batch as a pipeline on ``size`` ranks with ``chunks`` stages each.
 
         Returns the losses of the microbatches, and the gradients summed over ranks by name.
+        ``forward_only`` runs no backward passes.
         """
         request = PipelineSettings(
             self.model, self.batch, schedule=schedule, chunks=chunks, split_backward=split_backward

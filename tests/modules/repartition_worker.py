@@ -97,7 +97,10 @@ def adam(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimiz
 
 
 def require_names(pipeline: Pipeline) -> None:
-    """Checks that the optimizer has exactly this rank's trained parameters, with their names."""
+    """Checks that the optimizer has exactly this rank's trained parameters, with their names.
+
+    ``pipeline`` owns the optimizer.
+    """
     pairs = [
         pair
         for group in pipeline._update.optimizer.param_groups
@@ -118,7 +121,7 @@ class Reference:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
 
     def loss_of(self, batch: dict[str, torch.Tensor], *, trains: bool) -> float:
-        """Returns the mean loss over microbatches, and trains a step if ``trains`` is true."""
+        """Returns the mean loss of ``batch``, and trains a step if ``trains`` is true."""
         total = 0.0
         self.optimizer.zero_grad()
         self.model.train(trains)
@@ -145,7 +148,11 @@ def require_same(pipeline: Pipeline, whole: torch.nn.Module) -> None:
 
 
 def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
-    """Trains until segments have moved and moved back, and returns all partitions in order."""
+    """Trains until segments have moved and moved back, and returns all partitions in order.
+
+    ``schedule`` and ``partition`` are settings of the pipeline, and ``partition`` is its first
+    partition.
+    """
     model = sleeping_model()
     # deepcopy() does not copy added attributes of parameters, so add the attributes to the copy.
     reference = Reference(marked(copy.deepcopy(model)))

@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Model that calls its modules, and the members of its lists, one after another."""
+    """Model that calls its modules, including those in its module lists, one after another."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -104,7 +104,8 @@ def test_cut_points_are_between_the_blocks(model: nn.Module, text: str) -> None:
 class Odd(nn.Module):
     """Model that does not call each of its five blocks exactly once.
 
-    It calls one block twice, one block only in training, and the last block never.
+    One block is called twice, one block is called only in training, and the last block is not
+    called.
     """
 
     def __init__(self) -> None:

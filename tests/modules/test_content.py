@@ -1,4 +1,4 @@
-"""Tests microbatches with different shapes, such as other text lengths and numbers of images."""
+"""Tests microbatches that differ in shape, for example in text length or number of images."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_microbatches_of_any_content_give_what_the_model_gives(
 def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
     """Checks that the order of microbatches does not change losses.
 
-    Gradients may change by rounding.
+    Gradients may differ by rounding errors.
     """
     kinds = [*SAMPLE, viewed(0, 40, 4)]
     step = [kinds[kind] for kind in (2, 0, 1, 2, 1)]
@@ -371,7 +371,7 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline], frozen:
 def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
     """Checks that the error names the line at which the model reads values of a tensor.
 
-    The model can be trained with ``slicing="record"``.
+    Also checks that the model can be trained with ``slicing="record"``.
     """
     pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
     skip_older("smolvlm")

@@ -1,4 +1,4 @@
-"""Tests how each replica computes which microbatches each replica gets."""
+"""Tests how replicas compute the distribution of microbatches over the replicas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ def part(tokens: int, images: int = 0) -> dict[str, torch.Tensor]:
 def balance_of(
     replica: int, sample_work: Mapping[Signature, Any], **options: Any
 ) -> ContentBalance:
-    """Returns the :class:`ContentBalance` of a replica, without other processes."""
+    """Creates the :class:`ContentBalance` of one replica, without starting other processes.
+
+    ``sample_work`` contains the operation counts for each kind of microbatch, and ``options`` are
+    further arguments.
+    """
     mesh: Any = SimpleNamespace(
         rank=replica,
         dp_rank=replica,
@@ -54,7 +58,8 @@ def dealt(
 ) -> list[DealtList]:
     """Returns the microbatches of ``batch`` that each replica gets.
 
-    Checks that all replicas compute the same distribution.
+    Checks that all replicas compute the same distribution. :func:`balance_of` describes
+    ``sample_work`` and ``options``.
     """
     shares = []
     for replica in range(REPLICAS):
@@ -120,7 +125,7 @@ def test_the_partition_does_not_change_what_is_dealt() -> None:
 
 
 def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None:
-    """Checks that the cost of an entry is seen although other entries have a fixed size."""
+    """Checks that costs depend on the entry that varies if all other entries have a fixed size."""
     fixed = {f"entry{number}": torch.zeros(64) for number in range(20)}
     sample = {Signature.of({**fixed, **part(10)}): (10.0, 10.0)}
     batch = [{**fixed, **part(30)}, *({**fixed, **part(10)} for _ in range(9))]

@@ -49,7 +49,7 @@ BLOCKS, SIZES = (7, (1, 2, 4)) if ALL else (4, (2,))
 
 
 def case_of(family: Family) -> Case:
-    """Returns the case of a model of ``family``, cut between its blocks, and a batch."""
+    """Returns a test case with a model of ``family``, cut between its blocks, and a batch."""
     model = family.build(BLOCKS)
     names = list(model.state_dict())
     CutPoint.between_blocks(model)
@@ -85,7 +85,10 @@ def require_same(
 
 
 def row_of(family: Family, case: Case) -> str:
-    """Returns the row of ``family`` in the documentation's table of supported families."""
+    """Returns the row of ``family`` in the documentation's table of supported families.
+
+    ``case`` contains the recording of the model.
+    """
     lists = describe(case.forwards.training.cuts)
     places = ", ".join(f"`{part.split(' in ')[1]}`" for part in lists.split(", "))
     way = case.forwards.way if family.slicing == "auto" else f'`slicing="{family.slicing}"`'

@@ -55,7 +55,7 @@ def test_a_frozen_encoder_trains_like_the_whole_model(tmp_path: Path) -> None:
     traced = read_run(tmp_path / "traces")
     assert traced.complete_iterations() == (1, 2)
     assert {trace.header.frozen_stages for trace in traced.ranks.values()} == {2}
-    # A step without images is complete, although stages of a trained encoder have no B in it.
+    # A step without images is complete, although stages of a trained encoder run no B in this step.
     skipping = read_run(tmp_path / "skipping")
     assert {trace.header.frozen_stages for trace in skipping.ranks.values()} == {0}
     assert skipping.complete_iterations() == (1, 2, 3)
@@ -237,7 +237,7 @@ def test_a_stage_without_gradients_has_no_part_in_backward_passes() -> None:
 
 
 def test_a_frozen_segment_is_charged_for_the_memory_that_it_keeps() -> None:
-    """Checks the memory of ranks with a frozen and a trained segment, or two trained segments."""
+    """Checks that the memory of a frozen segment does not include activations."""
     placement = Placement(num_ranks=2, num_chunks=1)
     lanes = {(kind, 0): 1e6 for kind in ActionKind}
     measured = [

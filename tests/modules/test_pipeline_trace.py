@@ -26,7 +26,10 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def traced(folder: Path, **options: Any) -> RunTrace:
-    """Trains and evaluates in each step, saves a checkpoint, and returns the trace of the run."""
+    """Trains and evaluates in each step, saves a checkpoint, and returns the trace of the run.
+
+    Files are written to ``folder``, and ``options`` are settings of the pipeline.
+    """
     with Pipeline(
         Tower(), batch(), micro_batch_size=2, trace_dir=str(folder / "traces"), **options
     ) as pipeline:

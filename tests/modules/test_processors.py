@@ -121,8 +121,8 @@ def test_packages_that_prevent_a_processor_are_named(
     [("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("config.json", "[]")],
 )
 def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, text: str) -> None:
-    # transformers raises KeyError or AttributeError for these files, and programs do not expect
-    # these.
+    # transformers raises KeyError or AttributeError for these files, and load_processor() must
+    # convert these errors.
     folder = write_folder("qwen2_5_vl", tmp_path / "model")
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match="no tokenizer or processor that transformers can read"):

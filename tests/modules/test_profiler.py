@@ -77,7 +77,7 @@ class Lonely(Tower):
 
 
 def measured_quickly(model: torch.nn.Module, sample: dict[str, torch.Tensor]) -> ModuleProfile:
-    """Returns the quick profile that a ``Pipeline`` measures to choose its sizes."""
+    """Returns the quick profile of ``model`` that a ``Pipeline`` measures to choose its sizes."""
     job = join_job(60.0)
     try:
         return Profiler(model, sample).measure(job, is_quick=True)

@@ -21,7 +21,7 @@ VIEWER: dict[str, Any] = {
 
 
 def trained(pipeline: Pipeline, batch: Any) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Trains for two steps.
+    """Trains ``pipeline`` for two steps on ``batch``.
 
     Returns the losses, the last gradients and buffers by name, and the bytes kept for the backward
     pass.

@@ -1,4 +1,4 @@
-"""Tests what is recorded of a forward pass, and which forward passes are rejected."""
+"""Tests the recording of forward passes, and which forward passes are rejected."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def in_place(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def several(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Sends tensors of two dtypes across the first cut.
+    """Runs ``model`` on ``x``, and sends tensors of two dtypes across the first cut.
 
     Only the last stage uses one of these tensors.
     """
@@ -78,7 +78,7 @@ def several(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 class Straight(torch.autograd.Function):
-    """Rounds values, with the gradient of the identity function."""
+    """Rounds values in the forward pass, and passes gradients on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,10 @@ def test_changes_in_place_stay_within_their_stage() -> None:
 
 
 def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
-    """Returns the shapes of the tensors that the model sends across the cut ``border``."""
+    """Returns the shapes of the tensors that a model sends across the cut ``border``.
+
+    The function ``body`` is the forward pass of the model.
+    """
     tape = case_of(body).forwards.training
     plans = slice_tape(tape, (1, 1, 1))
     return [tape.values[number].shape for number in plans[border].sent]

@@ -1,4 +1,4 @@
-"""Tests SampleFile: which tokens are learned, sources of images, and errors that name a line."""
+"""Tests ``SampleFile``, for example which tokens are learned and which lines are rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ ANSWER = {"role": "assistant", "content": "two"}
 
 
 def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> SampleFile:
-    """Writes ``lines`` (strings or objects) to a file, and returns the samples in this file."""
+    """Writes ``lines`` (strings or objects) to a file, and returns the samples in this file.
+
+    The file is in ``folder``. ``options`` are settings of the reader.
+    """
     path = folder / "train.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts), encoding="utf-8")

@@ -89,9 +89,10 @@ class Skipping(torch.nn.Module):
 
 
 def stages(case: Case, stage: int, meter: SegmentMeter | None, **options: Any) -> ProgramStages:
-    """Returns the stages of a rank of a pipeline with two ranks.
+    """Returns the object that runs the stage with index ``stage`` of a pipeline with two ranks.
 
-    Stage 0 has the first two segments, and stage 1 has the last three.
+    Stage 0 has the first two segments, and stage 1 has the last three. ``meter`` times the
+    segments.
     """
     tape = case.forwards.training
     plan = slice_tape(tape, (2, BLOCKS - 2))[stage]
@@ -110,7 +111,7 @@ def stages(case: Case, stage: int, meter: SegmentMeter | None, **options: Any) -
 
 
 def step(first: ProgramStages, last: ProgramStages) -> list[float]:
-    """Runs all microbatches through both stages, and returns the losses of the microbatches."""
+    """Runs all microbatches through the stages ``first`` and ``last``, and returns their losses."""
     for number in range(MICROBATCHES):
         sent = first.forward(0, number, None)
         last.forward(0, number, sent)

@@ -48,7 +48,11 @@ class Meeting:
 
 
 def read_together(paths: list[Path], reader: Any = None, **options: Any) -> list[Any]:
-    """Reads each of ``paths`` on a separate rank, and returns each rank's samples or error."""
+    """Reads each of ``paths`` on a separate rank, and returns each rank's samples or error.
+
+    ``reader`` is a function that creates a reader. By default, a reader with ``options`` is
+    created.
+    """
     meeting = Meeting(len(paths))
 
     def read(rank: int) -> Any:

@@ -20,7 +20,7 @@ TOTAL = 7
 
 
 class Diary:
-    """Stateful object of the user whose state grows."""
+    """Example of a user's object whose state grows during training."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -38,7 +38,11 @@ Make = Callable[..., Training]
 def run(
     training: Training, folder: Path, last: int, before: Callable[[int], object] = lambda step: None
 ) -> None:
-    """Trains until step ``last`` begins, as if the process was killed then."""
+    """Trains until step ``last`` begins, as if the process was killed then.
+
+    Checkpoints are in ``folder``, and ``before`` is called with each step before the step is
+    trained.
+    """
 
     def write(step: int) -> None:
         before(step)
@@ -49,7 +53,7 @@ def run(
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, keepers: list[SnapshotKeeper], trained: Make) -> Make:
-    """Returns a function that starts a training run on node ``a``, as the node's agent would."""
+    """Returns a function that starts a training run with the environment of node ``a``."""
     settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
     encoded = json.dumps({**settings, "limit_bytes": None, "address": keepers[0].address})
 

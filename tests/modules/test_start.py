@@ -1,4 +1,4 @@
-"""Tests that the start of a pipeline records and measures nothing twice or while others wait."""
+"""Tests that starting a pipeline avoids repeated recordings, measurements and waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ WIDTH = 8
 
 
 class Modes(torch.nn.Module):
-    """Runs ``body`` between two cut points, which may do something else in evaluation."""
+    """Model that calls ``body`` between two cut points.
+
+    ``body`` may behave differently in evaluation.
+    """
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -145,7 +148,10 @@ def test_a_microbatch_with_other_values_is_recorded_again() -> None:
 
 
 def test_recordings_with_numbers_of_the_host_are_not_kept() -> None:
-    """Checks that the assembly records such a model itself, because it then raises an error."""
+    """Checks that a recording is not kept if the model draws random numbers with Python.
+
+    The assembly of the pipeline then records the model itself, and raises an error.
+    """
     model = sampled(lambda model, x, y: model.layers[1](x) * random.random())
     cache = RecordingCache()
     cache.training(model, model.sample)

@@ -24,7 +24,10 @@ from .models import Net, Tower, Training, batch_of
 
 
 def train(pipeline: Pipeline, chosen: int, do: Callable[[], object], **options: Any) -> None:
-    """Trains nine steps, and calls ``do`` after step ``chosen``. Passes ``options`` to the loop."""
+    """Trains ``pipeline`` for nine steps, and calls ``do`` after step ``chosen``.
+
+    ``options`` are arguments of :meth:`Pipeline.loop`.
+    """
     for step in pipeline.loop(9, **options):
         pipeline.step(batch_of(step))
         if step == chosen:

@@ -29,7 +29,10 @@ LIMIT_S = 200.0
 
 
 def run(folder: Path, name: str, ranks: int, *arguments: str) -> str:
-    """Runs the worker's program ``name`` on ``ranks`` ranks, and returns the output."""
+    """Runs the worker's program ``name`` on ``ranks`` ranks, and returns the output.
+
+    The worker writes to ``folder``, and also gets ``arguments``.
+    """
     log = folder / "log"
     command = [str(WORKER), str(folder), name, *arguments]
     status = run_ranks(command, world_size=ranks, log=log, limit_s=LIMIT_S)
@@ -38,7 +41,7 @@ def run(folder: Path, name: str, ranks: int, *arguments: str) -> str:
 
 
 def timed_segments(trace: RunTrace, rank: int) -> set[int]:
-    """Returns the indices of the segments for which rank ``rank`` has recorded times."""
+    """Returns the indices of the segments for which ``trace`` contains times of rank ``rank``."""
     of_rank = trace.ranks[rank]
     return {row[0] for iteration in of_rank.iterations for row in of_rank.layers(iteration)}
 
@@ -88,7 +91,7 @@ def test_each_partition_has_a_trace_of_its_own(
 def test_kernels_and_spans_of_a_job_are_told_while_it_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks the recorded kernels, the spans that a collector received, and the progress file."""
+    """Checks that a job records kernels, sends spans to a collector and writes progress."""
     with serving() as collector:
         run(tmp_path, "observed", 2, collector.url)
     plain, traced = json.loads((tmp_path / "0.json").read_text())
@@ -121,7 +124,7 @@ def test_kernels_and_spans_of_a_job_are_told_while_it_runs(
 
 
 def require_kernels(trace: RunTrace) -> None:
-    """Checks that the operators of the profiled steps were recorded within the steps' actions."""
+    """Checks that ``trace`` contains operators of the profiled steps, within the steps' actions."""
     other = 1 - PROFILED_RANK
     assert read_steps(trace, other) == []
     steps = read_steps(trace, PROFILED_RANK)
@@ -159,7 +162,7 @@ def test_a_collector_that_is_down_loses_only_spans(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
 def test_predicted_settings_save_what_was_predicted(tmp_path: Path, schedule: str) -> None:
-    """Compares predicted step times with real runs that have the predicted settings.
+    """Checks that real runs with predicted settings have the predicted step times.
 
     The settings are an order and a distribution of microbatches, a partition, and all of these
     together.

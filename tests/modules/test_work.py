@@ -28,7 +28,7 @@ class Mixed(nn.Module):
         self.cuts = nn.ModuleList(CutPoint() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns a loss of ``x [n, 4, s]``."""
+        """Returns the loss of the batch ``x``, which has the shape ``[n, 4, s]``."""
         x = self.cuts[0](self.see(x).transpose(1, 2))
         q, k, v = self.mix(x).unsqueeze(1).chunk(3, dim=-1)
         x = self.cuts[1](F.scaled_dot_product_attention(q, k, v).squeeze(1))
@@ -36,7 +36,10 @@ class Mixed(nn.Module):
 
 
 def work_of(model: nn.Module, length: int, slicing: str) -> list[float]:
-    """Returns the operation count of each segment of ``model`` for one sequence of ``length``."""
+    """Returns the operation count of each segment of ``model`` for one sequence of ``length``.
+
+    ``slicing`` is the method of recording the model.
+    """
     forward = Forward(model=model, loss=None, arguments=None, decisive_entries=())
     forwards = Forwards.of(forward, {"x": torch.randn(1, 4, length)}, slicing)
     return list(segment_work(forwards.training))

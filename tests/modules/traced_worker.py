@@ -52,7 +52,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PREDICTED_STEPS = 3
 MEASURED = range(2, PREDICTED_STEPS + 1)
-"""Steps of which the fastest is compared. The first step is slower because of warm-up."""
+"""Steps from which the fastest is used for comparisons. The first step is excluded, because it
+includes the warm-up.
+"""
 
 OBSERVED_STEPS = 4
 PROFILED = range(2, 4)
@@ -95,7 +97,8 @@ class Sleeper(torch.nn.Module):
     """Model whose blocks sleep.
 
     Args:
-        factors: Forward and backward time of each block, as in :class:`Block`.
+        factors: Times of the forward pass and the backward pass of each block, in units of
+            ``SECONDS``.
     """
 
     def __init__(self, factors: Sequence[tuple[float, float]] = EQUAL) -> None:
@@ -120,7 +123,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def moves(folder: Path) -> None:
-    """Trains until segments have moved, then five more steps.
+    """Trains until segments have moved, and then for five more steps.
 
     Writes the partition of each step to a file in ``folder``.
     """
@@ -152,7 +155,7 @@ def moves(folder: Path) -> None:
 
 
 def observed(folder: Path, url: str) -> None:
-    """Trains without a trace, and then with recorded kernels and a collector.
+    """Trains without a trace, and then with recorded kernels and the collector at ``url``.
 
     Writes the losses of both runs to a file in ``folder``.
     """
@@ -199,7 +202,7 @@ def predicted(folder: Path, schedule: str) -> None:
 
 
 def _least_disturbed(folder: Path) -> list[int]:
-    """Returns the index of the measured step that took the shortest time, in a list.
+    """Returns the index of the fastest measured step in the trace in ``folder``, as a list.
 
     Other programs on a busy machine make steps longer, but never shorter.
     """
@@ -209,6 +212,8 @@ def _least_disturbed(folder: Path) -> list[int]:
 
 def _predictions(folder: Path) -> list[tuple[dict[str, str], float]]:
     """Returns pairs of settings that save time and the predicted step time in seconds.
+
+    The prediction uses the trace in ``folder``.
 
     Each pair contains a single changed setting, or all changed settings together.
     """
@@ -222,7 +227,10 @@ def _predictions(folder: Path) -> list[tuple[dict[str, str], float]]:
 
 
 def _step_s(folder: Path, schedule: str, settings: dict[str, Any]) -> float:
-    """Trains two replicas with ``settings``, and returns the step time in seconds."""
+    """Trains two replicas with ``settings``, and returns the step time in seconds.
+
+    The trace is written to ``folder``.
+    """
     batch = batch_of(LENGTHS)
     SECONDS[0] = 0.0
     torch.manual_seed(1)

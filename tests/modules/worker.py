@@ -267,7 +267,7 @@ def reference_of(
 
 
 def microbatches_have_shapes_of_their_own() -> None:
-    """Checks that microbatches with different images train as without a pipeline."""
+    """Checks that microbatches with different numbers of images give the whole model's results."""
     images = ([3, 0, 8, 1, 2, 0, 0, 1], [0, 0, 0, 0], [0, 5, 0, 1])
     steps = [[viewed(n, 3 + n, n) for n in counts] for counts in images]
     # The messages of this microbatch are larger than the channels' buffers.
@@ -313,7 +313,10 @@ def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str,
 
 
 def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Trains with dropout; returns losses, parameters, and each step's shares and orders."""
+    """Trains with dropout; returns losses, parameters, and each step's shares and orders.
+
+    ``options`` are settings of the pipeline.
+    """
     sample, steps = _unequal_steps()
     losses, places = [], []
     options |= {"decisive_entries": ["sizes"], "slicing": "record"}

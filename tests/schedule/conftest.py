@@ -22,7 +22,10 @@ def actions(text: str) -> tuple[Action, ...]:
 
 
 def run(state: RankState, *todo: Action | str) -> None:
-    """Starts and finishes each action of ``todo`` on the rank of ``state``. Actions may be text."""
+    """Starts and finishes each action of ``todo`` on the rank of ``state``.
+
+    Each item of ``todo`` is an action, or a text such as ``F0-0 B0-0``.
+    """
     for action in (actions(item) if isinstance(item, str) else (item,) for item in todo):
         for each in action:
             assert state.start(each), state.why_not(each)

@@ -40,13 +40,19 @@ DOCUMENTS = [512, 64, 64, 64, 32, 32]
 
 
 def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]]:
-    """Returns a step in which each of ``documents`` is a row by itself, cut into slices."""
+    """Returns a step in which each of ``documents`` is a row by itself.
+
+    Each row is cut into slices of ``tokens`` tokens.
+    """
     rule = SliceRule(slices=1, tokens=tokens, is_packed=True, varies=True)
     return [[rule.cut(-(-length // tokens) * tokens, [length]) for length in documents]]
 
 
 def measured(parts: CostParts, *lengths: int) -> dict[tuple[ActionKind, int], list[Timed]]:
-    """Returns times of slices of ``lengths`` tokens, equal for all kinds of actions and stages."""
+    """Returns times of slices of ``lengths`` tokens, equal for all kinds of actions and stages.
+
+    ``parts`` contains the times per slice, per token and per pair of tokens.
+    """
     works = [
         cut.work(index)
         for tokens in lengths

@@ -25,14 +25,20 @@ NUMBERS = (4, 1, 8)
 
 
 def profile(slice_s: float, share: float = 0.4) -> StageProfile:
-    """Returns a profile with unequal stages. Each extra slice takes ``slice_s`` more seconds."""
+    """Returns a profile with unequal stages. Each extra slice takes ``slice_s`` more seconds.
+
+    ``share`` is attention's share of a forward pass.
+    """
     forward = tuple(0.1 + 0.001 * stage for stage in range(8))
     times = StageTimes(forward_s=forward, backward_s=forward, weight_s=forward)
     return StageProfile(times=times, attention_share=share, slice_s=slice_s)
 
 
 def measured(whole: StageProfile, num_slices: int) -> SliceTrial:
-    """Returns the stage times of a random microbatch that is cut into ``num_slices`` slices."""
+    """Returns the stage times of a microbatch that is cut into ``num_slices`` slices.
+
+    ``whole`` contains the times of a whole microbatch.
+    """
     work = draw(PLACEMENT, 1, whole, num_slices=num_slices)
     forward, backward, weight = (work.durations_ps.sum(axis=2) / PS_PER_S).tolist()
     times = StageTimes(forward_s=tuple(forward), backward_s=tuple(backward), weight_s=tuple(weight))
@@ -64,7 +70,10 @@ def test_noise_never_makes_work_vanish() -> None:
 
 
 def chosen(whole: StageProfile) -> int:
-    """Returns the number of slices that is chosen for half as many microbatches as ranks."""
+    """Returns the number of slices that is chosen for half as many microbatches as ranks.
+
+    ``whole`` contains the times of a whole microbatch.
+    """
 
     def choose_for(number: int) -> ScheduleChoice:
         return choose(

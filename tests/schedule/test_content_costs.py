@@ -18,7 +18,10 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def rows_of(seed: int, count: int) -> list[Numbers]:
-    """Returns ``count`` random microbatches as (tokens, token pairs, pixels, 1)."""
+    """Returns ``count`` random microbatches as (tokens, token pairs, pixels, 1).
+
+    ``seed`` is the seed of the random numbers.
+    """
     rng = random.Random(seed)
     rows = []
     for _ in range(count):

@@ -171,7 +171,10 @@ def simulated(
 
 
 def random_times(stages: int, frozen: int, seed: int) -> StageTimes:
-    """Returns random times for ``stages`` stages. Backward passes of frozen stages take no time."""
+    """Returns random times for ``stages`` stages, drawn with ``seed``.
+
+    Backward passes of the first ``frozen`` stages take no time.
+    """
     rng = random.Random(seed)
 
     def times(first: int) -> tuple[float, ...]:

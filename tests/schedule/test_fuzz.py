@@ -26,7 +26,10 @@ CASES |= {"adaptive": 500, "hinted": 200, "any": 15}
 
 @dataclass
 class AnyThatFits:
-    """Chooses any ready action that fits into memory. The memory rule must hold for any policy."""
+    """Policy that chooses any ready action that fits into memory.
+
+    The memory rule must hold for any policy.
+    """
 
     rng: random.Random
     name: str = "any"

@@ -53,7 +53,13 @@ class Job:
     def step(
         self, sizes: list[Size], slow: dict[int, float] | None = None
     ) -> tuple[list[int], float]:
-        """Runs a step; returns the microbatches per replica, and its time relative to the ideal."""
+        """Runs a step, and returns each replica's microbatch count and the relative step time.
+
+        ``sizes`` contains the size of each microbatch. ``slow`` maps replicas to the factor by
+        which they are slower.
+
+        The time is relative to the shortest possible time.
+        """
         dealt = self.dealer.deal(sizes)
         factors = [(slow or {}).get(replica, 1.0) for replica in range(self.replicas)]
         measured: list[list[Measured]] = []
@@ -153,7 +159,10 @@ def test_a_replica_takes_rows_of_more_slices_than_ranks_first() -> None:
 
 
 def mean_step_s(chunks: int, tokens: int, *, by_slices: bool) -> float:
-    """Returns the mean step time in seconds on four simulated ranks, with few long documents."""
+    """Returns the mean step time in seconds on four simulated ranks, with few long documents.
+
+    Slices have ``tokens`` tokens. ``by_slices`` says whether the order may depend on this length.
+    """
     rng = np.random.default_rng(1)
     seconds = []
     for _ in range(8):

@@ -20,7 +20,11 @@ F = ActionKind.F
 def state(
     kind: str = "v", *, rank: int = 1, cap: float | None = None, pieces: int = 2
 ) -> RankState:
-    """Returns the state of ``rank`` of 3 ranks with two chunks each. No input has arrived yet."""
+    """Returns the state of ``rank`` of 3 ranks with two chunks each. No input has arrived yet.
+
+    ``kind`` is the placement, ``cap`` limits activations, and a weight gradient has ``pieces``
+    actions.
+    """
     placement = Placement(num_ranks=3, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     return RankState(
         placement=placement, rank=rank, num_microbatches=6, cap=cap, weight_pieces=pieces

@@ -42,7 +42,11 @@ ONE = Placement(num_ranks=1, num_chunks=1)
 
 
 def whole_step(share: float, cut: SliceCut = "equal-cost", jitter: float = 0.0) -> StageProfile:
-    """Returns a profile of 32 stages, in which F, B and W of a microbatch take 96 s in total."""
+    """Returns a profile of 32 stages, in which F, B and W of a microbatch take 96 s in total.
+
+    ``share`` is attention's share of a forward pass, ``cut`` is the method of cutting, and
+    ``jitter`` is the spread of action times.
+    """
     return StageProfile(
         times=StageTimes.equal(32, forward_s=1.0, backward_s=1 + share, weight_s=1 - share),
         attention_share=share,

@@ -102,9 +102,15 @@ PEAKS = {
     "zb-h1": lambda p, r, v, m: min(p, m),
     "zb-v": lambda p, r, v, m: p,
 }
-"""Maximum number of microbatches that rank r of p stores with v chunks. The default is all."""
+"""Maximum number of microbatches that rank r of p ranks stores, for v chunks and m microbatches.
+
+A schedule that is not listed may store all microbatches.
+"""
 FULL = {"v-half": 1, "varuna": 4, "zb-v": 2}
-"""Number of microbatches per rank before a rank reaches that maximum. Other schedules always do."""
+"""Number of microbatches per rank from which a rank reaches that maximum.
+
+Other schedules always reach it.
+"""
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -143,8 +149,9 @@ STEPS = {
     "interleaved": lambda p, v, m, f, b, w: (m * v + p - 1) * (f + b + w),
     "zb-h1": lambda p, v, m, f, b, w: m * (f + b + w) + (p - 1) * (f + b - min(f, b, w)),
 }
-"""Duration in seconds of a step with m microbatches, at least one per rank, from F, B and W of a
-stage.
+"""Duration in seconds of a step with m microbatches on p ranks with v chunks.
+
+There are at least as many microbatches as ranks. The times of F, B and W of a stage are f, b and w.
 """
 
 

@@ -71,7 +71,10 @@ def test_the_first_backward_of_a_microbatch_waits_for_its_own_slices_only() -> N
 
 
 def run(states: list[RankState], policies: tuple[Policy, ...], rng: random.Random) -> list[str]:
-    """Runs a step with random durations, and returns the labels of rank 0's actions in order."""
+    """Runs a step from ``states`` under ``policies``, and returns the labels of rank 0's actions.
+
+    The durations of actions are drawn with ``rng``, and the labels are in the order of the actions.
+    """
     placement = states[0].placement
     free_at = [0.0] * len(states)
     running: list[tuple[float, int, Action]] = []

@@ -94,7 +94,7 @@ def test_broken_orders(rows: tuple[str, ...], first_line: str, marked: str) -> N
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    """Checks the error if rank 0 waits for a gradient before it sends the first input to rank 1."""
+    """Checks the error about two ranks that wait for each other's forward passes."""
     placement = Placement(num_ranks=2, num_chunks=2)
     schedule = schedule_of(
         "F0-0 F1-0 B1-0 B0-0", "F0-0 F1-0 B1-0 B0-0", placement=placement, microbatches=1

@@ -78,7 +78,7 @@ class Agreement:
 
         Args:
             step: Index of the step, in ascending order.
-            Whether the policy follows a static order, which is known to all members.
+            is_static: Whether the policy follows a static order, which is known to all members.
         """
 
     def is_everywhere(self, item: Item) -> bool:
@@ -121,8 +121,8 @@ class Agreement:
     def missing(self) -> str:
         """Returns a text that lists inputs that have not arrived on all members.
 
-        For each input, the text also names the members that lack it. It is empty if no input is
-        missing.
+        For each input, the text also names the members that lack it. The text is empty if no input
+        is missing.
         """
         return ""
 
@@ -228,7 +228,7 @@ class Leader(Agreement):
                 )
 
     def _collect(self, rank: int) -> None:
-        """Adds a notice to the completion queue for each report of the follower ``rank``.
+        """Adds a notice to the completion queue for each report of the follower with rank ``rank``.
 
         This method runs in a thread until the follower closes its channel.
         """
@@ -402,5 +402,5 @@ def encode(action: Action, extra: int) -> int:
 
 
 def decode(number: int) -> tuple[ActionKind, int, int, int]:
-    """Unpacks an integer that :func:`encode` returned into (kind, chunk, microbatch, extra)."""
+    """Unpacks ``number``, a result of :func:`encode`, into (kind, chunk, microbatch, extra)."""
     return KINDS[number >> 30 & 3], number >> 20 & 0x3FF, number & 0xFFFFF, number >> 32

@@ -171,7 +171,7 @@ class _Replacement:
         return present if isinstance(present, cls) else cls(method)
 
     def join(self, meter: CollectiveMeter) -> Callable[[], None]:
-        """Starts recording calls in ``meter``. Returns a function that stops this again."""
+        """Starts to record calls in ``meter``, and returns a function that stops the recording."""
         if self._attribute is None:
             return lambda: None
         if not self._meters:
@@ -233,7 +233,7 @@ class _TimedWork:
 
 
 def _timed(work: Any, call: _Call) -> Any:
-    """Returns ``work``, or a wrapper of it, such that the end of ``call`` is recorded."""
+    """Makes ``work`` record the end of ``call``. Returns ``work`` or a wrapper of ``work``."""
 
     def ends(_: Any) -> None:
         # For device tensors, torch calls this function when the collective is queued. The current
@@ -250,7 +250,10 @@ def _timed(work: Any, call: _Call) -> Any:
 
 
 def _is_async(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Returns whether a collective was started asynchronously, so that its caller waits later."""
+    """Returns whether a collective was started asynchronously, so that its caller waits later.
+
+    ``arguments`` and ``options`` are the arguments of the call that started the collective.
+    """
     settings = options.get("opts", arguments[-1] if arguments else None)
     return bool(getattr(settings, "asyncOp", True))
 
@@ -316,6 +319,8 @@ def _summary(group: _Group, iteration: int) -> GroupCollectives:
 
 def _chosen(count: int, iteration: int) -> list[int]:
     """Chooses which of a step's ``count`` collectives to keep, and returns their indices.
+
+    ``iteration`` is the number of the step.
 
     All ranks choose the same indices, because the choice only depends on the arguments.
     """

@@ -91,7 +91,10 @@ class Writer:
         self._wait(0, _CLOSE_S)
 
     def _wait(self, most: int, timeout_s: float) -> None:
-        """Waits until at most ``most`` messages are in flight."""
+        """Waits until at most ``most`` messages are in flight.
+
+        ``timeout_s`` limits the wait for each message, in seconds.
+        """
         while len(self._sent) > most:
             name, work, _ = self._sent.popleft()
             with _lost(f"{name}, of the same decision group, did not receive a message", timeout_s):

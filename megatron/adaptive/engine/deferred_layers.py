@@ -187,7 +187,7 @@ class DelayedCall(LayerCall):
     delayed: Any
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
-        """Adds the call's weight gradient to ``store``, directly before the layer's B.
+        """Adds the weight gradient to ``store``, directly before the layer's backward pass (B).
 
         Only tensors on the meta device are added, because the layer keeps the real tensors itself.
         If megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight
@@ -366,7 +366,11 @@ class _DeferringGroupedExperts(Deferring):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """Returns the output ``[tokens, h]`` of the experts for tokens sorted by expert."""
+        """Returns the output ``[tokens, h]`` of the experts for tokens sorted by expert.
+
+        ``permuted_local_hidden_states`` contains the tokens, ``tokens_per_expert`` their counts,
+        and ``permuted_probs`` the factor of each token's output.
+        """
         store: Any = self.weight_gradient_store
         layer: Any = self
         rows = permuted_local_hidden_states
@@ -478,7 +482,7 @@ def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Makes layers of ``chunks`` defer weight gradients. Returns why this is not possible, if so.
+    """Makes layers of ``chunks`` defer weight gradients, or returns why this is impossible.
 
     See :func:`defer_layers`.
 
@@ -492,7 +496,7 @@ def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
 
 
 def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> int:
-    """Attaches ``store`` to all deferring layers in ``model``, or detaches the store if ``None``.
+    """Attaches ``store`` to all deferring layers in ``model``; ``None`` detaches the old store.
 
     Returns:
         Number of deferring layers in ``model``.

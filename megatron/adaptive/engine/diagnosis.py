@@ -159,7 +159,10 @@ class RunningDiagnosis:
             run.log({f"gain/{entry['name']}": entry["gain"] for entry in notes}, commit=False)
 
     def _note_slow(self, note: Callable[..., None], answer: Mapping[str, Any]) -> None:
-        """Records with ``note`` each rank that is slow at the end of the diagnosed iterations."""
+        """Records with ``note`` each rank that is slow at the end of the diagnosed iterations.
+
+        ``answer`` is the result of the diagnosis.
+        """
         before = self._slow
         self._slow = {}
         for finding in answer["findings"]:

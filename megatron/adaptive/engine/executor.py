@@ -83,13 +83,13 @@ class Stages(Protocol):
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Allows the output of a forward pass to be freed once the transport has copied it."""
+        """Allows the output of ``chunk`` for ``microbatch`` to be freed after it was sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         """Returns the size in bytes of the activations that ``chunk`` keeps for a backward pass."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors that a backward pass (B) keeps for a later W."""
+        """Returns the size in bytes of the tensors that the B of ``chunk`` keeps for a later W."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
@@ -238,7 +238,7 @@ class Executor:
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
     def _item_of(self, kind: ActionKind, turn: int) -> dict[str, int]:
-        """Returns the microbatch, and the slice if sequences are cut, of an action.
+        """Returns the microbatch of an action, and also the slice if sequences are cut.
 
         ``turn`` is the index of the action among the actions of the same kind and chunk.
         """
@@ -338,7 +338,10 @@ class Executor:
         self._is_running = False
 
     def _run_actions(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs the actions that the policy chooses, until all actions of the step have finished."""
+        """Runs the actions that the policy chooses, until all actions of the step have finished.
+
+        :meth:`run` describes the arguments.
+        """
         if state.beside:
             self._run_in_lanes(stages, policy, state)
             return
@@ -350,7 +353,10 @@ class Executor:
                 self._perform(action, stages, state)
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs a step in which an action can compute while another action communicates."""
+        """Runs a step in which an action can compute while another action communicates.
+
+        :meth:`run` describes the arguments.
+        """
         lanes = Lanes(
             functools.partial(self._decide, policy, state),
             lambda action: self._perform(action, stages, state),
@@ -360,7 +366,7 @@ class Executor:
         lanes.run(lambda: state.done)
         self._away = lanes.away
         # Actions may finish in a different order than they started. Reasons and trace records are
-        # in the order in which the actions started, so sort the actions by it.
+        # in the order in which the actions started, so sort the actions by that order.
         started = actions_of(self._codes, self._num_chunks, state.weight_pieces, state.num_slices)
         index_of = {action: index for index, action in enumerate(started)}
         self._launched.sort(key=lambda launched: index_of[launched.action])
@@ -515,9 +521,11 @@ class Executor:
         )
 
     def _acknowledge(self, action: Action, received: torch.Tensor | None, state: RankState) -> None:
-        """Informs a frozen previous stage that its output has arrived, if it waits for this.
+        """Acknowledges the input of ``action`` to the previous stage, if that stage is frozen.
 
-        Such a stage gets no gradient from which it would learn this.
+        The input is ``received``. The previous stage waits for the acknowledgment.
+
+        A frozen stage gets no gradient, which would otherwise show that its output has arrived.
         """
         target = state.acknowledged(action)
         if target is None or received is None:

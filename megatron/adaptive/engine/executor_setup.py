@@ -94,7 +94,10 @@ class _Neighbourhood:
     def of(
         cls, placement: Placement, pp_ranks: Sequence[int], widths: Widths | None
     ) -> _Neighbourhood:
-        """Returns the ranks with which this rank communicates (see :func:`build_executor`)."""
+        """Returns the ranks with which this rank communicates.
+
+        :func:`build_executor` describes the arguments.
+        """
         rank = dist.get_rank()
         if widths is not None:
             return cls(
@@ -199,7 +202,10 @@ def build_executor(
 
 
 def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any]]:
-    """Returns the host and process of every rank, indexed by global rank (see ``liveness.here``).
+    """Returns the host and process of every rank, indexed by global rank.
+
+    ``model_groups`` contains the process groups of the model. Each entry is a result of
+    ``liveness.here``.
 
     All ranks must call this function.
     """
@@ -215,7 +221,7 @@ def _set_aside_earlier_run(folder: str, job: Job) -> None:
 
 
 def _machine_counters(job: Job) -> MachineCounters:
-    """Returns the counters of this process, its GPU and the network interface of the job."""
+    """Returns an object that reads the counters of this process, its GPU and the job's network."""
     environment, accelerator = job.environment, job.accelerator
     interface = interface_towards(environment.socket_interface, environment.master_addr)
     return MachineCounters(accelerator.gpu_uuid, accelerator.shares, interface)
@@ -316,7 +322,11 @@ def open_trace(
 def _begin_trace(
     recorder: Recorder, header: TraceHeader, job: Job, counters: MachineCounters
 ) -> Tracing:
-    """Starts to synchronize the clocks of the ranks, and returns this rank's trace."""
+    """Starts to synchronize the clocks of the ranks, and returns this rank's trace.
+
+    ``recorder`` writes the trace with the header ``header``, and ``counters`` are closed with the
+    trace.
+    """
     sync = start_clock_sync(
         rank=job.rank,
         clock_id=header.clock,
@@ -401,6 +411,9 @@ def _build_agreement(
     timeout_s: float,
 ) -> Agreement:
     """Connects this rank to its decision group, and returns the rank's ``Agreement``.
+
+    ``places`` contains the host and process of every rank. :func:`decision_group` describes
+    ``model`` and ``model_groups``.
 
     All ranks must call this function.
     """

@@ -35,7 +35,10 @@ def measured_experts(
     accelerator: Accelerator,
     model_groups: ModelGroups | None = None,
 ) -> ExpertLoad | None:
-    """Returns an object that measures the experts in ``chunks``, or ``None`` without experts."""
+    """Returns an object that measures experts in ``chunks``; ``None`` if there are no experts.
+
+    The clock of ``accelerator`` times the exchanges of tokens.
+    """
     if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
         return None
     return ExpertLoad(chunks, accelerator.clock(), model_groups or ModelGroups())

@@ -217,6 +217,8 @@ class Lease:
     def keep_up(self, say: Callable[[str], None]) -> None:
         """Starts a thread that increments the counter every two seconds until :meth:`end`.
 
+        ``say`` prints a line of text.
+
         The thread also ends if the right is lost (see :meth:`is_held`).
         """
 
@@ -427,7 +429,8 @@ def _state(pid: int) -> tuple[str, str]:
 def _is_gone(owner: Mapping[str, Any]) -> bool:
     """Returns whether the process that ``owner`` describes no longer holds the right.
 
-    This is so if it is this process, or a process on this machine that has exited.
+    The result is true if ``owner`` describes this process, or a process on this machine that has
+    exited.
     """
     here = _here()
     pid = owner.get("pid")

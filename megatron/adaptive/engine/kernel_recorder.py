@@ -127,7 +127,10 @@ class KernelRecorder:
         self._file.close()
 
     def _stop(self) -> Any:
-        """Stops the profiler, waits for the device, and returns the profiler or ``None``."""
+        """Stops the profiler, if it is running, and waits for the device.
+
+        Returns the profiler, or ``None`` if it was not running.
+        """
         running, self._running = self._running, None
         if running is not None:
             running.stop()

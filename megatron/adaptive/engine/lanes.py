@@ -72,7 +72,7 @@ class Lanes:
         self._lanes: list[Action | None] = [None, None]
         self._communicates = [False, False]
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
-        self._next: Action | None = None  # Action that the second lane will start next.
+        self._next: Action | None = None  # The second lane starts this action next.
         self._error: BaseException | None = None
 
     def run(self, is_done: Callable[[], bool]) -> None:

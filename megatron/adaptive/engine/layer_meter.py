@@ -74,9 +74,10 @@ class LayerMeter(LayerSums):
         layer.register_forward_hook(ends)
 
     def _watch_backward(self, index: int, received: Any, result: Any) -> None:
-        """Measures the backward pass of a layer with hooks on its input and its output.
+        """Measures the backward pass of layer ``index`` with hooks on its input and its output.
 
-        The pass lasts from the gradient of ``result`` to the gradient of ``received``.
+        The pass lasts from the gradient of the output ``result`` to the gradient of the input
+        ``received``.
         """
         if not all(isinstance(t, torch.Tensor) and t.requires_grad for t in (received, result)):
             return
@@ -95,7 +96,11 @@ class LayerMeter(LayerSums):
 
 
 def _number_of(layer: Any, name: str, num_layers: int) -> int:
-    """Returns the index of ``layer`` in the model, counting multi-token prediction layers last."""
+    """Returns the index of ``layer`` in the model, counting multi-token prediction layers last.
+
+    ``name`` is the name of the layer in its chunk, and ``num_layers`` is the number of other layers
+    in the model.
+    """
     predicting = _PREDICTING.search(name)
     if predicting is not None:
         return num_layers + int(predicting[1])

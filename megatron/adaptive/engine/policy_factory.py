@@ -37,8 +37,8 @@ class Orders:
             runs until times have been measured.
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Pipeline rank of this process.
-        cap: Limit on the activations that a rank keeps, in microbatches through all chunks of the
-            rank, or ``None`` for the default limit of this pipeline.
+        cap: Limit on the activations that a rank keeps, or ``None`` for the default limit of this
+            pipeline. The unit is the activations of one microbatch in all chunks of the rank.
         splits: Whether weight gradients are separate actions (W) instead of part of the backward
             pass.
         pieces: Number of W actions into which a weight gradient is split under a run-time rule,
@@ -124,7 +124,7 @@ class Orders:
 
     @property
     def _spec(self) -> ScheduleSpec | None:
-        """Returns the current schedule's ScheduleSpec, or ``None`` if ``auto`` made it."""
+        """Returns the specification of the schedule, or ``None`` if ``auto`` made the schedule."""
         return None if self.schedule == ANNEALED else schedule_spec(self.schedule)
 
     @property
@@ -190,8 +190,8 @@ class Orders:
             num_microbatches: Number of microbatches that this rank runs in the step.
             forward_only: Whether the step is an evaluation, which has only forward passes.
             sizes: Number of token positions in each microbatch or in each slice, or ``None`` if all
-                are equal. The size of the activations is proportional to it. If given, the limit on
-                activations is relative to the mean size. The limit is raised to the largest size if
+                are equal. The size of the activations is proportional to this number. The limit on
+                activations is then relative to the mean size, and is raised to the largest size if
                 necessary, so that every microbatch can start.
             frozen_stages: Number of leading stages through which no gradient flows.
         """
@@ -326,7 +326,11 @@ slices differ in each step."""
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices: int) -> Schedule:
-    """Loads the schedule file ``path``, and checks that it was made for this pipeline."""
+    """Loads the schedule file ``path``, and checks that it was made for this pipeline.
+
+    ``placement``, ``splits`` (whether there are W actions) and ``num_slices`` describe this
+    pipeline.
+    """
     schedule = load(Path(path))
     its = schedule.placement
     if its != placement:

@@ -99,9 +99,9 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
 def within(
     limit_s: float, action: Callable[[], T], late: str, *, raises: type[MeetingError] = MeetingError
 ) -> T:
-    """Calls ``action``, which may never return, and returns its result if it is in time.
+    """Calls ``action`` and returns its result, or raises an error after ``limit_s``.
 
-    ``action`` runs in a separate thread.
+    ``action`` runs in a separate thread, because it may never return.
 
     Args:
         limit_s: Timeout in seconds.
@@ -172,7 +172,8 @@ def connect(host: str, port: int, end_s: float) -> Any:
 
     Raises:
         NotAStoreError: A program listens at the address, but does not reply like a store.
-        MeetingError: No program listens at the address until ``end_s``.
+        MeetingError: No program listens at the address until ``end_s``, a time of
+            ``time.monotonic``.
     """
     reach(host, port, end_s)
     return within(

@@ -90,7 +90,7 @@ class RecordShape:
     def of(
         placement: Placement, weight_pieces: int, replicas: int = 0, slices: int = 1
     ) -> RecordShape:
-        """Returns the record shape of a run with the given placement and numbers."""
+        """Returns the record shape of a run. :class:`RecordShape` describes the arguments."""
         return RecordShape(
             ranks=placement.num_ranks,
             chunks=placement.num_chunks,
@@ -101,7 +101,10 @@ class RecordShape:
         )
 
     def content(self) -> dict[str, Any]:
-        """Returns the fields of the shape, as in the file. ``slices`` is omitted if it is 1."""
+        """Returns the fields of the shape as they are stored in the file.
+
+        ``slices`` is omitted if it is 1.
+        """
         return {
             name: value for name, value in asdict(self).items() if (name, value) != ("slices", 1)
         }
@@ -117,7 +120,7 @@ _REMEDIES = {
 
 
 class ScheduleRecord:
-    """Orders of actions of all ranks of a pipeline, for each recorded step.
+    """Contains the order of actions of each rank of a pipeline, for each recorded step.
 
     Args:
         shape: Sizes of the recorded pipeline.
@@ -143,7 +146,7 @@ class ScheduleRecord:
         ``dealt`` contains the microbatches of each replica, or is ``None`` if these are not
         recorded.
 
-        Replaces what was stored earlier for the same ``step``.
+        Replaces the orders that were stored earlier for the same ``step``.
         """
         known_orders = self._orders
         if dealt is not None:
@@ -415,7 +418,7 @@ class Replay:
 
 
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
-    """Converts ``content``, the parsed file of a record, into a record.
+    """Converts ``content``, the parsed record in the file ``source``, into a record.
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` if the content is damaged.
     """
@@ -448,7 +451,7 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
 
 
 def _require_whole(order: Codes, shape: RecordShape) -> None:
-    """Raises ``ValueError`` unless ``order`` contains every action of a rank once."""
+    """Raises ``ValueError`` unless ``order`` contains every action of a rank in ``shape`` once."""
     if not all(_is_count(code) for code in order):
         raise ValueError("an order must contain only codes")
     lanes = 3 * shape.chunks
@@ -465,6 +468,8 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
 
 def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
     """Converts a rank's order of actions to ``num_slices`` slices per microbatch.
+
+    ``shape`` contains the sizes of the recorded pipeline.
 
     The actions of a chunk and kind are numbered in execution order. So an action with the number
     ``turn`` processes the same slice on all stages, and takes the position of the same recorded

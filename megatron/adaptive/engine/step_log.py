@@ -104,7 +104,9 @@ class StepLog:
         return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
 
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Records that the rank begins to wait, because no action can start.
+        """Records that the rank begins to wait at ``now_ns``, because no action can start.
+
+        ``state`` shows the cause: missing inputs, the order of actions, or the limit on memory.
 
         Does nothing if the rank is already waiting.
         """
@@ -141,7 +143,10 @@ class StepLog:
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, action_input: ActionInput) -> None:
-        """Records that ``action`` starts, and that the wait for its input, if any, has ended."""
+        """Records that ``action`` starts, and that the wait for its input, if any, has ended.
+
+        ``action_input`` describes the input.
+        """
         now_ns = self.now_ns()
         peer = action_input.peer
         arrived_ns = action_input.arrived_ns
@@ -187,7 +192,7 @@ class StepLog:
             )
 
     def sent(self, action: Action, peer: int, nbytes: int, start_ns: int) -> None:
-        """Records that the transport has accepted a message to rank ``peer``.
+        """Records that the transport has accepted a message of ``nbytes`` bytes to rank ``peer``.
 
         ``action`` is the action for which the message is the input, and ``start_ns`` is the time
         when the send began.

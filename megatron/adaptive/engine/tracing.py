@@ -245,6 +245,9 @@ class Tracing:
     ) -> None:
         """Traces the device's work between two marks, if the current iteration is traced.
 
+        The span has the kind ``kind``, and belongs to ``chunk`` and ``microbatch``. Both are -1 if
+        it belongs to no microbatch.
+
         ``start`` and ``end`` are results of :meth:`mark`.
         """
         if self._traced is not None:
@@ -282,7 +285,7 @@ class Tracing:
             self._add(self._traced, [_row(KINDS.index(kind), start_ns, time.monotonic_ns())])
 
     def data_read(self, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """Traces the period in which the host read the data of ``microbatch``."""
+        """Traces that the host read the data of ``microbatch`` from ``start_ns`` to ``end_ns``."""
         if self.recorder is not None:
             self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
 
@@ -321,7 +324,7 @@ class Tracing:
             self.watch(self._snapshot)
 
     def _resolve(self) -> None:
-        """Records all spans that the device has finished, and keeps the others for a later call."""
+        """Records all spans that the device has finished, and keeps the rest for a later call."""
         clock = self._clock
         waiting = self._unresolved
         self._unresolved = []
@@ -382,7 +385,10 @@ class OutsideTrace:
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
     def _traced(self, function: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """Returns a wrapper of ``forward_step_func`` that times forward and backward passes."""
+        """Returns a wrapper of ``function`` that times forward and backward passes.
+
+        ``function`` is the user's ``forward_step_func``, and ``model`` contains the model's chunks.
+        """
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         chunk_of = {id(part): chunk for chunk, part in enumerate(models)}
         forwards = [0] * len(models)
@@ -404,7 +410,10 @@ class OutsideTrace:
         return forward_step
 
     def _begins(self, kind: str, chunk: int, microbatch: int) -> Callable[[], None]:
-        """Begins a span of ``kind``, and returns a function that ends the span."""
+        """Begins a span of ``kind``, and returns a function that ends the span.
+
+        The span belongs to ``microbatch`` in ``chunk``.
+        """
         self._doing = {"doing": kind, "chunk": chunk, "microbatch": microbatch}
         start = self._tracing.mark()
 
@@ -437,7 +446,7 @@ def record_trace(
         folder: Folder for the files ``rank0.json.gz`` and so on. All ranks must pass the same
             folder, which is created if it does not exist.
         model: Model whose forward and backward passes get names in the trace, or ``None`` if the
-            loop names them itself, as in ``torch.distributed.pipelining`` and Megatron-LM.
+            loop names them itself, for example in ``torch.distributed.pipelining`` and Megatron-LM.
         skip: Number of steps before the first recorded step, at least 1. The profiler warms up in
             the last of these steps.
         steps: Number of steps to record.
@@ -472,7 +481,7 @@ def record_trace(
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
     """Marks each forward and backward pass of ``model`` as a named range in the profiler.
 
-    ``hooks`` removes the hooks for this when it is closed.
+    The hooks that do this are removed when ``hooks`` is closed.
 
     The names are the same as in Megatron-LM and ``torch.distributed.pipelining``.
     """

@@ -210,6 +210,8 @@ class _Backlog:
 def _run_unit(unit: Sequence[_Task]) -> None:
     """Computes the gradient of one weight for one microbatch, and accumulates it.
 
+    ``unit`` contains the calls in the microbatch that use the weight.
+
     First sums the gradients of all calls in the microbatch. Then adds this sum to the gradient of
     earlier microbatches. Autograd uses the same order.
     """
@@ -245,11 +247,11 @@ def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
 def uneven_pieces(
     units: Iterable[list[_Task]], pieces: int
 ) -> tuple[deque[list[_Task]], list[int]]:
-    """Splits units into groups (pieces) if their costs differ between ranks, as for experts.
+    """Splits ``units`` into ``pieces`` groups, for layers whose cost differs between ranks.
 
-    Units that communicate must be in the same piece on all ranks. So these units are assigned to
-    pieces first, by their costs, which are equal on all ranks. Then the other units fill up the
-    pieces.
+    A unit contains all work for the gradient of one weight, and a group is called a piece. Units
+    that communicate must be in the same piece on all ranks. So these units are assigned to pieces
+    first, by their costs, which are equal on all ranks. Then the other units fill up the pieces.
 
     Returns:
         Units in order of pieces, and the number of units in each piece.
@@ -356,7 +358,7 @@ class WeightGradientStore:
         return mirrored(item, self.num_slices)
 
     def end(self, *, is_whole: bool) -> None:
-        """Called when the context of :meth:`collect` exits.
+        """Ends the collection of weight gradients when the context of :meth:`collect` exits.
 
         If ``is_whole`` is false, the backward pass failed, and the collected tensors are discarded.
         """
@@ -390,7 +392,7 @@ class WeightGradientStore:
         self._collected.append(_Task(call, inputs, gradient))
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes one of ``pieces`` parts (pieces) of a microbatch's weight gradients.
+        """Computes one part (piece) of a microbatch's weight gradients.
 
         All pieces take about equally long. The tensors of a piece are freed after its computation.
         All ranks of the tensor-parallel group must call this method if layers are
@@ -427,7 +429,8 @@ class WeightGradientStore:
     def _counts(self, units: Sequence[list[_Task]], pieces: int) -> list[int]:
         """Returns the number of units in each of ``pieces`` pieces.
 
-        Uses the last result again if the units are similar.
+        The last result is used again if the number of units and the shape of the first gradient
+        have not changed.
         """
         if not units:
             return [0] * pieces

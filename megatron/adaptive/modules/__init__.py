@@ -7,10 +7,11 @@
                                          torch, in      received and sent
                                          order)         tensors)
 
-This package cuts the model, and ends each step by reducing gradients over replicas and copies of
-shared weights, computing their norm and calling the optimizer. ``engine`` runs the actions,
-``transport`` sends the messages and ``trace`` records both. The package does not require a model of
-megatron-core. It uses only megatron-core's ``parallel_state``, to create the process groups.
+This package cuts the model into stages. At the end of each step, it reduces gradients over replicas
+and over copies of shared weights, computes the gradient norm and calls the optimizer. ``engine``
+runs the actions, ``transport`` sends the messages and ``trace`` records both. The package does not
+require a model of megatron-core. It uses only megatron-core's ``parallel_state``, to create the
+process groups.
 """
 
 from __future__ import annotations

@@ -59,8 +59,9 @@ class PipelineSettings(SampledModel):
     """Contains the settings of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        max_recordings: Maximum number of recordings of the model to keep. Each combination of a
-            microbatch's shapes (and values of ``decisive_entries``) needs its own recording.
+        max_recordings: Maximum number of recordings of the model's forward pass to keep. Each new
+            combination of tensor shapes and values of ``decisive_entries`` in a microbatch needs a
+            new recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
             order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
             microbatch is its recording's operation count (``work``) or its predicted time
@@ -224,11 +225,12 @@ class Assembly:
         shared_weights: All names of each parameter that several processes use.
         partition: Number of segments in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
-        recordings: Programs of this rank's stages for each signature of a microbatch.
+        recordings: Programs of this rank's stages for each signature (shapes and dtypes) of a
+            microbatch.
         held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
-        forwards: Recordings of the sample batch.
+        forwards: Recordings of the model's forward pass for the microbatches of the sample batch.
         sample_work: Operation count of each segment, for each signature of the sample batch.
         segment_kinds: Index of each segment's kind; empty if segments are not measured. Segments of
             the same kind make the same calls on the first microbatch of the sample batch.
@@ -272,7 +274,7 @@ def assemble(
         microbatches: Microbatches of the sample batch.
         mesh: Replica and pipeline position of this process, and its process groups.
         first_partition: Object that measures segments and divides them among the stages.
-        cache: Recordings of microbatches that the planner has made.
+        cache: Recordings of the model's forward pass that the planner has made.
 
     Raises:
         ConfigError: If the model cannot be divided into these stages.
@@ -325,17 +327,17 @@ def assemble(
 def _record(
     request: PipelineSettings, microbatches: Sequence[Microbatch], mesh: Mesh, cache: RecordingCache
 ) -> list[Example]:
-    """Records the sample batch in training mode, and in evaluation mode if that must happen now.
+    """Records the model's forward passes for the sample batch.
 
-    If the model is on the ``meta`` device, only the first rank records the evaluation, to find out
-    whether it affects the partition. If it does not, ranks record it when the pipeline first
-    evaluates a batch.
+    The model is recorded in training mode and in evaluation mode. If it is on the ``meta`` device,
+    only the first rank records evaluation mode, to find out whether it affects the partition. If it
+    does not, all ranks record it when the pipeline first evaluates a batch.
 
     Args:
         request: Settings of the pipeline.
         microbatches: Microbatches of the sample batch, on the model's device.
         mesh: Replica and pipeline position of this process, and its process groups.
-        cache: Recordings of microbatches that the planner has made.
+        cache: Recordings of the model's forward pass that the planner has made.
     """
     if mesh.pipeline_size == 1 or not is_on_meta(request.model) or is_list(request.sample_batch):
         return record_examples(request, microbatches, cache)
@@ -348,10 +350,10 @@ def _record(
 def _check_replays(
     request: PipelineSettings, examples: Sequence[Example], microbatches: Sequence[Microbatch]
 ) -> None:
-    """Checks that each recording also gives correct results for another microbatch.
+    """Checks that each recording in ``examples`` also gives correct results for another microbatch.
 
-    The other microbatch must have the signature of the recorded microbatch. Recordings without such
-    a microbatch in ``microbatches`` are not checked.
+    The other microbatch must have the same signature (shapes and dtypes) as the recorded
+    microbatch. A recording is skipped if ``microbatches`` contains no such microbatch.
     """
     forwards_of = {example.signature: example for example in examples}
     checked: set[Signature] = set()
@@ -371,7 +373,12 @@ def _keep_part(
     mesh: Mesh,
     placement: Placement,
 ) -> Assembly:
-    """Keeps the parameters of this rank's stages and returns the rank's :class:`Assembly`."""
+    """Keeps the parameters of this rank's stages and returns the rank's :class:`Assembly`.
+
+    The stages follow from ``partition`` (number of segments per stage) and ``placement``
+    (assignment of stages to ranks). ``examples`` contains the recordings of the sample batch, and
+    ``weights`` is the cost of each segment.
+    """
     model = request.model
     device = mesh.accelerator.device
     order = [name for name, _ in model.named_parameters()]
@@ -427,7 +434,8 @@ def _keep_part(
 def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
     """Returns the index of each segment's kind, or an empty tuple if segments are not measured.
 
-    Segments of the same kind make the same calls.
+    ``request`` determines whether segments are measured. Segments of the same kind make the same
+    calls in the first recording of ``examples``.
     """
     if request.trace_dir is None or request.trace_detail == "actions":
         return ()
@@ -457,7 +465,7 @@ class PartitionLayout:
     """Contains the stages of a partition, and the parameters and buffers that ranks need for them.
 
     Attributes:
-        cuts: Recordings of the sample batch, cut into stages.
+        cuts: Recordings of the model's forward pass for the sample batch, cut into stages.
         buffer_use: Ranks that use each buffer in these recordings.
         uses: Positions of the ranks that use each parameter, by name; equal on all ranks.
         shared: Positions of the ranks that have a copy of a parameter, in ascending order, by name;
@@ -484,7 +492,7 @@ class PartitionLayout:
         """Returns the layout of a partition.
 
         Args:
-            forwards: Recordings of the sample batch.
+            forwards: Recordings of the model's forward pass for the sample batch.
             partition: Number of segments in each stage.
             order: Names of all parameters of the model, in the model's order.
             pp_rank: Position of this rank in its pipeline.
@@ -514,7 +522,7 @@ def names_of_shared(
     """Returns all names of each parameter that several processes use.
 
     Args:
-        forwards: Recordings of the sample batch.
+        forwards: Recordings of the model's forward pass for the sample batch.
         shared: First name of each parameter that several processes use.
     """
     aliases = forwards[0].training.aliases
@@ -524,7 +532,11 @@ def names_of_shared(
 def _ranks_of_parameters(
     cut_examples: Sequence[CutForwards], placement: Placement
 ) -> dict[str, set[int]]:
-    """Returns a dict from parameter names to the positions of the ranks that use the parameter."""
+    """Returns a dict from parameter names to the positions of the ranks that use the parameter.
+
+    ``cut_examples`` contains the stages of each recording, and ``placement`` assigns the stages to
+    ranks.
+    """
     uses: dict[str, set[int]] = {}
     for cut in cut_examples:
         for stage in range(placement.num_stages):
@@ -544,7 +556,7 @@ def _names_to_keep(
     """Returns the names of the parameters and buffers that a rank keeps.
 
     Args:
-        cut_examples: Recordings of the sample batch, cut into stages.
+        cut_examples: Recordings of the model's forward pass for the sample batch, cut into stages.
         uses: Positions of the ranks that use each parameter.
         order: Names of all parameters of the model.
         pp_rank: Position of the rank in its pipeline.
@@ -570,7 +582,10 @@ def _names_to_keep(
 def _report_unused(
     request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
 ) -> None:
-    """Prints the names of the entries of the sample batch that no stage uses, if there are any."""
+    """Prints the names of the entries of the sample batch that no stage uses, if there are any.
+
+    ``examples`` contains the microbatches, and ``cut_examples`` lists the entries that stages use.
+    """
     used = set(request.decisive_entries)
     for cut in cut_examples:
         for plans in cut.plans_by_mode.values():

@@ -123,7 +123,7 @@ class BatchShape:
         ]
 
     def examples(self, sample: Microbatch) -> list[Microbatch]:
-        """Returns the first two microbatches of ``sample``, or the first if there is no other."""
+        """Returns the first two microbatches of ``sample``, or one if it contains only one."""
         size = self.micro_batch_size
         return self.microbatches(
             {name: tensor[: min(2, self.samples // size) * size] for name, tensor in sample.items()}
@@ -243,7 +243,7 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
-    """Returns ``batch``, extended to ``least`` samples by repeating samples if it has fewer."""
+    """Returns ``batch``, with samples repeated if it has fewer than ``least`` samples."""
     count = len(next(iter(batch.values())))
     times = -(-least // count)
     if times <= 1:
@@ -288,7 +288,7 @@ def samples_in(batch: Any, argument: str) -> int:
 
 
 def require_whole(least: int, **values: Any) -> None:
-    """Checks that settings are integers of at least ``least``.
+    """Checks that all ``values`` are integers that are at least ``least``.
 
     Args:
         least: Smallest valid value of each setting.

@@ -9,7 +9,8 @@
             └── experts     list within a block    no cut points: not an outermost list
 
 The search uses only the structure of the model, not the names of its classes. This module does not
-check that the forward pass calls each block exactly once; the recorder does.
+check that the forward pass calls each block exactly once. That is checked when the forward pass is
+recorded.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch import nn
 def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Finds lists of repeated blocks in ``model``. Returns a dict from list names to blocks.
 
-    A list is a ``ModuleList`` or ``Sequential`` in which at least two members have the same class
-    and parameters. A list within a block is used only if the blocks differ in size and this inner
-    list has most of its block's parameters, as in vision models with several resolutions. Lists of
-    layers without submodules are used only if there are no other lists.
+    A list is a ``ModuleList`` or ``Sequential`` in which at least two members with parameters have
+    the same class. A list within a block is used only if the blocks differ in size and this inner
+    list has most of its block's parameters. Some vision models with several resolutions are built
+    like this. Lists of layers without submodules are used only if there are no other lists.
 
     Args:
         model: Model to search; it is not changed.
@@ -40,7 +41,10 @@ def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
 def _search(
     name: str, module: nn.Module, lists: dict[str, list[nn.Module]], seen: set[int]
 ) -> None:
-    """Adds the outermost lists of repeated blocks in ``module`` to ``lists``, by name."""
+    """Adds the outermost lists of repeated blocks in ``module`` to ``lists``, by name.
+
+    ``name`` is the name of ``module``, and ``seen`` contains the ``id()`` of each searched module.
+    """
     if id(module) in seen:
         return
     seen.add(id(module))

@@ -60,7 +60,7 @@ class Checkpointer:
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
         self.saver = CheckpointSaver(mesh)
-        # Non-persistent buffers are not saved, as in state_dict() of torch.
+        # Non-persistent buffers are not saved. state_dict() of torch does not contain them either.
         not_saved = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -132,7 +132,7 @@ class Checkpointer:
         return self.saver.local
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns this rank's tensors, as a dict by checkpoint name, and its other state.
+        """Returns a dict of this rank's tensors, keyed by checkpoint name, and its other state.
 
         The other state is the optimizer's type, the options of each parameter group, and the
         optimizer's values that are not tensors.
@@ -211,7 +211,12 @@ class Checkpointer:
         optimizer: bool,
         trust: bool,
     ) -> dict[str, Any]:
-        """Reads the checkpoint of ``step`` and returns its manifest."""
+        """Reads the checkpoint of step ``step`` in ``folders`` and returns its manifest.
+
+        The user's objects in ``state`` get their saved states. The arguments ``optimizer`` and
+        ``trust`` say whether to load the optimizer's state, and whether to accept checkpoints that
+        are pickles.
+        """
         ranks = self._ranks
         path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust))
         ranks.together(lambda: require_seen(path, self._mesh))
@@ -231,7 +236,11 @@ class Checkpointer:
         return manifest
 
     def _take(self, head: Mapping[str, Any], state: Mapping[str, Any]) -> TakenState:
-        """Returns this rank's current state in the form that ``saver`` writes."""
+        """Returns this rank's current state as an object that ``saver`` can write.
+
+        The manifest also contains the entries of ``head``. The states of the user's objects in
+        ``state`` are saved once, by the first rank.
+        """
         once: dict[str, bytes] = {}
         if state:
             self._ranks.first(lambda: once.update({PIPELINE_STATE: _state_bytes(state)}))
@@ -310,7 +319,7 @@ class Checkpointer:
 
     @staticmethod
     def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options of the parameter group ``group`` that can be saved."""
+        """Returns the options of the parameter group ``group`` that a checkpoint can contain."""
         plain = {key: _plain(value) for key, value in _without_lists(group).items()}
         return {key: value for key, value in plain.items() if isinstance(value, (*_PLAIN, list))}
 
@@ -325,10 +334,10 @@ class Checkpointer:
     def _wanted(
         self, path: Path, saved_tensors: Mapping[str, SavedTensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns this rank's parameters and buffers by their names in the checkpoint.
+        """Returns this rank's parameters and buffers by their names in the checkpoint ``path``.
 
         Raises:
-            CheckpointError: If one of these tensors is missing from the checkpoint or has a
+            CheckpointError: If one of these tensors is missing in ``saved_tensors`` or has a
                 different shape there.
         """
         for name, tensor in self._held.items():
@@ -342,7 +351,7 @@ class Checkpointer:
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
     def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Checks that the optimizer has the type and parameter groups of the saved optimizer."""
+        """Checks that the optimizer has the type and parameter groups that ``manifest`` lists."""
         kind = self._kind()
         # A rank whose parameters are all frozen has no optimizer.
         if kind is None and any(p.requires_grad for p in self._update.parameters.values()):
@@ -374,7 +383,9 @@ class Checkpointer:
     ) -> dict[str, dict[str, Any]]:
         """Returns optimizer state for this rank's parameters, with empty tensors to read into.
 
-        Values that are not tensors are taken from the manifest.
+        The names and shapes of the tensors come from ``saved_tensors``.
+
+        Values that are not tensors are taken from ``manifest``.
         """
         states: dict[str, dict[str, Any]] = {
             name: dict(manifest["states"].get(name, {})) for name in self._update.parameters
@@ -446,7 +457,9 @@ class PipelineState(SnapshotState):
         return {"has_common": True}
 
     def is_changed(self) -> bool:
-        """Returns whether tensors, shapes or dtypes changed since :meth:`take`.
+        """Returns whether a tensor was added or removed, or changed shape or dtype.
+
+        The present tensors are compared with the tensors of the last call of :meth:`take`.
 
         For example, an optimizer's first step adds tensors.
         """
@@ -468,7 +481,7 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
 
 
 def _state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of the checkpoint file that holds the state of the user's objects."""
+    """Returns the bytes of the checkpoint file that holds the user's objects in ``state``."""
     try:
         return plain_values.dumps(
             {name: user_object.state_dict() for name, user_object in state.items()}
@@ -483,7 +496,10 @@ def _state_bytes(state: Mapping[str, Any]) -> bytes:
 def _read_state(
     reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
-    """Reads the saved states of the user's objects that are listed in ``names``."""
+    """Reads the saved states of the user's objects that are listed in ``names``.
+
+    ``reader`` reads the checkpoint, which contains ``files``.
+    """
     states: dict[str, Any] = {}
     if names and {PIPELINE_STATE, _FORMER_STATE} & {*files}:
         states = reader.read_values(PIPELINE_STATE, _FORMER_STATE)
@@ -504,7 +520,7 @@ def _plain(value: Any) -> Any:
 
 
 def _without_lists(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a parameter group without its lists of parameters and names."""
+    """Returns the options of the parameter group ``group``, without parameters and their names."""
     # Options in older checkpoints also include the names of parameters, so names are removed too.
     return {key: value for key, value in group.items() if key not in PARAMETER_LISTS}
 

@@ -46,7 +46,8 @@ Dealing = Literal["turns", "work", "time"]
 """Method of distributing the microbatches of a list over replicas."""
 
 _REFIT_STEPS = 8
-"""Costs are fitted after each of the first ``_REFIT_STEPS`` steps, then every ``_REFIT_STEPS``.
+"""Interval in steps between two fits of the costs. In the first ``_REFIT_STEPS`` steps, costs are
+fitted after each step.
 """
 _ADVISED_AFTER = 2 * _REFIT_STEPS
 """Number of measured steps after which a better partition, if there is one, is reported."""
@@ -66,8 +67,8 @@ class Digest:
     """Contains hash values that show whether two lists of microbatches have the same content.
 
     Attributes:
-        kinds: Digest of names, shapes and dtypes of tensors, and of other objects; 0 only if
-            nothing was hashed.
+        kinds: Digest of the names, shapes and dtypes of tensors, and of objects that are not
+            microbatches. 0 means that nothing was hashed.
         read: Digest of the names of the tensors whose values were read.
         values: Digest of the values of these tensors.
     """
@@ -139,7 +140,7 @@ class Declared:
     order: int = 0
 
     def encoded(self) -> list[float]:
-        """Returns the fields as a flat list of numbers; a digest becomes one number per field."""
+        """Returns all fields as a flat list of numbers. Each field of a digest becomes a number."""
         values: list[float] = []
         for value in vars(self).values():
             values += vars(value).values() if isinstance(value, Digest) else [value]
@@ -384,8 +385,8 @@ class ContentBalance:
         each = self._costs_of(self._dealing, batch)
         least_cost = _LEAST_COST * sum(each) / len(each) or 1.0
         each = [cost + least_cost for cost in each]
-        # An evaluation accepts any number of microbatches, so only check_total(), which is called
-        # before training, rejects a number.
+        # An evaluation accepts any number of microbatches. So do not reject a number here;
+        # check_total() checks it before training.
         if self._is_trainable(len(batch)):
             dealt = deal([each] * replicas, group=self._group, least=self._least)
         else:
@@ -509,7 +510,7 @@ class ContentBalance:
                     raise ConfigError(f"ranks {first} and {second} {text}")
 
     def begin(self, rows: Sequence[Microbatch]) -> None:
-        """Stores numbers that describe a step's microbatches, in the order in which they run."""
+        """Stores numbers that describe ``rows``, a step's microbatches in execution order."""
         if self._is_timed:
             self._rows = [self._content.numbers(part) for part in rows]
 
@@ -522,7 +523,7 @@ class ContentBalance:
         self._sums = self._times.measured(self._rows, times.actions)
 
     def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds each rank's sums of measured times to the fits, and refits after some steps."""
+        """Adds each rank's ``sums`` of times to the fits, and fits again after some steps."""
         if not any(map(any, sums)):
             return
         self._times.add(dict(zip(self._positions, sums, strict=True)))
@@ -534,7 +535,7 @@ class ContentBalance:
             self._advise()
 
     def _advise(self) -> None:
-        """Prints a line on the first rank if another partition would be much better."""
+        """Prints a line on the first rank if another partition would make steps much faster."""
         seconds = self.segment_seconds
         partition = balanced(seconds, len(self._partition))
         largest, least = (_largest(seconds, each) for each in (self._partition, partition))
@@ -549,7 +550,10 @@ class ContentBalance:
 
 
 def _differing(values: Sequence[object]) -> tuple[int, int] | None:
-    """Returns the indices of two values that differ, or of two digests that do not match."""
+    """Returns the indices of two ``values`` that differ, or ``None`` if all values match.
+
+    Digests are compared by :meth:`Digest.is_alike`.
+    """
     first_of: dict[int, int] = {}
     for index, value in enumerate(values):
         if not isinstance(value, Digest):
@@ -565,7 +569,10 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
 
 
 def _largest(seconds: Sequence[float], partition: Sequence[int]) -> float:
-    """Returns the time of the longest stage of ``partition``, in seconds."""
+    """Returns the time of the longest stage of ``partition``, in seconds.
+
+    ``seconds`` contains the time of each segment.
+    """
     costs = iter(seconds)
     return max(sum(itertools.islice(costs, size)) for size in partition)
 

@@ -21,7 +21,8 @@ NO_BLOCKS = (
 """End of the error message about a model in which no cut points can be found."""
 
 
-# torch has is_exporting since 2.7. Before, is_compiling returns True during an export.
+# torch.compiler.is_exporting exists since torch 2.7. In older releases, is_compiling returns True
+# during an export.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
@@ -49,8 +50,8 @@ def _exported_mark(tensor: torch.Tensor, cut_point: int, passing: int) -> torch.
 
 
 _exported_mark.register_fake(lambda tensor, cut_point, passing: torch.empty_like(tensor))
-# mark() uses this tensor to test whether a recorder is active, because has_torch_function() is then
-# true.
+# has_torch_function() returns true for this tensor while a recorder is active. mark() uses this to
+# detect a recorder.
 _WITNESS = torch.empty(0)
 _PASSINGS = itertools.count()
 
@@ -123,7 +124,7 @@ class CutPoint(torch.nn.Module):
         return cut_points
 
     def forward(self, *values: Any) -> Any:
-        """Returns a single argument unchanged, or several arguments as a tuple."""
+        """Returns ``values`` unchanged: one argument as it is, or several arguments as a tuple."""
         value = values[0] if len(values) == 1 else values
         return mark(value, id(self), next(_PASSINGS))
 

@@ -1,4 +1,4 @@
-"""Cuts a recorded forward pass into stages, and lists their calls, parameters and messages.
+"""Cuts a recorded forward pass into stages, and lists each stage's calls, tensors and messages.
 
 ::
 
@@ -90,7 +90,7 @@ def given_partition(
 
 
 def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
-    """Checks that ``weights`` contains one cost for each segment.
+    """Checks that ``weights`` contains one cost for each of the ``num_segments`` segments.
 
     Raises:
         ConfigError: If the number of weights differs from the number of segments.
@@ -136,7 +136,10 @@ _MOST_REPEATED = 64
 
 @dataclass(slots=True, kw_only=True)
 class StagePlan:
-    """Lists the calls that a stage runs and the tensors that it needs, by index on the tape.
+    """Lists the calls that a stage runs and the tensors that it needs.
+
+    Calls and tensors are identified by their indices on the tape, which is the recorded forward
+    pass.
 
     Attributes:
         calls: Indices of the stage's calls on the tape, in the order in which they run.
@@ -148,7 +151,7 @@ class StagePlan:
         buffers: Names of the buffers that the stage uses.
         copied: Received tensors, inputs and constants that the stage changes in place, so it must
             copy them first.
-        result: Index of the loss on the tape in the last stage; ``None`` in other stages.
+        result: Index of the loss on the tape if this is the last stage; ``None`` otherwise.
         segments: Indices of the stage's segments in the model.
     """
 
@@ -164,7 +167,12 @@ class StagePlan:
 
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:
-    """Returns a dict from each parameter's first name to the segments that use the parameter."""
+    """Returns a dict from parameter names to the indices of the segments that use the parameter.
+
+    The dict is for the recorded forward pass ``tape``.
+
+    A parameter with several names appears under its first name.
+    """
     segments_of: dict[str, set[int]] = {}
     for number in _needed(tape):
         call = tape.calls[number]
@@ -178,8 +186,9 @@ def uses_of(tape: Tape) -> dict[str, set[int]]:
 def frozen_segments(tape: Tape) -> int:
     """Returns the number of leading segments through which no gradient of the loss flows.
 
-    These segments compute only tensors without gradients, as in an encoder whose parameters are not
-    trained. A stage that consists of such segments needs no backward pass and no activations.
+    These segments compute only tensors without gradients, for example in an encoder whose
+    parameters are not trained. A stage that consists of such segments needs no backward pass and no
+    activations.
 
     Args:
         tape: Recorded forward pass in training mode.
@@ -216,8 +225,9 @@ class LateCalls(NamedTuple):
     embeddings are computed after the encoder.
 
     Attributes:
-        border: Number of leading segments, and index of the segment to which the calls move.
-        parameters: Names of the trained parameters of the calls.
+        border: Number of leading frozen segments. It is also the index of the segment to which the
+            calls move.
+        parameters: Names of the trained parameters that the calls use.
     """
 
     border: int
@@ -332,7 +342,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment, even if it changes tensors that other segments read.
+    """Returns a plan for each segment of ``tape``, even if it changes tensors of other segments.
 
     Segments that share a changed buffer can still run one after another in one process, for example
     to be measured.
@@ -368,7 +378,7 @@ def signature_of(tape: Tape, plan: StagePlan) -> str:
 
 
 def segment_kinds(tape: Tape) -> tuple[int, ...]:
-    """Returns an index for each segment; segments that make the same calls have the same index."""
+    """Returns an index for each segment of ``tape``, equal for segments with the same calls."""
     numbers: dict[str, int] = {}
     return tuple(
         numbers.setdefault(signature_of(tape, plan), len(numbers))
@@ -377,7 +387,7 @@ def segment_kinds(tape: Tape) -> tuple[int, ...]:
 
 
 def _needed(tape: Tape) -> list[int]:
-    """Returns the indices of calls that the loss depends on, or that change tensors in place."""
+    """Returns the indices of calls on ``tape`` that affect the loss or change tensors in place."""
     needed = {tape.loss}
     numbers = []
     for number in range(len(tape.calls) - 1, -1, -1):
@@ -512,7 +522,7 @@ class _Slicer:
     def _check_view(
         self, view: int, old: int, new: int, number: int, stage: int, readers: Sequence[int]
     ) -> None:
-        """Checks that no other stage reads a tensor whose memory was changed in place.
+        """Checks that no other stage reads a tensor whose memory a call changed in place.
 
         Args:
             view: Index on the tape of a tensor that shares memory with the changed tensor.
@@ -555,7 +565,7 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
 
     Args:
         model: The user's whole model.
-        groups: Groups of parameter names, as in the setting ``shared_weights``.
+        groups: Groups of parameter names, which are the value of the setting ``shared_weights``.
 
     Raises:
         ConfigError: If a name is unknown, or the names in a group belong to different parameters.
@@ -629,7 +639,10 @@ def keep_only(
 def _parameter_like(
     parameter: torch.nn.Parameter, device: torch.device | str
 ) -> torch.nn.Parameter:
-    """Returns an uninitialized parameter with the shape, class and attributes of ``parameter``."""
+    """Returns an uninitialized parameter on ``device`` with the attributes of ``parameter``.
+
+    The returned parameter also has the shape and the class of ``parameter``.
+    """
     values = torch.empty_like(parameter.detach(), device=device)
     replacement = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
     kind = type(parameter)

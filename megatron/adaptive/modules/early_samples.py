@@ -6,8 +6,8 @@
     rank 1   record 4   measure 4 ────────────────────────────────> gather
     others   record 4, if each rank has processors of its own ────> gather
 
-Otherwise, all ranks would wait for rank 0. The planner chooses the largest size most often, so
-ranks record it already, and use the recording if it is chosen.
+Without this, all ranks would wait for rank 0. The planner usually chooses the largest size. So
+ranks record that size early, and use the recording if the size is chosen.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from megatron.adaptive.modules.segments import SegmentSample
 from megatron.adaptive.modules.tape import Tape
 
 _MOST_WORK = 2e11
-"""Maximum number of multiplications in segments that are measured before a smaller microbatch has
-shown the speed of the device. A slow processor core takes some seconds for them.
+"""Maximum number of multiplications in a microbatch that is measured before the speed of the device
+is known. A slow processor core needs a few seconds for this number.
 """
 _MEMORY_FACTOR = 3.0
-"""Memory that measuring a microbatch needs at most, relative to the values of a forward pass."""
+"""Maximum memory for measuring a microbatch, as a multiple of the memory of all values that its
+forward pass computes.
+"""
 
 Measured = tuple[Tape, list[SegmentSample]]
 """Recorded forward pass and costs of its segments."""
@@ -40,7 +42,7 @@ Measured = tuple[Tape, list[SegmentSample]]
 
 @dataclass(kw_only=True)
 class EarlySamples:
-    """Contains what two processes measured at the same time.
+    """Contains the results that two processes measured at the same time.
 
     Attributes:
         is_measured: Whether this rank measured the smallest microbatch.
@@ -62,14 +64,14 @@ def node_processors() -> dict[str, Any]:
 
 
 def recorded_bytes(tape: Tape) -> int:
-    """Returns the size in bytes of the values that a recorded forward pass computes."""
+    """Returns the size in bytes of the values that the recorded forward pass ``tape`` computes."""
     return sum(
         math.prod(value.shape) * value.dtype.itemsize for value in tape.values if not value.source
     )
 
 
 def is_cheap(tape: Tape, room_bytes: float) -> bool:
-    """Returns whether segments can be measured before a smaller microbatch has been measured.
+    """Returns whether a microbatch is cheap enough to be measured before any smaller microbatch.
 
     The time and memory are estimated from the recorded calls.
 
@@ -91,7 +93,10 @@ def measured_early(
     largest: Callable[[], list[SegmentSample] | None],
     record: Callable[[], None],
 ) -> EarlySamples:
-    """Measures on the first rank of each type of device, and on its helper. Called by all ranks.
+    """Measures microbatches on the first rank of each type of device, and on a helper rank.
+
+    All ranks must call this. A helper is a second rank with the same type of device, which measures
+    at the same time.
 
     Nothing is measured if the model has values, because recording it then needs memory for all
     values of the forward pass.
@@ -125,7 +130,8 @@ def measured_early(
             early.error = error
     may_record = job.rank in helpers or _have_processors(nodes, job.rank)
     if job.rank not in helpers.values() and early.error is None and may_record:
-        # An error occurs again when the sample batch is recorded, and is reported then.
+        # Ignore errors here. They occur again when the sample batch is recorded, and are reported
+        # then.
         with contextlib.suppress(Exception):
             record()
     gathered = job.gather(rows)
@@ -135,10 +141,10 @@ def measured_early(
 
 
 def helpers_of(nodes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Returns the rank that measures together with the first rank of each type of device.
+    """Returns a dict from the first rank of each device type to the rank that measures with it.
 
-    GPUs have no helper, because measuring takes little time there. Ranks that would share
-    processors have none either.
+    The dict does not contain ranks with a GPU, because measuring takes little time there, or ranks
+    that would share processors with the other rank.
 
     Args:
         nodes: Type of device, memory and processors of each rank.
@@ -157,17 +163,17 @@ def _have_processors(nodes: Sequence[Mapping[str, Any]], rank: int) -> bool:
 
     Args:
         nodes: Type of device, memory and processors of each rank.
-        rank: Rank on the machine.
+        rank: Any rank on the machine.
     """
     machine = nodes[rank]["machine"]
     return _can_compute_together([node for node in nodes if node["machine"] == machine])
 
 
 def _can_compute_together(nodes: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether each machine has a processor for each thread of some ranks.
+    """Returns whether each machine has a processor for every thread of the ranks in ``nodes``.
 
     Args:
-        nodes: Type of device, memory and processors of these ranks.
+        nodes: Type of device, memory and processors of each of the ranks.
     """
     by_machine: dict[str, list[Mapping[str, Any]]] = {}
     for node in nodes:

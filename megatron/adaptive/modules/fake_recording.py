@@ -39,8 +39,8 @@ from megatron.adaptive.modules.recorder import (
 )
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 
-# Names of dropout rates. An operation whose dropout rate is 0 drops no elements, so it draws no
-# random numbers.
+# These parameters of torch operations hold dropout rates. An operation whose dropout rate is 0
+# drops no elements, so it draws no random numbers.
 _PROBABILITIES = ("dropout_p", "dropout")
 
 
@@ -49,7 +49,7 @@ def is_on_meta(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-# torch has this operation since 2.8.
+# This operation exists since torch 2.8.
 _GROUPED_MM: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 
@@ -145,7 +145,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a random operation draws random numbers.
+    """Returns whether the random operation ``func`` draws random numbers for these arguments.
 
     Dropout with a rate of 0 does not draw random numbers.
     """
@@ -217,7 +217,10 @@ class FakeRecorder(CallRecorder):
             return map_aggregate(result, self._fakes.fake_of)
 
     def _number_of(self, tensor: torch.Tensor) -> int:
-        """Returns a tensor's index on the tape, or -1 if neither tape nor model contains it."""
+        """Returns the index of ``tensor`` on the tape, or -1 if it is unknown.
+
+        A tensor is known if it is on the tape or in the model.
+        """
         if id(tensor) not in self._numbers and id(tensor) in self._names:
             return self._source(tensor)
         return self._numbers.get(id(tensor), -1)
@@ -309,7 +312,10 @@ def values_on(
 
 
 def _calls_for(tape: Tape, numbers: Iterable[int]) -> list[Call]:
-    """Returns the calls that compute tensors ``numbers`` or change their memory, in tape order."""
+    """Returns the calls that compute the tensors with indices ``numbers`` or change their memory.
+
+    The calls are in the order of ``tape``, the recorded forward pass.
+    """
     needed = set(numbers)
     memory = {tape.values[number].storage for number in needed} - {0}
     calls = []
@@ -324,7 +330,10 @@ def _calls_for(tape: Tape, numbers: Iterable[int]) -> list[Call]:
 
 
 def _run_call(call: Call, env: dict[int, torch.Tensor], device: torch.device) -> None:
-    """Runs a recorded call on the tensors in ``env`` and stores its results there."""
+    """Runs a recorded call on the tensors in ``env`` and stores its results there.
+
+    Tensors that the call creates are on ``device``.
+    """
     arguments: Any = map_aggregate(
         (call.args, call.kwargs), lambda part: env[part.value] if isinstance(part, Ref) else part
     )

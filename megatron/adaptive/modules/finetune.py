@@ -29,8 +29,8 @@ from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
 
 if TYPE_CHECKING:
-    # This is not imported at run time, because Pipeline must be imported first: it lets
-    # megatron-core run without CUDA.
+    # Import this only for type checkers. At run time, Pipeline must be imported first, because it
+    # lets megatron-core run without CUDA.
     from megatron.adaptive.modules.content import MicrobatchOrder
 
 _RECORD = "finetune.json"
@@ -70,12 +70,13 @@ class FineTuning:
         schedule: Name of the schedule.
         dtype: Name of the parameters' dtype, such as ``bfloat16``; ``None`` for the saved dtype.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` disables autocast.
-        recompute: Calls that the backward pass recomputes, as for :class:`Pipeline`.
-        slicing: Method of recording the forward pass, as for :class:`Pipeline`.
-        repartition: Whether segments move between processes, as for :class:`Pipeline`.
-        order: Order in which a process runs the samples of a step, as for :class:`Pipeline`.
+        recompute: Calls that the backward pass recomputes. See :class:`Pipeline` for the values.
+        slicing: Method of recording the forward pass. See :class:`Pipeline` for the values.
+        repartition: Whether segments move between processes. See :class:`Pipeline` for the values.
+        order: Order in which a process runs the samples of a step. See :class:`Pipeline` for the
+            values.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
-        trace_detail: Events in a trace, as for :class:`Pipeline`.
+        trace_detail: Events in a trace. See :class:`Pipeline` for the values.
         trace_interval: Number of steps from one traced step to the next.
         seed: Seed of the sample order, of adapters and of dropout.
         checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None``
@@ -208,7 +209,10 @@ class FineTuning:
 
 @naming_lost_peers()
 def _read_together(reader: SampleReader, path: Path) -> SampleFile:
-    """Reads the sample file ``path``. All processes must call this, because they share the work."""
+    """Reads the sample file ``path`` with ``reader``, and divides the work among the processes.
+
+    All processes must call this.
+    """
     if Environment.read().world_size == 1:
         return reader.read(path)
     # Import after Pipeline, because Pipeline lets megatron-core run without CUDA.
@@ -263,6 +267,9 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
 
 def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
     """Saves the model and its processor, unless an earlier start of this job has saved them.
+
+    ``settings`` names the output folder. ``samples`` identifies the samples with which the model
+    was trained.
 
     The folder is renamed to its final name when it is complete. If a process is lost before then,
     the restarted job saves the model again.
@@ -375,7 +382,7 @@ class _Run:
         }
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Checks that a checkpoint was made with the same order of samples.
+        """Checks that ``state``, from a checkpoint, was saved with the same order of samples.
 
         Raises:
             CheckpointError: If the order differs, because training would skip samples or train on

@@ -101,7 +101,8 @@ class FirstPartition:
             costs: Cost of each segment, in any unit.
             times: Times of each segment for a microbatch; empty if they are not measured.
             num_microbatches: Number of microbatches per step of a pipeline.
-            limit_s: Maximum time of the simulations in seconds, because all other ranks wait.
+            limit_s: Maximum duration of the simulations in seconds. All other ranks wait during the
+                simulations.
 
         Raises:
             ConfigError: If a cost is negative or not finite, or there are too few segments.
@@ -182,7 +183,7 @@ def quickest_partition(
 def balanced_together(
     weights: Sequence[float], num_stages: int, together: Sequence[range]
 ) -> tuple[int, ...]:
-    """Divides segments among stages like :func:`balanced`, but keeps some segments together.
+    """Divides segments among stages by cost, and keeps the segments of each range in one stage.
 
     Args:
         weights: Cost of each segment, in any unit; non-negative.

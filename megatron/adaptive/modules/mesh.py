@@ -85,7 +85,10 @@ class Mesh(Job):
 
 
 _store_of_process = functools.cache(meet)
-"""Returns the key-value store for rendezvous. All jobs of this process use the same store."""
+"""Returns the key-value store through which processes find each other.
+
+All jobs of this process use the same store.
+"""
 
 
 def join_job(timeout_s: float) -> Job:

@@ -312,7 +312,9 @@ class SegmentMover:
         return cast(_Parcel, parcel)
 
     def _adopt(self, plan: _Plan, received: Mapping[str, _Parcel]) -> None:
-        """Keeps only the tensors of the new stages, and uses the recordings cut into these stages.
+        """Changes to the stages of ``plan``, and keeps only the tensors that these stages need.
+
+        ``received`` contains the tensors that other ranks have sent, by name.
 
         All ranks must call this.
         """
@@ -350,7 +352,10 @@ class SegmentMover:
 
 
 def _text(value: object) -> str:
-    """Returns an option as text. The text of a tensor contains its values, but not its device."""
+    """Returns the optimizer option ``value`` as text.
+
+    The text of a tensor contains its values, but not its device.
+    """
     if isinstance(value, torch.Tensor):
         return repr(value.tolist())
     if isinstance(value, (list, tuple)):
@@ -359,7 +364,7 @@ def _text(value: object) -> str:
 
 
 def _difference(groups: Sequence[Sequence[Mapping[str, str]] | None]) -> str:
-    """Describes an option whose value differs between the optimizers of two ranks.
+    """Describes an optimizer option whose value differs between the optimizers of two ranks.
 
     Returns an empty string if all optimizers have the same options.
 
@@ -389,7 +394,7 @@ def _difference(groups: Sequence[Sequence[Mapping[str, str]] | None]) -> str:
 
 
 def _plain_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Returns the Python attributes of a parameter or buffer that are plain values, by name."""
+    """Returns the Python attributes of ``tensor`` that have plain values, by name."""
     return {key: value for key, value in vars(tensor).items() if isinstance(value, _PLAIN)}
 
 

@@ -57,7 +57,7 @@ _LEAST_SLOT_BYTES = 4096
 def _inputs(
     microbatch: Microbatch, programs: Sequence[StageProgram], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns the entries of a microbatch that the programs use, moved to ``device``."""
+    """Returns the entries of ``microbatch`` that the programs use, moved to ``device``."""
     names = {name for program in programs for name in program.plan.inputs}
     return {name: microbatch[name].to(device, non_blocking=True) for name in names}
 
@@ -96,8 +96,9 @@ class Pipeline:
         recompute: Calls that the backward pass recomputes, instead of keeping their results in
             memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
             these indices. ``None`` disables recomputation.
-        max_recordings: Maximum number of recordings of the model to keep. Each combination of a
-            microbatch's shapes (and values of ``decisive_entries``) needs its own recording.
+        max_recordings: Maximum number of recordings of the model's forward pass to keep. Each new
+            combination of tensor shapes and values of ``decisive_entries`` in a microbatch needs a
+            new recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
             order. ``work`` and ``time`` run cheap microbatches first and last. The cost of a
             microbatch is its recording's operation count (``work``) or its predicted time
@@ -301,7 +302,10 @@ class Pipeline:
         return path
 
     def _begin(self, request: PipelineSettings) -> None:
-        """Creates this process's part of the pipeline. All processes must call this."""
+        """Creates this process's part of the pipeline from the settings ``request``.
+
+        All processes must call this.
+        """
         check_settings(request)
         request, samples = check_model_and_sample(request)
         request = with_cut_points(request)
@@ -357,7 +361,10 @@ class Pipeline:
         self._mesh.settle()
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
-        """Creates the executor and its channels, with message buffers for the largest message."""
+        """Creates the executor and its channels, with message buffers for the largest message.
+
+        ``request`` contains the settings of the pipeline.
+        """
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
             size = max(_LEAST_SLOT_BYTES, self._assembly.largest_message)
@@ -376,7 +383,10 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Creates the hang detector and gives it access to the trace and the executor."""
+        """Creates the hang detector and gives it access to the trace and the executor.
+
+        ``request`` contains the settings of the pipeline.
+        """
         guard = HangGuard(
             self._mesh,
             after_s=request.hang_after_s,
@@ -405,7 +415,7 @@ class Pipeline:
 
     @property
     def costs(self) -> list[dict[str, float]]:
-        """Returns, for each stage, the measured seconds per unit of data, by the unit's name.
+        """Returns a dict for each stage, from names of units of data to measured seconds per unit.
 
         A unit is an element of a batch entry, a pair of elements in a sequence, or a microbatch.
         The list is empty until times have been fitted, which happens only if ``order`` or
@@ -516,7 +526,10 @@ class Pipeline:
         return self.loss, overflow
 
     def _after_step(self, repartitioner: SegmentBalancer, work: StepWork, times: RankTimes) -> None:
-        """Moves segments if measured times predict a gain. All processes must call this."""
+        """Moves segments if the measured ``times`` predict a gain. All processes must call this.
+
+        ``work`` contains the microbatches of the last step.
+        """
         move = repartitioner.after_step(work, times)
         if move is None:
             return
@@ -711,8 +724,7 @@ class Pipeline:
                 folder that was passed to its launcher instead.
             save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: Objects whose state is also saved and loaded, by name, as in
-                :meth:`Pipeline.save`.
+            state: Objects whose state is also saved and loaded, by name. See :meth:`Pipeline.save`.
             async_save: Whether a background thread writes checkpoints, so that training waits only
                 until the state is copied in memory.
             local_folder: Folder on each node's local disk, to which checkpoints are written before

@@ -150,7 +150,11 @@ class PipelineTrace:
         ).skipped_stages
 
     def _add_details(self, tracing: Tracing, folder: str, partition: Sequence[int]) -> None:
-        """Adds the measurements that ``trace_detail`` requests to ``tracing``."""
+        """Adds the measurements of the setting ``trace_detail`` to ``tracing``.
+
+        Trace files are written to ``folder``, and ``partition`` is the number of segments per
+        stage.
+        """
         request = self._request
         mesh = self._mesh
         details = trace_details(request.trace_detail)

@@ -1,4 +1,4 @@
-"""Builds models from folders of ``transformers``, and reads only this process's tensors.
+"""Builds models from folders that ``transformers`` saved, and reads only this process's tensors.
 
 ::
 
@@ -125,7 +125,10 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch
 
 
 def _model_class(folder: Path, config: Any) -> Any:
-    """Returns the model class that is named in ``architectures`` of ``config``."""
+    """Returns the model class that ``config`` names in ``architectures``.
+
+    If ``folder`` contains Python code for the class, the class is loaded from this code.
+    """
     transformers = transformers_module()
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
@@ -145,7 +148,7 @@ def _model_class(folder: Path, config: Any) -> Any:
 
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
-    """Converts parameters to the dtype that the model requires, such as float32 in a router."""
+    """Converts parameters of ``model`` that need their own dtype, such as float32 in a router."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
@@ -252,7 +255,10 @@ class PretrainedWeights:
         conversion: Conversion,
         targets_by_name: Mapping[str, list[torch.Tensor]],
     ) -> None:
-        """Reads the tensors that ``conversion`` needs, and copies the results to the targets."""
+        """Reads the tensors that ``conversion`` needs, and copies the results to the targets.
+
+        ``targets_by_name`` lists the tensors to fill, by the name of the model's tensor.
+        """
         direct = None if conversion.converter is not None else targets_by_name[conversion.target][0]
         sources = {name: files.read_whole(name, direct) for name, _ in conversion.sources}
         for name, value in conversion.convert(sources, self._model).items():
@@ -261,7 +267,7 @@ class PretrainedWeights:
                     target.copy_(value)
 
     def _find_conversions(self, files: TensorFolder) -> Iterator[Conversion]:
-        """Yields the conversions of all tensors in the folder."""
+        """Yields the conversions of all tensors in ``files``, the files of the folder."""
         loading = transformers_module("core_model_loading")
         rules = transformers_module("conversion_mapping").get_model_conversion_mapping(self._model)
         renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
@@ -305,7 +311,10 @@ class PretrainedWeights:
             yield Conversion(**{**vars(conversion), "targets": targets})
 
     def _check(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raises a ``CheckpointError`` if the folder does not have exactly the model's tensors."""
+        """Raises a ``CheckpointError`` if the folder does not have exactly the model's tensors.
+
+        ``named`` contains the model's tensors by name.
+        """
         shapes = {name: tuple(named[name].shape) for name in self._model.state_dict()}
         read: set[str] = set()
         for conversion in self._conversions:
@@ -385,7 +394,7 @@ def open_pretrained(
     dtype: torch.dtype | Literal["auto"] | None,
     trust_remote_code: bool,
 ) -> Pretrained:
-    """Builds a folder's model on the ``meta`` device and checks the files with its weights.
+    """Builds the model in ``folder`` on the ``meta`` device, and checks the files of its weights.
 
     Args:
         folder: Folder of the model.

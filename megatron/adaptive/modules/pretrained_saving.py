@@ -120,7 +120,7 @@ def guarded(action: Callable[[], None]) -> None:
 def _own_tensors(
     model: Any, held: Mapping[str, torch.Tensor], mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors that this rank writes, by their names in the folder.
+    """Returns the tensors in ``held`` that this rank writes, by their names in the folder.
 
     A tensor that several ranks hold is written by the first of these ranks. ``transformers``
     defines the names, and splits the tensors that it merged when it read them.
@@ -139,7 +139,11 @@ def _own_tensors(
 def _write_model(
     partial: Path, model: Any, tensors: Mapping[str, torch.Tensor], mesh: Mesh, shard_bytes: int
 ) -> None:
-    """Writes this rank's files, and the index of all files. All ranks must call this."""
+    """Writes this rank's ``tensors`` to files in ``partial``, and the index of all files.
+
+    All ranks must call this. A file contains at most ``shard_bytes`` bytes, unless it contains a
+    single larger tensor.
+    """
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     shards = split_shards(about, shard_bytes) if about else []
     counts = mesh.gather(len(shards))
@@ -173,7 +177,10 @@ def _write_model(
 
 
 def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
-    """Writes the configuration, and copies tokenizer and generation settings from ``source``."""
+    """Writes the configuration of ``model`` to the folder ``partial``.
+
+    Tokenizer and generation settings are copied from the folder ``source``.
+    """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")

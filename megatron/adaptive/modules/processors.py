@@ -83,7 +83,7 @@ def _has(package: str) -> bool:
 
 
 def _reason(folder: Path, error: Exception) -> str:
-    """Returns the reason why the processor in ``folder`` cannot be loaded."""
+    """Returns the reason for ``error``, with which loading the processor in ``folder`` failed."""
     # For a missing folder, the error of transformers refers to its server, although nothing is
     # downloaded. So state the reason here.
     if not folder.is_dir():
@@ -104,7 +104,10 @@ def _reason(folder: Path, error: Exception) -> str:
 
 
 def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
-    """Returns the processor with :class:`VideoSettings`, or ``None`` if it has no video processor.
+    """Loads a processor in which :class:`VideoSettings` replaces the video processor.
+
+    Returns ``None`` if the processor's class is unknown, has no video processor, or has a part that
+    this function cannot load.
 
     Args:
         folder: Folder of the model.
@@ -139,7 +142,10 @@ def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _class_of(folder: Path, options: dict[str, Any]) -> Any:
-    """Returns the class of a folder's processor, or ``None`` if ``transformers`` lacks it."""
+    """Returns the class of the processor in ``folder``, or ``None`` if ``transformers`` lacks it.
+
+    ``options`` contains arguments of ``from_pretrained``.
+    """
     transformers = transformers_module()
     for name in (_NESTED, _IMAGES, _TOKENIZER):
         named = _document(folder / name).get("processor_class")

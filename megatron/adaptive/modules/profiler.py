@@ -170,7 +170,7 @@ class Profiler(SampledModel):
                 ``micro_batch_sizes`` is not set, and to repeat only short measurements. Costs of
                 sizes between the two are interpolated. Two processes with the same type of device
                 measure the two sizes at the same time, if there are enough processors.
-            recordings: Object that keeps recordings of the model; ``None`` to keep none.
+            recordings: Object that keeps recordings of the model; ``None`` creates a new object.
         """
         begin_s = time.monotonic()
         if batch_size is None:
@@ -259,7 +259,7 @@ class Profiler(SampledModel):
 
         Args:
             job: Job that all ranks have joined.
-            nodes: Result of :meth:`_about` of each rank.
+            nodes: Device, memory and machine of each rank, from :meth:`_about`.
             most: Maximum number of samples per microbatch.
             batch_size: Number of samples per step.
             cache: Object that keeps recordings of the model.
@@ -296,6 +296,9 @@ class Profiler(SampledModel):
         self, job: Job, limit_bytes: float, measured: Iterator[tuple[Tape, list[SegmentSample]]]
     ) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with the same type of device.
+
+        ``measured`` measures each microbatch size when it is iterated. ``limit_bytes`` is the
+        memory limit that an error message states.
 
         Returns errors instead of raising them, so that all ranks can raise the same error.
         """
@@ -348,7 +351,11 @@ class Profiler(SampledModel):
         batch_size: int,
         cache: RecordingCache,
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-        """Yields the recorded forward pass and its measured segments for each microbatch size."""
+        """Yields the recorded forward pass and its measured segments for each microbatch size.
+
+        Without ``micro_batch_sizes``, the sizes are powers of two up to ``most`` samples. No
+        size is measured after the first size that does not fit into ``limit_bytes``.
+        """
         begin_s = time.monotonic()
         doubled = [2**power for power in range(most.bit_length())]
         given_sizes = sorted(set(self.micro_batch_sizes or ()))
@@ -379,6 +386,8 @@ class Profiler(SampledModel):
         early: EarlySamples,
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the same as :meth:`_by_size`, but measures only the smallest and largest size.
+
+        ``early`` contains the sizes that were already measured on two processes.
 
         The costs of the sizes in between are interpolated.
         """
@@ -421,9 +430,10 @@ class Profiler(SampledModel):
     def _fits(
         self, size: int, tape: Tape, rows: Sequence[SegmentSample], limit_bytes: float
     ) -> bool:
-        """Estimates from a smaller microbatch whether ``size`` samples fit in memory.
+        """Estimates from a smaller microbatch whether ``size`` samples fit into ``limit_bytes``.
 
-        ``tape`` and ``rows`` are the recording and the measurements of the smaller microbatch.
+        ``tape`` is the recording of the smaller microbatch, and ``rows`` contains its measured
+        segments.
         """
         samples = rows[0].micro_batch
         needed = max(row.kept_bytes + row.workspace_bytes + row.output_bytes for row in rows)
@@ -472,7 +482,10 @@ class Profiler(SampledModel):
         }
 
     def _recorded(self, batch: Mapping[str, torch.Tensor], cache: RecordingCache) -> Tape:
-        """Returns the forward pass on ``batch``, recorded in training mode."""
+        """Returns the forward pass on ``batch``, recorded in training mode.
+
+        ``cache`` keeps the recording.
+        """
         tape = cache.training(self, batch).training
         postpone(tape, late_calls(tape))
         return tape
@@ -481,6 +494,9 @@ class Profiler(SampledModel):
         self, batch_size: int, device: torch.device, cache: RecordingCache, *, split: bool
     ) -> tuple[Tape, list[SegmentSample]] | None:
         """Measures a microbatch of one sample, or of two if the model cannot run a single sample.
+
+        Two samples are measured only if ``batch_size`` is above 1. ``split`` says whether to also
+        measure the split backward pass.
 
         For example, batch normalization cannot be trained on a single sample.
 
@@ -504,7 +520,10 @@ class Profiler(SampledModel):
         split: bool,
         enough_s: float = math.inf,
     ) -> tuple[Tape, list[SegmentSample]] | None:
-        """Records and measures microbatches of ``size`` samples.
+        """Records and measures microbatches of ``size`` samples on ``device``.
+
+        ``split`` says whether to also measure the split backward pass. Segments that take at least
+        ``enough_s`` seconds are measured only once.
 
         Returns the recording and the measured segments, or ``None`` if the microbatches do not fit
         in memory.
@@ -571,7 +590,7 @@ class ModuleProfile:
     Attributes:
         name: Name of the model.
         parts: Measurements on each type of device, the type of rank 0 first.
-        nodes: Device, memory and machine of each rank, as ``Profiler._about`` returns them.
+        nodes: Device, memory and machine of each rank, from ``Profiler._about``.
         names: Node type of each rank.
         links: Measured times of messages between ranks, as rows of a profile file; empty if not
             measured.
@@ -608,7 +627,7 @@ class ModuleProfile:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Returns, in ascending order, the microbatch sizes with costs on all types of devices.
+        """Returns the microbatch sizes whose costs are known on all types of devices, ascending.
 
         A quick measurement estimates the costs of some sizes (see :attr:`estimated_sizes`).
         """
@@ -646,7 +665,7 @@ class ModuleProfile:
         )
 
     def write(self, path: str | Path) -> None:
-        """Writes a profile file for ``python -m megatron.adaptive plan``.
+        """Writes the profile to the file ``path``, for ``python -m megatron.adaptive plan``.
 
         Raises:
             ConfigError: If the file cannot be written.
@@ -695,7 +714,10 @@ class ModuleProfile:
 
 
 def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
-    """Returns the row of a profile file that describes a segment.
+    """Returns the row of a profile file that describes the segment measured by ``sample``.
+
+    ``gpu`` is the name of the device type. ``split`` says whether to list the times of the split
+    backward pass.
 
     The row has the key ``source`` only if its times were estimated instead of measured.
     """
@@ -719,7 +741,7 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
 
 
 def _samples(sizes: Sequence[int]) -> str:
-    """Returns microbatch sizes as text, such as ``1, 4 samples``."""
+    """Returns the microbatch sizes ``sizes`` as text, such as ``1, 4 samples``."""
     return f"{', '.join(map(str, sizes))} sample{'' if list(sizes) == [1] else 's'}"
 
 
@@ -738,7 +760,10 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the numbers of replicas, at least 2, that a plan may place on the same node."""
+    """Returns the numbers of replicas, at least 2, that a plan may place on the same node.
+
+    ``nodes`` describes the device, memory and machine of each rank.
+    """
     counts = {node["processes"] for node in nodes}
     least = math.gcd(*counts, len(nodes))
     return [width for width in range(2, least + 1) if least % width == 0]

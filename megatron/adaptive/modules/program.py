@@ -82,7 +82,11 @@ class RandomKey:
         self._numbers = numbers
 
     def apply(self, microbatch: int, call: int) -> None:
-        """Seeds the random generator before a call draws random numbers for a microbatch."""
+        """Seeds the random generator before a call draws random numbers for a microbatch.
+
+        ``microbatch`` is the index of the microbatch in the step, and ``call`` is the index of the
+        call on the tape.
+        """
         source = struct.pack("<qqqq", self.seed, self.step, self._numbers[microbatch], call)
         digest = hashlib.blake2b(source, digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little"))
@@ -162,7 +166,11 @@ class _Step:
             env[new] = env[old]
 
     def _context(self, env: Mapping[int, torch.Tensor], ambient: Any) -> contextlib.ExitStack:
-        """Returns a context with the recorded gradient mode and autocast setting of the call."""
+        """Returns a context with the recorded gradient mode and autocast setting of the call.
+
+        ``ambient`` is the dtype of the surrounding autocast context, or ``None``. Autocast is set
+        only if its recorded setting differs. The tensors in ``env`` determine the device.
+        """
         call = self._call
         stack = contextlib.ExitStack()
         if not call.with_grad:
@@ -241,7 +249,7 @@ class StageProgram:
         ]
 
     def _prepare(self) -> list[_Step]:
-        """Returns the calls of the stage, each with the tensors to free after the call."""
+        """Returns the calls of the stage, each with the tensors that it may free afterwards."""
         tape = self._tape
         plan = self.plan
         keep = {*plan.sent, *([] if plan.result is None else [plan.result])}
@@ -276,9 +284,10 @@ class StageProgram:
         return steps
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
-        """Divides the calls of the stage into parts that are recomputed as a whole or not at all.
+        """Divides the calls ``steps`` into parts that are recomputed as a whole or not at all.
 
-        A part that is not recomputed contains calls of only one segment.
+        ``recomputed`` contains the ranges of recomputed calls. A part outside of these ranges
+        contains calls of only one segment.
         """
         range_of = {number: calls.start for calls in recomputed for number in calls}
 
@@ -409,7 +418,10 @@ class StageProgram:
         store: WeightGradientStore | None,
         env: dict[int, torch.Tensor],
     ) -> None:
-        """Runs the calls in ``steps`` on the tensors in ``env``, as :meth:`forward` describes."""
+        """Runs the calls in ``steps`` on the tensors in ``env``.
+
+        :meth:`forward` describes ``random`` and ``store``.
+        """
         calls = self._tape.calls
         ambient = self._tape.autocast
         for step in steps:
@@ -649,7 +661,7 @@ class MessageLayout:
         return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Returns a message that contains ``tensors``, in which ``None`` stands for zeros.
+        """Returns a message on ``device`` with ``tensors``, in which ``None`` stands for zeros.
 
         Raises:
             ConfigError: If a tensor's shape or dtype differs from the recording.
@@ -714,7 +726,11 @@ class _Deferred:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred."""
+        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred.
+
+        ``env`` contains tensors by their index on the tape. The weight gradient is added to
+        ``store``, and ``dtype`` is the dtype of autocast.
+        """
         weight: Any = env[self.weight.value]
         bias: Any = None if self.bias is None else env[self.bias.value]
         # A user's hooks on a parameter run only if autograd computes its gradient.

@@ -122,7 +122,10 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
 
 
 def _attention_ranges(tape: Tape) -> list[range]:
-    """Returns the calls of each attention, from the matmul of Q and K to the matmul with V."""
+    """Returns the range of calls of each attention on ``tape``.
+
+    A range starts with the matmul of Q and K, and ends with the matmul with V.
+    """
     ranges: list[range] = []
     for number, call in enumerate(tape.calls):
         calls = None

@@ -44,7 +44,8 @@ READING = frozenset(
         "is_nonzero",
     )
 )
-# Functions that register Python code for gradients. A recorded call does not contain this code.
+# These functions register gradient hooks. Recording a call to them does not record the code of the
+# hook.
 HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # Name of torch's autograd function for activation checkpointing. The recorder calls the
 # checkpointed function directly, so that the calls in it are recorded.
@@ -157,7 +158,10 @@ class MappedFunction:
     def captures(
         self, is_known: Callable[[torch.Tensor], bool], args: Any, kwargs: Any
     ) -> list[torch.Tensor]:
-        """Runs the function and returns the captured tensors for which ``is_known`` is true."""
+        """Runs the function with ``args`` and ``kwargs``, and returns the tensors that it captures.
+
+        Only tensors for which ``is_known`` is true are returned.
+        """
         mode = _Captured(is_known)
         self._call(mode, args, kwargs)
         return list(mode.tensors.values())
@@ -232,7 +236,7 @@ class _Attribute:
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:
-    """Raises a ``ConfigError`` if a module has a hook for its backward pass."""
+    """Raises a ``ConfigError`` if a module of ``model`` has a hook for its backward pass."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise ConfigError(
@@ -243,7 +247,11 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
 
 
 def _refuse_side_effects(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises a ``ConfigError`` for a call with an effect that the recording would lose."""
+    """Raises a ``ConfigError`` if a call of ``function`` has an effect that cannot be recorded.
+
+    Such calls register gradient hooks, or draw random numbers from a separate generator. ``args``
+    and ``kwargs`` are the arguments of the call.
+    """
     if getattr(function, "__name__", "") in HOOKING:
         raise ConfigError(
             f"{where()} registers a gradient hook, which cannot be recorded; change the gradient "
@@ -383,14 +391,20 @@ class CallRecorder(TorchFunctionMode):
         return run(*args, **kwargs)
 
     def _watch_random_numbers(self) -> None:
-        """Saves the states of the random generators for :meth:`_drew_random_numbers`."""
+        """Saves the states of the random generators.
+
+        :meth:`_drew_random_numbers` later compares the states with the saved states.
+        """
         generators = [torch.default_generator]
         if self.tape.device.type == "cuda":
             generators.append(default_generator(self.tape.device))
         self._states = [(generator, generator.get_state()) for generator in generators]
 
     def _drew_random_numbers(self) -> bool:
-        """Returns whether the call drew random numbers, which changes a generator's state."""
+        """Returns whether random numbers were drawn since the last :meth:`_watch_random_numbers`.
+
+        The generators of the CPU and of the device are compared.
+        """
         return any(
             not torch.equal(generator.get_state(), state) for generator, state in self._states
         )
@@ -540,7 +554,10 @@ class CallRecorder(TorchFunctionMode):
         return next(storages, "")
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
-        """Records that the forward pass reached the cut point whose ``id()`` is ``cut_point``."""
+        """Records that the forward pass reached the cut point whose ``id()`` is ``cut_point``.
+
+        ``passing`` is the sequence number of the cut point's call.
+        """
         # The exported module calls a cut point once for each of its tensors, so count only the
         # first call.
         if passing == self._passing:
@@ -563,7 +580,10 @@ class CallRecorder(TorchFunctionMode):
         self.tape.cuts.append(name)
 
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
-        """Raises a ``ReadsValueError`` if a call reads a value that may vary by microbatch."""
+        """Raises a ``ReadsValueError`` if ``function`` reads a value that may vary by microbatch.
+
+        ``tensors`` contains the tensors in the arguments of the call.
+        """
         name = getattr(function, "__name__", "")
         if name not in READING or is_checking():
             return
@@ -654,7 +674,7 @@ class CallRecorder(TorchFunctionMode):
                 )
 
     def finish(self, loss: Any) -> None:
-        """Checks the recorded forward pass, and stores the index of the loss on the tape."""
+        """Checks the recorded forward pass, and stores the index of ``loss`` on the tape."""
         required = [name for name in self._cut_names.values() if name not in self._optional]
         missed = [name for name in required if name not in self.tape.cuts]
         if missed and not self._may_miss:
@@ -678,7 +698,10 @@ class CallRecorder(TorchFunctionMode):
 def tensor_paths(
     structure: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Yields the tensors in nested containers, each with the indices and keys that lead to it."""
+    """Yields the tensors in ``structure``, each with the indices and keys that lead to it.
+
+    ``structure`` may be a nested container. ``path`` leads to ``structure`` itself.
+    """
     if isinstance(structure, torch.Tensor):
         yield structure, path
     elif isinstance(structure, (tuple, list)):

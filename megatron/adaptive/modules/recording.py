@@ -279,8 +279,8 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # Values that the model reads are fixed to the sample's values. Record with _traced(),
-            # because a model then reads fewer values.
+            # ``record`` assumes that the values that the model reads are equal for all
+            # microbatches. Record with _traced(), because the model then reads fewer values.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
         try:
@@ -306,7 +306,10 @@ class Forwards:
         make: MakeRecorder,
         modes: Sequence[Mode],
     ) -> Forwards | None:
-        """Returns the forward passes recorded by ``trace``, or ``None`` if this method fails."""
+        """Records ``forward`` on ``sample`` with :func:`_traced`; returns ``None`` if this fails.
+
+        ``make`` creates the recorder, and ``modes`` lists the modes to record.
+        """
         try:
             forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
@@ -326,7 +329,10 @@ class Forwards:
         way: str,
         modes: Sequence[Mode],
     ) -> Forwards:
-        """Returns the forward passes that the function ``take`` records in ``modes``."""
+        """Returns the forward passes that the function ``take`` records in ``modes``.
+
+        ``way`` is the name of the recording method.
+        """
         tapes: dict[Mode, Tape] = {}
         for mode in modes:
             is_training = mode == "training"
@@ -339,7 +345,7 @@ class Forwards:
         return forwards
 
     def joined(self, other: Forwards, model: torch.nn.Module) -> Forwards:
-        """Returns these forward passes together with those of another mode.
+        """Combines these forward passes with the forward passes ``other`` of another mode.
 
         Optional cut points that the model reaches in only one of the two modes are removed.
 
@@ -379,7 +385,7 @@ def host_random_state() -> tuple[Any, ...]:
 
 
 class RecordingCache:
-    """Records microbatches, and keeps recordings that the assembly of the pipeline can use."""
+    """Records the model on microbatches, and keeps recordings for the assembly of the pipeline."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Mode, Mapping[str, torch.Tensor], Forwards]] = []
@@ -421,7 +427,7 @@ class RecordingCache:
             self._kept.append(("evaluation", microbatch, forwards))
 
     def take(self, microbatch: Mapping[str, torch.Tensor], mode: Mode) -> Forwards | None:
-        """Removes and returns a recording of an equal microbatch, or ``None`` if there is none.
+        """Removes and returns a recording of an equal microbatch; ``None`` if no recording matches.
 
         Equal microbatches have the same entries, with equal values.
 
@@ -443,7 +449,7 @@ class RecordingCache:
 def evaluation_of(
     model: SampledModel, microbatch: Mapping[str, torch.Tensor], training: Forwards
 ) -> Forwards:
-    """Records a model in evaluation mode, if possible by the method of its training recording."""
+    """Records ``model`` in evaluation mode, if possible by the same method as ``training``."""
     return Forwards.of(model, microbatch, model.slicing, way=training.way, modes=("evaluation",))
 
 
@@ -562,7 +568,10 @@ class _Lossy(torch.nn.Module):
 
 
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
-    """Exports a model, runs the exported module and returns the recording of this run."""
+    """Exports a model, and returns a recording of the exported module that runs on ``sample``.
+
+    ``make`` creates the recorder.
+    """
     with undisturbed(forward.model, forward.device):
         try:
             # Discard stderr, because torch writes the whole graph there if an export fails.

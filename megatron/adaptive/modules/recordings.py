@@ -159,7 +159,7 @@ def record_examples(
 def _with_modes(
     model: SampledModel, microbatch: Microbatch, training: Forwards, modes: Sequence[Mode]
 ) -> Forwards:
-    """Adds a recording in evaluation mode to a recording in training mode if ``modes`` has both.
+    """Adds a recording in evaluation mode to ``training`` if ``modes`` contains both modes.
 
     Args:
         model: Model with its settings for recording.
@@ -177,7 +177,7 @@ def _with_modes(
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether evaluation needs nothing of a segment that training does not need.
+    """Returns whether each segment needs at most as much in evaluation as in training.
 
     This function records the evaluation of a microbatch and compares it with the recording in
     training mode. If each segment needs the same parameters, buffers, inputs and messages or fewer,
@@ -217,12 +217,14 @@ def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache
 
 
 def _sent_bytes(tape: Tape, plan: StagePlan) -> int:
-    """Returns the size of the message that a stage sends to the next stage, in bytes."""
+    """Returns the size in bytes of the message that the stage ``plan`` sends to the next stage."""
     return MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
 
 
 def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
     """Returns a dict from parameter names to the segments that use the parameter, ascending.
+
+    ``recorded`` contains forward passes of the model.
 
     A segment is included if it uses the parameter in training or in evaluation.
     """
@@ -398,12 +400,12 @@ class BufferUse:
 
 
 def frozen_segments_of(forwards: Iterable[Forwards]) -> int:
-    """Returns the number of leading segments through which no gradient flows in any recording."""
+    """Returns the number of leading segments through which no gradient flows in ``forwards``."""
     return min(frozen_segments(each.training) for each in forwards)
 
 
 def segment_bytes(tape: Tape) -> tuple[int, ...]:
-    """Returns the size in bytes of the tensors through which gradients flow, for each segment.
+    """Returns the bytes of the tensors through which gradients flow, for each segment of ``tape``.
 
     The sizes are equal on all ranks, and roughly proportional to the size of the kept activations.
     """
@@ -430,7 +432,7 @@ def segment_work(tape: Tape) -> tuple[float, ...]:
 
 
 def work_by_action(tape: Tape) -> tuple[SegmentWork, ...]:
-    """Returns the operation counts of each segment, separately for each kind of action."""
+    """Returns the operation counts of each segment of ``tape``, by kind of action."""
     work = [SegmentWork()] * tape.num_segments
     for call in tape.calls:
         pairs = zip(work[call.segment], _work(tape, call), strict=True)
@@ -582,6 +584,9 @@ class KeptPart:
 class Recordings:
     """Keeps the programs of this rank's stages by signature, and adds programs for new signatures.
 
+    A signature contains the shapes and dtypes of a microbatch, and the values that decide which
+    operations the model runs.
+
     Args:
         model: Model with its settings for recording.
         part: Cuts and parameters that the sample batch determined.
@@ -624,7 +629,7 @@ class Recordings:
         return self._part
 
     def cut(self, partition: Sequence[int]) -> dict[Signature, list[CutForwards]]:
-        """Cuts all recordings into the stages of another partition.
+        """Cuts all recordings into the stages of ``partition``.
 
         Raises:
             ConfigError: If a recording cannot be cut into these stages.
@@ -682,7 +687,11 @@ class Recordings:
         return programs
 
     def _report(self, signature: Signature, step: int, seconds: float) -> None:
-        """Reports the first recording after ``_EARLY_STEPS``, and the first repeated recording."""
+        """Reports the first recording after ``_EARLY_STEPS``, and the first repeated recording.
+
+        The report contains ``signature``, and ``seconds``, the duration of the recording. The
+        report about the first recording also contains ``step``.
+        """
         if self._part.pp_rank:
             return
         if step > _EARLY_STEPS and "late" not in self._reported:

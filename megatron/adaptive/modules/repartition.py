@@ -88,7 +88,7 @@ def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[floa
 
 
 def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
-    """Checks that segments may move in this job.
+    """Checks that segments may move in this job, unless ``request`` disables this.
 
     Raises:
         ConfigError: If the job is elastic.
@@ -109,7 +109,7 @@ def make_balancer(
     orders: Orders,
     balance: ContentBalance,
 ) -> SegmentBalancer | None:
-    """Creates the object that moves segments. All ranks must call this.
+    """Creates the object that measures steps and moves segments. All ranks must call this.
 
     Returns ``None`` if ``repartition`` is off or a pipeline has only one rank.
     """
@@ -169,7 +169,7 @@ class SegmentBalancer:
         return self._mover.shared_weights(self.partition)
 
     def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
-        """Records a training step's times; at the end of an interval, decides whether to move.
+        """Records a step's times. At the end of an interval, decides whether segments move.
 
         Args:
             work: Microbatches of the step.
@@ -261,6 +261,8 @@ class SegmentBalancer:
     def _compare(self, pace: _Pace) -> Move | None:
         """Logs the gain of the last move if segments moved since the last check.
 
+        ``pace`` is the speed of the steps after the move.
+
         Returns the move back to the former partition if steps did not become faster, otherwise
         ``None``.
         """
@@ -328,8 +330,8 @@ class SegmentBalancer:
 def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
     """Returns, for each segment, its fractions of the stage's forward, backward and weight passes.
 
-    A segment without a backward pass, as in a frozen encoder, has no part in the backward and
-    weight passes.
+    A segment without a backward pass, for example in a frozen encoder, has no part in the backward
+    and weight passes.
 
     Args:
         works: Operation counts of the segments.
@@ -352,6 +354,8 @@ def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...
 def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
     """Returns the size in bytes of each segment's parameters, gradients and optimizer state.
 
+    ``request`` contains the model, and ``assembly`` contains the recordings of the model.
+
     A parameter shared by several segments is counted only in the first segment.
     """
     part = assembly.recordings.part
@@ -363,7 +367,10 @@ def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
 
 
 def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
-    """Returns a number for each segment: its size in bytes plus a small number for its kind."""
+    """Returns a number for each segment: its size in bytes plus a small number for its kind.
+
+    The sizes are in ``sizes``.
+    """
     works = zip(*assembly.sample_work.values(), strict=True)
     kinds = list(zip(sizes, works, strict=True))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}

@@ -74,7 +74,9 @@ _LIKE_FLAGS = (
 
 
 def check_settings(request: PipelineSettings) -> None:
-    """Checks the values of settings, most of them against the limits of the trainer's flags.
+    """Checks the values of the settings ``request``.
+
+    Most values are checked against the limits of the trainer's flags.
 
     Raises:
         ConfigError: If a value is outside its range.
@@ -86,10 +88,10 @@ def check_settings(request: PipelineSettings) -> None:
 
 
 def _check_traced(request: PipelineSettings) -> None:
-    """Checks which steps are traced and profiled, and the collector of the trace.
+    """Checks the settings of tracing: traced steps, profiled steps and the collector.
 
     Raises:
-        ConfigError: If a value is invalid, or a collector is named without a trace.
+        ConfigError: If a value is invalid, or a collector is set without ``trace_dir``.
     """
     require_whole(1, trace_interval=request.trace_interval)
     if request.trace_iterations is not None:
@@ -101,7 +103,9 @@ def _check_traced(request: PipelineSettings) -> None:
 
 
 def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
-    """Checks shared weights and the sample batch. Returns the settings and the number of samples.
+    """Checks shared weights and the sample batch in ``request``.
+
+    Returns the settings and the number of samples.
 
     If the sample batch is a list, the returned settings also set ``micro_batch_size``.
 
@@ -127,6 +131,8 @@ def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings,
 def require_alike(request: PipelineSettings, job: Job) -> None:
     """Checks that all ranks have the same parameters and settings. All ranks must call this.
 
+    ``request`` contains this rank's settings.
+
     If ranks differed, they would wait for messages or reductions that never come. A parameter that
     is frozen on one rank alone, for example, changes the messages of its stage.
 
@@ -148,7 +154,7 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
 
 def request_signature(request: PipelineSettings) -> str:
-    """Returns a hash of the model and of the settings that affect its measurement."""
+    """Returns a hash of the model and the settings in ``request`` that affect its measurement."""
     model, sample = request.model, request.sample
     content: dict[str, Any] = {
         "model": type(model).__qualname__,

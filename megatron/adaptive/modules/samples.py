@@ -46,8 +46,8 @@ _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 # Keys of a message part that may contain the path of an image, in common formats.
 _NAMES = ("image", "path", "url", "image_url")
 
-# Number of lines that each process encodes before the first exchange, and maximum number before
-# each later exchange.
+# The first value is the number of lines that each process encodes before the processes exchange
+# results for the first time. The second value is the maximum number before each later exchange.
 _FIRST_LINES, _MOST_LINES = 1, 1024
 
 # Approximate and maximum size in bytes of all samples that the processes send in one exchange. Long
@@ -56,7 +56,10 @@ _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
-    """Returns the number of tokens per microbatch that the loss includes, for ``num_items``."""
+    """Returns the number of tokens that the loss includes, for each microbatch of ``batch``.
+
+    The result is the argument ``num_items`` of ``Pipeline.step``.
+    """
     return [float((entries["labels"][:, 1:] != IGNORED).sum()) for entries in batch]
 
 
@@ -154,7 +157,10 @@ class SampleReader:
         return self._padded(encoded, has_images=bool(images))
 
     def _apply_template(self, messages: list[Any], images: list[Any]) -> Any:
-        """Returns the conversation ``messages``, encoded with the chat template."""
+        """Returns the conversation ``messages``, encoded with the chat template.
+
+        ``images`` contains the images of the conversation.
+        """
         processor = self.processor
         template = processor.chat_template
         if template is None:
@@ -182,7 +188,11 @@ class SampleReader:
             )
 
     def _padded(self, encoded: Mapping[str, Any], *, has_images: bool) -> dict[str, torch.Tensor]:
-        """Adds labels, and truncates or pads the entries that have one value per token."""
+        """Adds labels to the entries ``encoded``, and truncates or pads them.
+
+        Only entries with one value per token are truncated or padded. If ``has_images`` is true, an
+        error is raised if the truncated part contains tokens of an image.
+        """
         entries = {name: torch.as_tensor(entry) for name, entry in encoded.items()}
         # Padding follows the text, so no token of the text attends to it, and a mask is not needed.
         ids = entries["input_ids"]
@@ -325,7 +335,10 @@ class SampleFile:
             size = _next_size(size, sent_bytes)
 
     def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
-        """Encodes this process's lines of a block, and drops samples that are too large to send."""
+        """Encodes this process's lines of a block, and drops samples that are too large to send.
+
+        The size limit is divided equally among the processes, whose number is ``ranks``.
+        """
         part: list[_Encoded] = []
         room = _MOST_EXCHANGED_BYTES // ranks
         for line in lines:
@@ -410,12 +423,14 @@ def _next_size(size: int, sent_bytes: int) -> int:
 
 
 def _size_of_samples(part: Sequence[_Encoded]) -> int:
-    """Returns the size in bytes of the samples that a process sent."""
+    """Returns the size in bytes of the samples in ``part``, which a process sent."""
     return sum(each.num_bytes for each in part if each.sample is not None)
 
 
 def _common_lines(path: Path, job: Job) -> list[_Line]:
-    """Reads a file on all processes of a job and returns its lines. All processes must call this.
+    """Reads the file ``path`` on all processes of a job and returns its lines.
+
+    All processes must call this.
 
     Raises:
         ConfigError: If a process cannot read the file, or the file differs between processes. All
@@ -443,7 +458,7 @@ def _common_lines(path: Path, job: Job) -> list[_Line]:
 
 
 def _content(line: _Line, folder: Path) -> bytes:
-    """Returns the hash of an encoded line, followed by the hashes of its image files.
+    """Returns the hash of the text of ``line``, followed by the hashes of the line's image files.
 
     Args:
         line: Line of the file.

@@ -85,6 +85,8 @@ class SegmentMeter(LayerSums):
     ) -> tuple[int, Any] | None:
         """Ends the measurement of segment ``current``, and begins the measurement of ``segment``.
 
+        ``kind`` says whether the pass is a forward or a backward pass.
+
         Returns the new value of ``current``, which is ``None`` at the end of a stage's pass.
         """
         if current is None and segment is None:

@@ -223,10 +223,13 @@ def _sample(
     split: bool,
     long_s: float,
 ) -> tuple[SegmentSample, torch.Tensor]:
-    """Measures a segment, and returns its costs and its output.
+    """Measures the segment ``program``, and returns its costs and its output.
+
+    The function ``measure`` runs the segment and returns its times. ``held`` contains the segment's
+    parameters and buffers.
 
     The costs have segment index 0 and microbatch size 1, which the caller replaces. If the unsplit
-    passes take ``long_s`` seconds, they also serve as the warm-up of the split passes.
+    passes take at least ``long_s`` seconds, they also serve as the warm-up of the split passes.
     """
     before = _reset_peak_bytes(device)
     halves = None
@@ -260,7 +263,10 @@ def _sample(
 
 
 def _reset_peak_bytes(device: torch.device) -> int:
-    """Resets the peak memory statistics and returns the memory in use in bytes; 0 on a CPU."""
+    """Resets the peak memory statistics of ``device`` and returns the used memory in bytes.
+
+    Returns 0 on a CPU.
+    """
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -268,7 +274,7 @@ def _reset_peak_bytes(device: torch.device) -> int:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory since the last reset in bytes, or 0 on a CPU."""
+    """Returns the peak memory of ``device`` since the last reset in bytes, or 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -279,7 +285,7 @@ def _num_parameters(tensors: Iterable[torch.Tensor]) -> int:
 def _held(
     tape: Tape, plan: StagePlan, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns the parameters and buffers of a segment on the device, by name.
+    """Returns the parameters and buffers of the segment ``plan`` on ``device``, by name.
 
     Parameters share memory with the model if the model is on this device. Buffers are copied,
     because running the segment may change them. Tensors on the ``meta`` device get random values.
@@ -307,7 +313,7 @@ def _held(
 
 
 def _fill_with_random(values: torch.Tensor) -> None:
-    """Fills a tensor with random numbers, of which large tensors contain several copies.
+    """Fills ``values`` with random numbers. A large tensor gets copies of the same numbers.
 
     Copying is several times faster than drawing numbers.
     """
@@ -332,6 +338,8 @@ def _time(
     warm_up: int = WARM_UP,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
     """Runs a segment repeatedly. Returns its times, its output and the bytes of its activations.
+
+    Each forward pass gets the batch entries ``inputs`` and the ``message`` of the previous segment.
 
     The times are lists in seconds, for forward passes, backward passes and, if ``split`` is true,
     weight-gradient passes.
@@ -367,9 +375,12 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the element count of shared parameters, and the first and last segment with them.
+    """Returns the number of elements in shared parameters, and the segments that share them.
 
-    The tuple of segments is empty if no parameter is shared.
+    ``tape`` shows which segments use a parameter, and ``tensors`` contains the parameters by name.
+
+    The tuple contains the first and the last segment with a shared parameter. It is empty if no
+    parameter is shared.
     """
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]

@@ -93,7 +93,7 @@ class SettledSizes:
         plan: Layout that the planner chose; ``None`` if the planner was not used.
         order: Layout that the launcher of an elastic job prescribes; ``None`` if the job is not
             elastic.
-        recordings: Recordings of the model that were made on the way.
+        recordings: Recordings of the model that were made while the layout was determined.
     """
 
     mesh: Mesh
@@ -145,7 +145,7 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
 
 
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
-    """Returns the settings with the layout that an elastic job's launcher prescribes.
+    """Returns the settings ``request`` with the layout ``order`` of an elastic job's launcher.
 
     If the layout was planned for another model, the current model is measured and the program
     exits.
@@ -270,12 +270,15 @@ def _of_one_process(
 
 
 def _sampled_model(request: PipelineSettings) -> dict[str, Any]:
-    """Returns the settings that describe the model and its recording, by name."""
+    """Returns the settings in ``request`` that describe the model and its recording, by name."""
     return {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
 
 
 def _choose(job: Job, request: PipelineSettings, recordings: RecordingCache) -> Chosen:
-    """Measures the model and plans a layout, equal on all ranks. All ranks must call this."""
+    """Measures the model and plans a layout, equal on all ranks. All ranks must call this.
+
+    ``request`` contains the user's settings, and ``recordings`` keeps recordings of the model.
+    """
     require_whole(1, batch_size=request.samples)
     if request.pipeline_size == "auto":
         request = dataclasses.replace(request, pipeline_size=None)
@@ -291,9 +294,9 @@ def _choose(job: Job, request: PipelineSettings, recordings: RecordingCache) -> 
 def _measure(
     job: Job, request: PipelineSettings, recordings: RecordingCache
 ) -> tuple[ModuleProfile, MeasuredModule]:
-    """Measures a model. Returns the profile, and the planner's description of the model.
+    """Measures the model of ``request``, and returns its profile and its planner description.
 
-    All ranks must call this.
+    All ranks must call this. ``recordings`` keeps recordings of the model.
     """
     size = request.micro_batch_size
     pipeline_size = request.pipeline_size
@@ -336,7 +339,10 @@ def _measure(
 
 
 def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProfile) -> Chosen:
-    """Returns the layout that the planner chooses for the measured model ``module``."""
+    """Returns the layout that the planner chooses for the measured model ``module``.
+
+    The sizes that the user set in ``request`` are kept.
+    """
     count = len(profile.cut_points) + 1
     size = request.pipeline_size
     sizes: tuple[int, ...] = (size,) if isinstance(size, int) else ()
@@ -378,7 +384,10 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 
 
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
-    """Returns the pipeline sizes whose number of stages matches the user's partition."""
+    """Returns the pipeline sizes whose number of stages matches the user's partition.
+
+    ``num_segments`` is the number of segments of the model.
+    """
     partition = request.partition
     assert partition is not None
     stages = len(partition.split("-") if isinstance(partition, str) else tuple(partition))

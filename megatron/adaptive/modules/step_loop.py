@@ -7,7 +7,7 @@
     ── on a request to stop: save a checkpoint, and exit with status 0
 
 While the pipeline is open, the loop handles signals and writes the progress file. Stops,
-checkpoints and reports work as in the trainer for GPT models (see ``engine.stop``,
+checkpoints and reports work in the same way as in the trainer for GPT models (see ``engine.stop``,
 ``checkpoint.folder`` and ``engine.progress``).
 """
 
@@ -47,7 +47,7 @@ _BATCH = "loop_batch_size"
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
-    """Checks that the user's objects have ``state_dict`` and ``load_state_dict``."""
+    """Checks that the user's objects in ``state`` have ``state_dict`` and ``load_state_dict``."""
     for name, user_object in state.items():
         if not (hasattr(user_object, "state_dict") and hasattr(user_object, "load_state_dict")):
             raise ConfigError(
@@ -68,7 +68,7 @@ class Loop:
             that was passed to its launcher instead.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
         keep: Number of newest complete checkpoints to keep; ``None`` for all.
-        state: Objects whose state is also saved and loaded, by name, as in :meth:`Pipeline.save`.
+        state: Objects whose state is also saved and loaded, by name. See :meth:`Pipeline.save`.
         async_save: Whether a background thread writes checkpoints, so that training waits only
             until the state is copied in memory.
         local_folder: Folder on each node's local disk, to which checkpoints are written before a
@@ -242,7 +242,10 @@ class Loop:
             dist.destroy_process_group(group)
 
     def _open_progress(self, order: JobOrder | None) -> ProgressFile:
-        """Opens the progress file, in the trace folder unless the job's launcher names a folder."""
+        """Opens the progress file in the folder that the launcher's ``order`` names.
+
+        Without a launcher, the file is in the trace folder.
+        """
         folder = self._pipeline._trace.folder if order is None else order.progress
         return ProgressFile(folder if self._is_first else None)
 
@@ -260,6 +263,8 @@ class Loop:
 
     def _resume(self, trust: bool) -> float | None:
         """Loads the newest checkpoint, and returns the loading time in seconds.
+
+        ``trust`` says whether to also load checkpoints that are pickles.
 
         Returns ``None`` if there is no checkpoint.
         """
@@ -319,7 +324,7 @@ class Loop:
             self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
-        """Ends the loop: saves the last step if it is not yet saved, and reports the reason.
+        """Ends the loop: saves the last step if it is not yet saved, and prints ``reason``.
 
         All processes must call this.
         """

@@ -148,7 +148,7 @@ class StepMaker:
 
     Args:
         request: Settings of the pipeline.
-        form: Form that batches must have.
+        form: Object that checks batches and divides them into microbatches.
         assembly: This rank's part of the model.
         mesh: Replica and pipeline position of this process, and its process groups.
         placement: Assignment of stages to ranks.

@@ -40,7 +40,7 @@ NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One F, B or W of a microbatch in one model chunk of a rank.
+    """A forward (F), backward (B) or weight-gradient (W) action on one microbatch.
 
     Attributes:
         kind: Kind of action: F, B or W.
@@ -84,7 +84,7 @@ class Action:
 
         Args:
             num_slices: Number of slices of each microbatch. If there are several, the label
-                contains the microbatch and the slice, as in ``F0-3.5``.
+                contains the microbatch and the slice, for example ``F0-3.5``.
         """
         name = f"{self.kind}{self.chunk}-{item_label(self.microbatch, num_slices)}"
         return f"{name}.{self.piece}" if self.piece else name + "+" * self.paired
@@ -118,7 +118,11 @@ def _ends_of(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
-    """Returns the microbatch of ``item``, and the position of ``item`` in this microbatch."""
+    """Returns the microbatch of ``item``, and the position of ``item`` in this microbatch.
+
+    An item is a slice or a whole microbatch. ``num_slices`` is the number of slices of each
+    microbatch.
+    """
     if isinstance(num_slices, int):
         return SlicePlace(*divmod(item, num_slices), num_slices)
     ends = _ends_of(num_slices)
@@ -128,7 +132,10 @@ def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
 
 
 def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
-    """Returns the number of slices in a step, summed over all microbatches."""
+    """Returns the number of slices in a step of ``num_microbatches`` microbatches.
+
+    ``num_slices`` is the number of slices of each microbatch.
+    """
     if isinstance(num_slices, int):
         return num_microbatches * num_slices
     return sum(num_slices)
@@ -145,14 +152,14 @@ def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...
 
 
 def mean_slices(num_slices: SliceCounts) -> float:
-    """Returns the mean number of slices per microbatch."""
+    """Returns the mean number of slices per microbatch in ``num_slices``."""
     if isinstance(num_slices, int):
         return num_slices
     return sum(num_slices) / len(num_slices)
 
 
 def most_slices_of(num_slices: SliceCounts) -> int:
-    """Returns the largest number of slices of any microbatch."""
+    """Returns the largest number of slices of any microbatch in ``num_slices``."""
     return num_slices if isinstance(num_slices, int) else max(num_slices)
 
 

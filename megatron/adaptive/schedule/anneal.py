@@ -165,7 +165,7 @@ def finish(o: OrderGraph) -> int:
 
 
 def trace(o: OrderGraph, step: int) -> int:
-    """Finds the critical path of a step that ends at the time ``step``.
+    """Finds the critical path of the orders ``o``, whose step ends at the time ``step``.
 
     Returns the number of actions on the path.
 
@@ -191,7 +191,7 @@ def trace(o: OrderGraph, step: int) -> int:
 
 
 def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
-    """Moves the action at ``index`` in the order of ``rank`` to index ``to``."""
+    """Moves the action at ``index`` in the order of ``rank`` to index ``to``, in ``o.rows``."""
     moved = o.rows[rank, index]
     way = 1 if to > index else -1
     while index != to:
@@ -214,7 +214,7 @@ def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
 
 
 def holds(o: OrderGraph, rank: int) -> bool:
-    """Returns whether the memory of ``rank`` stays within the cap in the current order."""
+    """Returns whether the memory of ``rank`` stays within ``o.cap`` in the current order."""
     held = 0
     for index in range(o.lengths[rank]):
         held += o.takes[o.rows[rank, index]]
@@ -224,7 +224,7 @@ def holds(o: OrderGraph, rank: int) -> bool:
 
 
 def anneal(o: OrderGraph, orders: int) -> int:
-    """Improves the order of actions by attempting ``orders`` random changes.
+    """Improves the order of actions in ``o`` by attempting ``orders`` random changes.
 
     Writes the best order to ``best`` and returns its step time in picoseconds.
     """
@@ -290,8 +290,8 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
     Args:
         schedule: Valid schedule whose memory is within the cap.
         work: Durations of all actions and messages in the step.
-        cap: Limit on the activations that a rank holds. The unit is one microbatch in all chunks of
-            the rank.
+        cap: Limit on the activations that a rank holds. The unit is the activations of one
+            microbatch in all chunks of the rank.
 
     Returns:
         Schedule with the best order of actions, which is at least as fast as ``schedule``, or
@@ -401,6 +401,8 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 
 def _rows(schedule: Schedule, num_cells: int) -> Any:
     """Returns the indices of each rank's actions in execution order.
+
+    ``num_cells`` is the number of pairs of a stage and an item, from which the indices follow.
 
     The array has the shape ``[ranks, longest order]`` and is padded with -1.
     """

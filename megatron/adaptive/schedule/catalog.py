@@ -69,9 +69,9 @@ class Candidate:
         placement: Assignment of pipeline stages to ranks.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
-            microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
-            for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
+            activations of one microbatch in all chunks of the rank. The value is ``None`` if there
+            is no limit, and for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -222,7 +222,8 @@ def make_candidate(
         placement_kind: ``loop`` or ``v`` for a run-time rule, or ``None`` for the default of
             ``placement_for``.
         cap: Limit on activations under a run-time rule, or ``None`` for
-            ``memory_caps.default_cap``. The unit is one microbatch in all chunks of the rank.
+            ``memory_caps.default_cap``. The unit is the activations of one microbatch in all chunks
+            of the rank.
         weight_pieces: Number of W actions per weight gradient under a run-time rule, 0 if the
             backward pass computes weight gradients, or ``None`` for ``DEFAULT_PIECES``.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
@@ -401,9 +402,9 @@ def make_policies(
         num_microbatches: Number of microbatches per step, at least 1.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
-            microbatch in all chunks of the rank. The value is ``None`` if there is no limit, and
-            for static schedules, whose order determines the memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. The unit is the
+            activations of one microbatch in all chunks of the rank. The value is ``None`` if there
+            is no limit, and for static schedules, whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
         pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
@@ -435,7 +436,7 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns the error message if schedule ``name`` requires equal numbers of slices."""
+    """Returns the error message about schedule ``name``, which requires equal numbers of slices."""
     return (
         f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
         "dfc or bfc"
@@ -445,7 +446,9 @@ def _unequal(name: str) -> str:
 def _orders_of_unequal(
     name: str, placement: Placement, num_slices: tuple[int, ...]
 ) -> tuple[Order, ...]:
-    """Returns the actions of a static schedule if ``num_slices`` differs between microbatches.
+    """Returns all ranks' actions under schedule ``name`` if microbatches differ in slices.
+
+    ``num_slices`` is the number of slices of each microbatch.
 
     Raises:
         ScheduleError: The schedule is not meant for evaluations. Only the schedule for evaluations
@@ -481,8 +484,8 @@ def hint_for(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is one
-            microbatch in all chunks of the rank.
+        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is the
+            activations of one microbatch in all chunks of the rank.
         pace: Relative durations of messages, B and W.
         weight_pieces: Number of W actions per weight gradient, or 0 if the backward pass computes
             weight gradients.
@@ -536,7 +539,7 @@ def hint_for(
 def hint_codes(
     order: Sequence[Action], num_chunks: int, weight_pieces: int, num_slices: int = 1
 ) -> tuple[int, ...]:
-    """Returns a rank's actions as the integer codes that ``runtime_rules.hinted`` reads.
+    """Returns the actions ``order`` of a rank as the integer codes that the rule ``hinted`` reads.
 
     Each W of the order is replaced by ``weight_pieces`` actions. If the order has no W but
     ``weight_pieces`` is not 0, the W actions follow directly after each B.

@@ -66,8 +66,8 @@ class CandidateOutcome:
         makespans_s: Duration of each simulated step, in seconds.
         bubble_fraction: Fraction of time that ranks are idle, from 0 to 1, averaged over ranks and
             simulated steps.
-        peak_units: Maximum activations that any rank held in any step. The unit is one microbatch
-            in all chunks of the rank.
+        peak_units: Maximum activations that any rank held in any step. The unit is the activations
+            of one microbatch in all chunks of the rank.
         example: Result of the first simulated step.
     """
 
@@ -119,8 +119,8 @@ def candidates(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Number of microbatches whose activations fit into the memory of a rank, in all chunks
-            of the rank.
+        most: Number of microbatches whose activations in all chunks of a rank fit into the rank's
+            memory.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         pace: Relative durations of messages, B and W, used by ``hinted``.
@@ -181,8 +181,8 @@ def choose(
         profile: Measured durations on each stage, and their variation.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Number of microbatches whose activations fit into the memory of a rank, in all chunks
-            of the rank.
+        most: Number of microbatches whose activations in all chunks of a rank fit into the rank's
+            memory.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time rules to simulate.
@@ -371,9 +371,10 @@ def _annealed(
 ) -> list[Candidate]:
     """Returns candidates whose order of actions was improved by simulated annealing.
 
-    Annealing uses mean durations, and starts from the candidate that is fastest with mean
-    durations. ``planned`` contains the number of simulated actions per compiled loop, and is
-    updated with the simulations of this function.
+    Annealing uses mean durations, and starts from the candidate in ``outcomes`` that is fastest
+    with mean durations. It keeps within ``limit`` microbatches of memory. ``planned`` contains the
+    number of simulated actions per compiled loop, and is updated with the simulations of this
+    function.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()

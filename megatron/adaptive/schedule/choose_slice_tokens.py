@@ -273,8 +273,8 @@ class SlicedStep(NamedTuple):
 
         Args:
             placement: Assignment of pipeline stages to ranks.
-            cap: Limit in microbatches of mean size, or ``None`` for the default limit. As in a real
-                step, a limit below :attr:`least` is raised.
+            cap: Limit in microbatches of mean size, or ``None`` for the default limit. A limit
+                below :attr:`least` is raised, because real steps do the same.
         """
         usual = default_cap(placement, self.num_microbatches, mean_slices(self.counts))
         return max(usual if cap is None else cap, self.least)
@@ -293,7 +293,7 @@ class SlicedStep(NamedTuple):
         return raised.simulate(self.work, compiled=compiled, policies=policies)
 
     def seconds(self, candidate: Candidate, planned: int) -> float:
-        """Returns the simulated step time in seconds, with the arguments of :meth:`simulate`."""
+        """Returns the simulated step time in seconds. :meth:`simulate` describes the arguments."""
         return self.simulate(candidate, planned).makespan_s
 
     @property

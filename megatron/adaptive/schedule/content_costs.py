@@ -181,7 +181,10 @@ class ContentCosts:
         self.stages = [StageFit(count) for _ in range(placement.num_stages)]
 
     def cost(self, numbers: Numbers) -> float:
-        """Returns the predicted cost of the microbatch ``numbers``, summed over all stages."""
+        """Returns a microbatch's predicted cost, summed over all stages.
+
+        ``numbers`` describes the content of the microbatch.
+        """
         return sum(stage.cost(numbers) for stage in self.stages)
 
     def segment_costs(self) -> tuple[float, ...]:

@@ -163,12 +163,18 @@ from megatron.adaptive.schedule.workload import StageTimes
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under 1F1B with one chunk per rank."""
+    """Returns each rank's actions under the schedule 1F1B, which has one chunk per rank.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
+    """
     return tuple(order_after(warmup, num_microbatches) for warmup in _stages_after(placement))
 
 
 def seq_1f1b(placement: Placement, num_microbatches: int, num_slices: int = 1) -> tuple[Order, ...]:
-    """Returns each rank's actions under Seq1F1B with one chunk per rank.
+    """Returns each rank's actions under the schedule Seq1F1B, which has one chunk per rank.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches, which are
+    cut into ``num_slices`` slices each.
 
     If microbatches have a single slice, the order is the order of 1F1B.
     """
@@ -179,7 +185,10 @@ def seq_1f1b(placement: Placement, num_microbatches: int, num_slices: int = 1) -
 
 
 def order_after(warmup: int, num_microbatches: int, num_slices: int = 1) -> Order:
-    """Returns the actions of a rank that alternates F and B after ``warmup`` forward passes."""
+    """Returns the actions of a rank that alternates F and B after ``warmup`` forward passes.
+
+    A step has ``num_microbatches`` microbatches of ``num_slices`` slices.
+    """
     forwards, backwards = (
         action_table(kind, 1, num_microbatches, 1, num_slices)[0]
         for kind in (ActionKind.F, ActionKind.B)
@@ -188,7 +197,10 @@ def order_after(warmup: int, num_microbatches: int, num_slices: int = 1) -> Orde
 
 
 def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under ZB-H1 with one chunk per rank."""
+    """Returns each rank's actions under the schedule ZB-H1, which has one chunk per rank.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
+    """
     return _with_lagging_weights(one_f_one_b(placement, num_microbatches))
 
 
@@ -220,7 +232,7 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds a W for each B to the actions of all ranks, in the order of the B actions.
+    """Adds a W for each B to ``plain``, the actions of all ranks, in the order of the B actions.
 
     On rank r, the W of a microbatch runs r backward passes after its B.
     """
@@ -283,12 +295,18 @@ def interleaved(
 
 
 def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under interleaved 1F1B in which F and B start in pairs."""
+    """Returns each rank's actions under interleaved 1F1B in which F and B start in pairs.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
+    """
     return interleaved(placement, num_microbatches, pairs=True)
 
 
 def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
-    """Returns the F actions and the B actions of a rank, in groups of ``size`` microbatches."""
+    """Returns the F actions and the B actions of a rank, in groups of ``size`` microbatches.
+
+    The rank has ``chunks`` chunks, and a step has ``num_microbatches`` microbatches.
+    """
     forwards, backwards = (
         [
             action
@@ -305,7 +323,7 @@ def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Acti
 
 
 def _stages_after(placement: Placement) -> range:
-    """Returns, for each rank, the number of ranks that follow it in the pipeline."""
+    """Returns, for each rank of ``placement``, the number of ranks that follow it."""
     return range(placement.num_ranks - 1, -1, -1)
 
 
@@ -320,7 +338,10 @@ def _in_turn(
 
 
 def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under GPipe, or breadth-first if there are several chunks."""
+    """Returns each rank's actions under GPipe, or breadth-first if there are several chunks.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
+    """
     forwards, backwards = (
         action_table(kind, placement.num_chunks, num_microbatches)
         for kind in (ActionKind.F, ActionKind.B)
@@ -333,7 +354,8 @@ def forward_only(
 ) -> tuple[Order, ...]:
     """Returns each rank's actions in an evaluation, which has only forward passes.
 
-    With slices, the groups consist of slices instead of microbatches.
+    With slices, the groups consist of slices instead of microbatches. ``num_slices`` is the number
+    of slices of each microbatch.
     """
     ranks = placement.num_ranks
     num_items = item_count(num_microbatches, num_slices)
@@ -347,7 +369,10 @@ def forward_only(
 
 
 def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under Varuna with one chunk per rank."""
+    """Returns each rank's actions under the schedule Varuna, which has one chunk per rank.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
+    """
     ranks = placement.num_ranks
     times = StageTimes(
         forward_s=(1.0,) * ranks,

@@ -86,7 +86,10 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under ZB-V."""
+    """Returns each rank's actions under the schedule ZB-V.
+
+    ``placement`` assigns stages to ranks in a V. A step has ``num_microbatches`` microbatches.
+    """
     ranks = placement.num_ranks
     microbatches = max(num_microbatches, 2 * ranks - 1)
     orders = []
@@ -108,7 +111,9 @@ def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under DualPipeV.
+    """Returns each rank's actions under the schedule DualPipeV.
+
+    ``placement`` assigns stages to ranks in a V. A step has ``num_microbatches`` microbatches.
 
     Raises:
         ScheduleError: There are fewer microbatches than stages.
@@ -150,9 +155,9 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 
 
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
-    """Converts labels such as ``F0`` into actions, with microbatches counted from 0.
+    """Converts the labels ``lanes``, such as ``F0``, into actions. Microbatches are counted from 0.
 
-    Labels of microbatches that the step does not have are skipped.
+    A label is skipped if its microbatch is not below ``num_microbatches``.
     """
     counts: Counter[str] = Counter()
     order = []
@@ -174,7 +179,10 @@ _Row = dict[int, Action]
 
 
 def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under V-Half with two chunks per rank in a V."""
+    """Returns each rank's actions under V-Half, which has two chunks per rank in a V.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
+    """
     if placement.num_ranks == 1:
         return zb_v(placement, num_microbatches)
     # The steady state is periodic, so the order is constructed for a few microbatches only, and
@@ -185,7 +193,10 @@ def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
-    """Returns each rank's actions including weight gradients, keyed by time slot."""
+    """Returns each rank's actions under V-Half, with weight gradients, keyed by time slot.
+
+    ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
+    """
     ranks = placement.num_ranks
     begin = _steady_begin(ranks)
     end = _PERIOD * (num_microbatches - 1) + 1
@@ -245,7 +256,10 @@ def _repeated_block(num_ranks: int, num_microbatches: int) -> list[_Row]:
 def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
     """Moves the action in ``slot`` to an earlier slot if possible, and returns its new slot.
 
-    The new slot is the first free slot in which the rank holds at most ``cap`` microbatches.
+    ``row`` contains the rank's actions by slot.
+
+    The new slot is the first free slot from ``earliest`` on in which the rank holds at most ``cap``
+    microbatches.
     """
     action = row.pop(slot)
     for target in range(earliest, slot):
@@ -259,7 +273,7 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
 
 def _peak(row: _Row) -> int:
-    """Returns the maximum number of microbatches that a rank holds, counted per chunk.
+    """Returns the maximum number of microbatches that the rank of ``row`` holds, counted per chunk.
 
     The count assumes that each weight gradient takes the first free slot.
     """
@@ -279,7 +293,10 @@ def _peak(row: _Row) -> int:
 
 
 def _with_weights(row: _Row) -> _Row:
-    """Assigns weight gradients to the free slots after their backward passes, in FIFO order."""
+    """Returns ``row`` with weight gradients in the free slots after their backward passes.
+
+    Weight gradients run in the order of their backward passes.
+    """
     full: _Row = {}
     waiting: deque[Action] = deque()
     slot = 0

@@ -127,7 +127,8 @@ def chunk_shares(
     Args:
         placement: Assignment of pipeline stages to ranks.
         rank: Pipeline rank.
-        cap: Limit on activations, in microbatches in all chunks of the rank.
+        cap: Limit on activations. The unit is the activations of one microbatch in all chunks of
+            the rank.
         num_slices: Number of slices of each microbatch. If there are several, shares count slices.
         frozen_stages: Number of leading stages through which no gradient flows. Their chunks have
             no share, which the number -1 represents.
@@ -149,8 +150,8 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
     """Returns the number of items that a frozen stage may be ahead of the next stage.
 
     Args:
-        cap: Limit on activations, in microbatches in all chunks of a rank, or ``None`` for no
-            limit.
+        cap: Limit on activations, or ``None`` for no limit. The unit is the activations of one
+            microbatch in all chunks of the rank.
         num_items: Number of slices of all microbatches.
         num_slices: Number of slices of each microbatch.
     """
@@ -162,7 +163,7 @@ def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> i
 def default_cap(placement: Placement, num_microbatches: int, num_slices: float = 1) -> float:
     """Returns the default limit (cap) on the activations that a rank holds.
 
-    The unit is one microbatch in all chunks of the rank.
+    The unit is the activations of one microbatch in all chunks of the rank.
 
     The default is 1.5 times the activations that the best static schedule holds on its first rank,
     rounded up to a whole chunk. The best static schedule is 1F1B with one chunk, interleaved 1F1B

@@ -289,7 +289,11 @@ class Dealer:
     def _in_order(
         self, numbers: Sequence[int], work: Sequence[float], longest_first: bool
     ) -> tuple[int, ...]:
-        """Returns the microbatches ``numbers`` of a replica in execution order."""
+        """Returns the microbatches ``numbers`` of a replica in execution order.
+
+        ``work`` is the cost of each microbatch of the step. The costliest microbatch runs first if
+        ``longest_first`` is true.
+        """
         if longest_first:
             return tuple(sorted(numbers, key=lambda number: -work[number]))
         order = order_by_cost([work[number] for number in numbers], self._ranks)
@@ -349,7 +353,7 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time that the slowest rank of a replica needs for some work, and its index.
+        """Returns the time that a replica's slowest rank needs for some work, and the rank's index.
 
         Args:
             replica: Index of the replica, or ``None`` for a replica of mean pace.
@@ -402,7 +406,7 @@ class Dealer:
 
 
 def _sums(sizes: Sequence[Size]) -> list[float]:
-    """Returns the number of microbatches, and the sums of their tokens and squared lengths."""
+    """Returns the number of microbatches in ``sizes``, and sums of tokens and squared lengths."""
     return [
         float(len(sizes)),
         sum(tokens for tokens, _ in sizes),
@@ -414,6 +418,8 @@ def _differ(
     paces: dict[tuple[int, int], float], before: dict[tuple[int, int], float], limit: float
 ) -> bool:
     """Returns whether any rank's pace changed by more than ``limit`` compared to its siblings.
+
+    The former paces are ``before``.
 
     The siblings of a rank are the ranks with the same pipeline rank in all replicas.
     """

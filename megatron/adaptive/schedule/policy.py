@@ -63,7 +63,7 @@ class RulePolicy:
         self.hint = tuple(hint)
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the action that the rule chooses, or ``None`` to wait."""
+        """Returns the action that the rule chooses in ``state``, or ``None`` to wait."""
         code = self.rule(state.numbers, self.hint)
         if code < 0:
             return None
@@ -96,7 +96,7 @@ class Follow(RulePolicy):
         super().__init__(name, runtime_rules.follow, codes_of(order, num_chunks, num_slices))
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the next action in the list if it is ready, or ``None`` to wait."""
+        """Returns the next action in the list if it is ready in ``state``, or ``None`` to wait."""
         is_ready = self.rule(state.numbers, self.hint) >= 0
         return self.order[state.num_started] if is_ready else None
 

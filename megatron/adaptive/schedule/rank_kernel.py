@@ -246,7 +246,9 @@ def fits(s: State, chunk: int) -> bool:
 
 
 def arrive(s: State, kind: int, chunk: int, item: int) -> None:
-    """Records that the input of the F or B of ``chunk`` for ``item`` has arrived.
+    """Records that the input of ``item`` has arrived for the action of ``kind`` in ``chunk``.
+
+    The action is an F or a B.
 
     For the B of a frozen chunk, this function records that the next stage has taken the output.
     """

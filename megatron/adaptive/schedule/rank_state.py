@@ -546,7 +546,7 @@ def _check_pieces(weight_pieces: int) -> None:
 
 
 def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns a text with the number of microbatches, and of slices if they are cut."""
+    """Returns a text with the number of microbatches, and of slices if ``num_slices`` is not 1."""
     text = f"{num_microbatches} microbatches"
     if num_slices == 1:
         return text

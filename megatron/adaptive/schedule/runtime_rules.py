@@ -81,6 +81,8 @@ whole hint.
 def follow(s: State, hint: Sequence[int]) -> int:
     """Returns the code of the next action in the order ``hint`` if it is ready, otherwise -1.
 
+    ``s`` is the state of the rank.
+
     The limit on activations is ignored.
     """
     position = s[STARTED]
@@ -109,7 +111,7 @@ def deepest_ready(s: State, kind: int) -> int:
 
 
 def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
-    """Returns whether ``chunk`` may hold one more microbatch within its share.
+    """Returns whether ``chunk`` may hold one more microbatch within its share in ``hint``.
 
     A chunk holds the microbatches whose F has started and whose B has not finished. In an
     evaluation, which has no B, there is no limit. With slices, the share counts slices, and a
@@ -126,7 +128,7 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
 def next_forward(s: State, hint: Sequence[int]) -> int:
     """Returns the chunk of the F to start, or -1 if no F is ready and fits into memory.
 
-    Frozen chunks are left to ``filler``.
+    Frozen chunks are skipped, because :func:`filler` handles them.
 
     In a loop, microbatches form groups of as many microbatches as there are ranks. An F of the
     earliest group is chosen, on the shallowest chunk. In a V, the F that is farthest from the end
@@ -185,7 +187,11 @@ def filler(s: State, weight: int) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Implements the rule ``adaptive``, which alternates F and B, and otherwise fills waits."""
+    """Implements the rule ``adaptive``, which alternates F and B, and otherwise fills waits.
+
+    Returns the code of the action to start in the state ``s``, or -1 to wait. ``hint`` contains the
+    share of each chunk.
+    """
     forward = next_forward(s, hint)
     backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
@@ -195,6 +201,8 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
     """Implements the rule ``dfc``, which prefers B, then F on the deepest possible chunk, then W.
+
+    Returns the code of the action to start in the state ``s``, or -1 to wait. ``hint`` is not used.
 
     A microbatch passes through as many chunks as possible before the next microbatch starts.
     """
@@ -217,6 +225,8 @@ def depth_first(s: State, hint: Sequence[int]) -> int:
 def breadth_first(s: State, hint: Sequence[int]) -> int:
     """Implements ``bfc``, which prefers F on the shallowest possible chunk, then B, then W.
 
+    Returns the code of the action to start in the state ``s``, or -1 to wait. ``hint`` is not used.
+
     A chunk runs all its forward passes before the next chunk begins.
     """
     for chunk in range(s[CHUNKS]):
@@ -230,6 +240,8 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 def hinted(s: State, hint: Sequence[int]) -> int:
     """Implements the rule ``hinted``, which follows the hint but may run later actions early.
+
+    Returns the code of the action to start in the state ``s``, or -1 to wait.
 
     ``hint`` contains ``code + 3 * chunks * index`` for each action. The index is the number of
     earlier occurrences of the same code.

@@ -135,7 +135,7 @@ def _from_json(content: Mapping[str, Any], name: str) -> Schedule:
 def _check_size(schedule: Schedule) -> None:
     """Rejects a file whose declared sizes far exceed the number of actions that it lists.
 
-    Otherwise, a small file could make the program allocate a huge amount of memory.
+    Without this check, a small file could make the program allocate a huge amount of memory.
     """
     chunks = schedule.placement.num_chunks
     microbatches = schedule.num_microbatches * schedule.num_slices

@@ -54,8 +54,8 @@ class SimResult:
         starts_ps: Start time of each action in ``codes``, in picoseconds, ``[actions] int64`` per
             rank.
         ends_ps: End time of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
-        peak_units: Maximum activations that each rank held. The unit is one microbatch in all
-            chunks of the rank.
+        peak_units: Maximum activations that each rank held. The unit is the activations of one
+            microbatch in all chunks of the rank.
     """
 
     placement: Placement
@@ -309,7 +309,10 @@ _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
-    """Returns the state of a simulation at the start of a step, with empty hints."""
+    """Returns the state of a simulation at the start of a step, with empty hints.
+
+    :func:`run_states` describes the arguments.
+    """
     placement = states[0].placement
     longest = max(state.num_actions for state in states)
     ranks = len(states)

@@ -134,7 +134,7 @@ def rule(s: State, hint: Sequence[int]) -> int:
 
 
 def heap_push(world: World, time: int, code: int) -> None:
-    """Adds an event to the priority queue, which is a heap with 4 children per node."""
+    """Adds event ``code`` at ``time`` to the priority queue, a heap with 4 children per node."""
     heap = world.heap
     node = world.heap_size[0]
     world.heap_size[0] = node + 1
@@ -184,12 +184,15 @@ def wake(world: World, rank: int) -> None:
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
-    """Converts ``microbatch``, an index on ``rank``, to the index in the whole step."""
+    """Converts ``microbatch``, an index on ``rank`` of ``stage``, to the index in the step."""
     return microbatch * world.widths[stage] + rank - world.first_ranks[stage]
 
 
 def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
-    """Returns the duration of the next action of ``kind`` in ``chunk``, in picoseconds."""
+    """Returns the duration of the next action of ``kind`` in ``chunk``, in picoseconds.
+
+    The chunk is on ``rank``, and is the pipeline stage ``stage``.
+    """
     s = world.states[rank]
     stages = len(world.first_ranks)
     total = world.total[0]
@@ -209,7 +212,10 @@ def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
 
 
 def compute(world: World, slot: int, now: int) -> None:
-    """Starts a computation of the action in ``slot``, up to its next communication or its end."""
+    """Starts a computation of the action in ``slot``, up to its next communication or its end.
+
+    The current time is ``now``.
+    """
     rank = slot % len(world.states)
     step = world.steps[slot]
     count = world.counts[slot]
@@ -223,7 +229,7 @@ def compute(world: World, slot: int, now: int) -> None:
 
 
 def communicate(world: World, slot: int, now: int) -> None:
-    """Starts the next communication of the action in ``slot``.
+    """Starts the next communication of the action in ``slot`` at the time ``now``.
 
     All communications within a rank's stages share one link.
     """
@@ -239,6 +245,8 @@ def communicate(world: World, slot: int, now: int) -> None:
 
 def decide(world: World, rank: int, now: int) -> bool:
     """Starts the action that the rule of ``rank`` chooses, or continues a waiting action.
+
+    The current time is ``now``.
 
     Returns:
         False if the chosen action is not ready.
@@ -300,6 +308,8 @@ def is_frozen(world: World, stage: int) -> bool:
 def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> None:
     """Acknowledges the output that an F of ``stage`` takes, if the previous stage is frozen.
 
+    The output belongs to ``item``, and the current time is ``now``.
+
     The frozen stage does not wait for its last outputs, so they are not acknowledged.
     """
     target = world.first_ranks[stage - 1]
@@ -315,7 +325,10 @@ def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> Non
 
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
-    """Sends the result of an F or B of ``stage`` to the stage that needs this result."""
+    """Sends the result of an F or B of ``stage`` to the stage that needs this result.
+
+    The action belongs to ``microbatch``, counted on ``rank``, and ended at the time ``now``.
+    """
     stages = len(world.first_ranks)
     ranks = len(world.states)
     total = world.total[0]
@@ -352,7 +365,7 @@ def receive(world: World, event: int) -> None:
 
 
 def happen(world: World, event: int, now: int) -> None:
-    """Processes ``event``, which is the arrival of an input or the end of a computation."""
+    """Processes ``event`` at the time ``now``: an input arrives, or a computation ends."""
     if event >= 0:
         receive(world, event)
         return

@@ -145,7 +145,9 @@ def frozen_stages_of(partition: Sequence[int], frozen_layers: int) -> int:
 
 
 def check_frozen_stages(frozen_stages: int, placement: Placement) -> None:
-    """Checks ``frozen_stages``, the number of leading stages through which no gradient flows.
+    """Checks that ``frozen_stages`` leading stages of ``placement`` can be frozen.
+
+    No gradient flows through frozen stages.
 
     Raises:
         ScheduleError: The number is negative, or no stage with a backward pass is left.

@@ -60,7 +60,8 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
     no W. In an evaluation, nothing is held.
 
     Returns:
-        Maximum on each rank. The unit is one microbatch in all chunks of the rank.
+        Maximum on each rank. The unit is the activations of one microbatch in all chunks of the
+        rank.
     """
     peaks = []
     for rank, order in enumerate(schedule.orders):
@@ -148,7 +149,7 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Checks the order of ``rank`` as if every input had already arrived."""
+    """Checks the order of ``rank`` in ``schedule`` as if every input had already arrived."""
     placement = schedule.placement
     state = _new_state(schedule, rank)
     kinds = (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)
@@ -176,7 +177,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_flow(schedule: Schedule) -> None:
-    """Checks for deadlocks by running the actions of all ranks, as soon as each can start."""
+    """Checks ``schedule`` for deadlocks, by running each action as soon as it can start."""
     placement = schedule.placement
     orders = schedule.orders
     states = [_new_state(schedule, rank) for rank in range(placement.num_ranks)]
