@@ -287,8 +287,7 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best layout that the trainer accepts, and the error of the first rejected
-        plan.
+        """Returns the best layout that the trainer accepts, and the error of the first refusal.
 
         The layout is ``None`` if the trainer rejects all plans. The error is ``None`` if the
         trainer rejects no plan.
