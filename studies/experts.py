@@ -157,7 +157,10 @@ class SlowExchange:
         return None
 
     def end(self, begun_s: float, all_began_s: float, takes_s: float) -> None:
-        """Waits until an exchange ends. This rank has waited since the time ``begun_s``."""
+        """Waits until an exchange ends, which takes ``takes_s`` seconds from ``all_began_s``.
+
+        This rank has waited since the time ``begun_s``. All times are in seconds.
+        """
         self._free_s = max(self._free_s, all_began_s) + takes_s
         sleep_until(self._free_s)
         self.waited_s += time.monotonic() - begun_s
@@ -292,7 +295,7 @@ def _agreement(rank: int, size: int, completions: Completions) -> Agreement:
 
 
 def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
-    """Runs a rank of the emulation. If ``plan`` is None, measures agreement on empty actions."""
+    """Runs a rank of the emulation, or measures the cost of agreement if ``plan`` is ``None``."""
     sharpen_timers()
     if plan is None:
         return _agreement_us(rank)
@@ -316,7 +319,7 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
 
 
 def _agreement_us(rank: int) -> list[float]:
-    """Returns the CPU time per action that agreeing adds to that of a single rank, in us."""
+    """Returns the additional CPU time per action that agreement causes, in microseconds."""
     placement = Placement(num_ranks=2, num_chunks=2)
     policy = make_policies("adaptive", placement, MICROBATCHES, cap=8.0, weight_pieces=4)[1]
 

@@ -105,8 +105,8 @@ class Case:
         ranks: Number of pipeline ranks. The pipeline has two stages per rank.
         microbatches: Number of microbatches in the step.
         forward: Duration of F for each stage.
-        backward: Duration for each stage of B, the backward pass for input gradients.
-        weight: Duration for each stage of W, the backward pass for weight gradients. It must be
+        backward: Duration of B, the backward pass for input gradients, for each stage.
+        weight: Duration of W, the backward pass for weight gradients, for each stage. It must be
             divisible by ``weight_pieces``.
         latency: Time from the end of an action to the arrival of its result on another rank.
         cap: Maximum number of units that a rank may store, or ``None`` if memory is unlimited.
@@ -138,7 +138,7 @@ class Case:
         return self.ranks * CHUNKS
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank of ``stage``. The stages pass over all ranks, and return in reverse."""
+        """Returns the rank of ``stage``. Stages are assigned to ranks in order, then in reverse."""
         return min(stage, self.stages - 1 - stage)
 
     def hop(self, stage: int) -> int:
@@ -146,7 +146,7 @@ class Case:
         return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
 
     def duration(self, cell: Cell) -> int:
-        """Returns the duration of the cell ``cell``."""
+        """Returns the duration of ``cell``."""
         kind, stage, _, _ = cell
         if kind == "W":
             return self.weight[stage] // self.weight_pieces
@@ -192,7 +192,7 @@ class Case:
 
 
 def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
-    """Returns the longest chain before the start, and after the end, of each cell."""
+    """Returns the longest chains before the start and after the end of each cell, keyed by cell."""
     heads: Starts = {}
     cells = list(case.cells())
     tails = dict.fromkeys(cells, 0)
@@ -231,7 +231,9 @@ def makespan(case: Case, starts: Starts) -> int:
 
 
 def check(case: Case, starts: Starts) -> None:
-    """Checks the schedule ``starts`` against the rules. Shares only ``before`` with the solver.
+    """Checks that the schedule ``starts`` follows the rules.
+
+    The check shares only :meth:`Case.before` with the solver.
 
     Raises:
         ValueError: A cell is missing, starts too early or overlaps with another cell, or a rank
@@ -304,7 +306,11 @@ def best_known(case: Case) -> Starts:
 def _model(
     case: Case, bound: int, known: Starts, unit: int
 ) -> tuple[cp_model.CpModel, dict[Cell, cp_model.IntVar]]:
-    """Returns a model for the solver. Times are multiples of ``unit``, and ``known`` is a hint."""
+    """Returns a model for the solver, and the variables of the starts, keyed by cell.
+
+    Times in the model are multiples of ``unit``. ``bound`` is a lower bound on the makespan, and
+    the search begins with the schedule ``known``.
+    """
     model = cp_model.CpModel()
     best = makespan(case, known)
     heads, tails = heads_and_tails(case)
@@ -425,7 +431,7 @@ def candidates() -> list[Case]:
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the records of an earlier run by case ID, or ``{}`` if there is no file."""
+    """Returns the records of an earlier run, keyed by case ID, or ``{}`` if there is no file."""
     if not path.exists():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))

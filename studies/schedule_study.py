@@ -147,7 +147,10 @@ def _latest(ends: Any, slices: int) -> Any:
 
 
 def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
-    """Returns the earliest starts, ``[kind, stage, item]``, if ranks could run all in parallel."""
+    """Returns the earliest starts in picoseconds if ranks could run all actions in parallel.
+
+    The result has the shape ``[kind, stage, item]``.
+    """
     stages = times.shape[1]
     found = np.zeros_like(times)
     ready = np.zeros(times.shape[2], dtype=np.int64)
@@ -224,7 +227,10 @@ def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
 
 
 def shares() -> list[Row]:
-    """Compares mean steps of ``adaptive`` (with and without shares) and ``hinted`` to the bound."""
+    """Compares mean step times of ``adaptive`` and ``hinted`` with the lower bound.
+
+    The rule ``adaptive`` is simulated with and without shares.
+    """
     rows = []
     for (kind, per_rank), latency in product(_SETTINGS, LATENCIES):
         ratios: dict[str, list[float]] = {"no shares": [], "shares": [], "hinted": []}

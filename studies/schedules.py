@@ -62,7 +62,7 @@ def traces(options: argparse.Namespace) -> Result:
 
 
 def jobs_in(folder: Path) -> list[Path]:
-    """Returns operation tables and trace folders in ``folder``, or [folder] if none exist."""
+    """Returns the operation tables and trace folders in ``folder``, or ``folder`` if none exist."""
     tables = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
     runs = sorted(path for path in folder.iterdir() if path.is_dir())
     return [*tables, *runs] or [folder]
@@ -96,7 +96,7 @@ def replayed(path: Path) -> list[Row]:
 
 
 TRACE_GOALS = {"AR": 1.85, "ST": 1.57, "SE": 1.60}
-"""Minimum speed-ups over 1F1B, by the suffix of a published trace's name."""
+"""Minimum speed-ups over 1F1B, keyed by the suffix of a published trace's name."""
 
 
 PARTS = {

@@ -151,7 +151,7 @@ def layer_seconds(images: list[int]) -> Any:
 def stage_seconds(partition: tuple[int, ...], images: list[int], *, frozen: bool = False) -> Any:
     """Returns the forward time of each stage in seconds, ``[stages, microbatches]``.
 
-    If ``frozen`` is true, counts only layers that have backward passes if the encoder is frozen.
+    If ``frozen`` is true, the layers of the encoder take no time.
     """
     layers = layer_seconds(images)
     if frozen:
@@ -242,7 +242,7 @@ def partition_of(way: Way) -> tuple[int, ...]:
 
 
 def microbatch(images: int) -> dict[str, Any]:
-    """Returns a microbatch with ``images`` images. Its small entries grow with ``images``."""
+    """Returns a microbatch with ``images`` images, as tensors keyed by name."""
     part = {"ids": torch.zeros(1, TEXT_TOKENS + IMAGE_TOKENS * images, dtype=torch.int64)}
     if images:
         part["patches"] = torch.zeros(IMAGE_PATCHES * images, 1)
@@ -326,7 +326,10 @@ class Job:
 def run_rank(
     rank: int, partitions: dict[str, tuple[int, ...]], steps: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Runs configurations with these partitions. Returns seconds and activations of each step."""
+    """Runs the configurations in ``partitions`` for ``steps`` steps after the warm-up steps.
+
+    Returns the duration in seconds and the stored activations of each step, keyed by configuration.
+    """
     jobs = {name: Job(WAYS[name], parts, rank) for name, parts in partitions.items()}
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
     for step in range(WARM_STEPS + steps):
@@ -342,7 +345,10 @@ def run_rank(
 def rows_of(
     results: dict[str, list[tuple[float, float]]], partitions: dict[str, tuple[int, ...]]
 ) -> list[Row]:
-    """Returns the table rows for ``results`` of configurations with the given ``partitions``."""
+    """Returns the table rows for the ``results`` of several configurations.
+
+    ``partitions`` contains the number of layers of each stage, keyed by configuration.
+    """
     subject = next(name for name in (FILLED, DEALT, OURS) if name in results)
     seconds = {name: [second for second, _ in steps] for name, steps in results.items()}
     rows = [

@@ -30,7 +30,7 @@ _SPACE = SearchOptions(
     all_nodes=True,
     schedules=("1f1b", "interleaved"),
 )
-"""Options that FASOP's search has too, and the interleaved schedule."""
+"""Options of FASOP's search, with the interleaved schedule in addition."""
 
 
 def neutral_s(run: FasopRun, plan: Plan) -> float:

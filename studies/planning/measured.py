@@ -26,7 +26,9 @@ _FORMS: dict[str, Callable[[Path, str], list[MeasuredRun]]] = {
     ".csv": read_rows,
     ".json": read_staged,
 }
-"""Functions that read ``measured_NAME`` files, by suffix. Their modules describe the file formats.
+"""Functions that read ``measured_NAME`` files, keyed by suffix.
+
+Their modules describe the file formats.
 """
 
 
@@ -76,7 +78,7 @@ def rows(data: Path) -> list[Row]:
 
 
 def errors_of(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], list[float]]:
-    """Returns ``accuracy`` of the predicted times, and the signed relative errors of memory."""
+    """Returns the accuracy of predicted times, and the signed relative errors of memory."""
     pairs = [(run.predicted(), run) for run in runs]
     timed = [(seen.seconds, run.seconds) for seen, run in pairs if run.seconds is not None]
     if not timed:

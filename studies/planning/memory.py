@@ -43,7 +43,7 @@ class MemoryRun(Shape):
         return f"{self.recompute} s {self.sequence} {super().__str__()}{sharded}"
 
     def model_flags(self) -> list[str]:
-        """Flags that describe the model."""
+        """Returns the flags that describe the model."""
         return (
             f"--num-layers {sum(self.layers)} --hidden-size {HIDDEN} --num-attention-heads {HEADS}"
             f" --seq-length {self.sequence} --max-position-embeddings {self.sequence}"
@@ -52,7 +52,7 @@ class MemoryRun(Shape):
         ).split()
 
     def flags(self) -> list[str]:
-        """Flags of the trainer, including the model's flags."""
+        """Returns the flags of the trainer, including the model's flags."""
         words = (
             f"--lr 1e-4 --mock-data --eval-iters 0 --global-batch-size {BATCH * self.dp}"
             f" --train-iters 2 {_RECOMPUTE[self.recompute]}"
@@ -78,7 +78,7 @@ class PeakWatch(Watch):
     """Records the maximum memory of each rank process, as the kernel reports it.
 
     Attributes:
-        peaks: Maximum memory of each rank in bytes, by rank.
+        peaks: Maximum memory of each rank in bytes, keyed by rank.
     """
 
     every_s = 0.1

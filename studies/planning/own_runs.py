@@ -91,11 +91,11 @@ class Shape:
         )
 
     def flags(self) -> list[str]:
-        """Flags of the trainer, including those that describe the model."""
+        """Returns the flags of the trainer, including those that describe the model."""
         return [*(EXPERT_FLAGS if self.expert_ranks else MODEL_FLAGS), *self.parallel_flags()]
 
     def parallel_flags(self) -> list[str]:
-        """Flags of the trainer except those that describe the model."""
+        """Returns the flags of the trainer except those that describe the model."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--micro-batch-size", str(self.micro_batch), "--pipeline-schedule", self.schedule]
@@ -155,7 +155,7 @@ EXPERT_PLANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A traced run, and those of its iterations that other programs did not disturb."""
+    """Traced run, and its iterations that other programs did not disturb."""
 
     trace: RunTrace
     iterations: tuple[int, ...]
@@ -168,7 +168,7 @@ class BusyError(RuntimeError):
 
 
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
-    """Trains until enough iterations are undisturbed, at most ``ROUNDS`` times.
+    """Trains until enough iterations were undisturbed by other programs, at most ``ROUNDS`` times.
 
     The results are stored in ``folder``. :func:`reload` can read them.
 
@@ -237,7 +237,7 @@ def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
 def profiled(folder: Path) -> Profile:
     """Returns the profile of the model with experts, which two processes measure.
 
-    The profile is stored in ``folder``. If it is there already, nothing is measured.
+    The profile is stored in ``folder``. A stored profile is not measured again.
 
     Raises:
         BusyError: Other programs used too much processor time in all rounds.
@@ -429,7 +429,10 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
 
 
 def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
-    """Returns teachers and plans in turn, because the speed of the machine varies over minutes."""
+    """Returns the plans, with the teachers distributed among the plans.
+
+    Both alternate, because the speed of the machine varies over minutes.
+    """
     order: list[Shape] = []
     for i, teacher in enumerate(teachers):
         begin, end = (len(plans) * k // len(teachers) for k in (i, i + 1))
@@ -438,7 +441,11 @@ def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
 
 
 def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Returns medians over rounds. Errors are computed in each round, because the speed varies."""
+    """Returns the medians over all rounds of the configuration ``shape``.
+
+    ``pairs`` contains the measured and the predicted step time of each round in seconds. Errors are
+    computed for each round, because the speed of the machine varies.
+    """
     return {
         "plan": str(shape),
         "measured_s": statistics.median(measured for measured, _ in pairs),

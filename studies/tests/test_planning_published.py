@@ -32,7 +32,11 @@ def test_errors_are_one_line(tmp_path: Path, folder: str, text: str) -> None:
 
 
 def write_rows_set(folder: Path, *, names: Sequence[str], swapped: bool) -> None:
-    """Writes a data set with one run per row. ``swapped`` lists the slow node first."""
+    """Writes a data set with one run per row.
+
+    ``names`` contains the names of the cluster, the model, the fast GPU and the slow GPU. If
+    ``swapped`` is true, the slow node comes first.
+    """
     run, model, fast, slow = names
     folder.mkdir()
     nodes = [

@@ -234,7 +234,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 
 
 def test_a_closed_standard_error_is_no_traceback(tmp_path: Path) -> None:
-    """Checks that a closed stderr (``2>&-``) causes no traceback."""
+    """Checks that closing standard error with ``2>&-`` causes no traceback."""
     script = tmp_path / "closed.sh"
     program = f"{sys.executable} -m megatron.adaptive simulate --stages 2 --microbatches"
     script.write_text(f"{program} x 2>&-; echo $?; {program} 4 2>&- >/dev/null; echo $?\n")

@@ -84,7 +84,10 @@ def expected(folder: Path) -> tuple[float, str]:
 
 
 def run_warm(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs ``command`` in ``folder``. Its processes are forked with transformers imported."""
+    """Runs ``command`` in ``folder``, and returns the finished process.
+
+    Its processes are forked from a process that has imported transformers.
+    """
     return run_forked(
         command, folder=folder, limit_s=200.0, variables=forking(TRANSFORMERS), modules=TRANSFORMERS
     )

@@ -57,7 +57,7 @@ def tuned(folder: Path, options: str) -> str:
 
 @pytest.mark.multiprocess
 def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
-    """Checks that two processes train and save a model, whose loss transformers reproduces."""
+    """Checks that two processes train a model, and that transformers computes the same losses."""
     write_image_model(tmp_path / "model")
     data = write_image_data(tmp_path / "data")
     options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
@@ -76,7 +76,7 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
     after = loss_of_transformers(tmp_path / "tuned", data, held_out)
     assert float(evaluated[-1]) == pytest.approx(after, rel=1e-5)
     assert after < loss_of_transformers(tmp_path / "model", data, held_out) - 0.3
-    # If segments have moved, their new partition has a trace of its own.
+    # If segments have moved, the new partition has a separate trace.
     read = [read_run(folder) for folder in sorted(tmp_path.glob("traces*"))]
     assert all(sorted(run.ranks) == [0, 1] for run in read)
     assert sorted(step for run in read for step in run.iterations) == [1, 3]
@@ -232,7 +232,7 @@ def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
 
 
 def losses_of(output: str) -> dict[str, float]:
-    """Returns the losses of all steps and evaluations in a dict. Keys are texts before losses."""
+    """Returns the losses of all steps and evaluations, keyed by the text before the loss."""
     return {
         name: float(loss)
         for name, loss in re.findall(r"^(.*): (?:evaluation )?loss ([\d.]+)", output, re.M)

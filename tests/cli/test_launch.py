@@ -381,7 +381,10 @@ def test_an_interrupt_of_the_first_imports_prints_no_traceback(tmp_path: Path) -
 
 
 def _handled(status: Path) -> int:
-    """Returns a bit mask of the signals that a process handles, or 0 until it handles SIGHUP."""
+    """Returns a bit mask of the signals that a process handles, or 0 until it handles SIGHUP.
+
+    ``status`` is the file ``/proc/PID/status`` of the process.
+    """
     line = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
     mask = int(line.split()[1], 16)
     # The handler for SIGHUP is installed last. Python handles Ctrl-C from the start.

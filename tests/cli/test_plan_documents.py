@@ -1,4 +1,4 @@
-"""Tests ``plan --slice-tokens``: how it reads document lengths, and a run that uses its plan."""
+"""Tests how ``plan --slice-tokens`` reads document lengths, and a run that uses such a plan."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_lengths_are_read_from_token_files_lists_and_distributions(
 
 
 def test_many_lengths_are_never_python_objects(tmp_path: Path) -> None:
-    """Checks that a corpus takes less memory than Python lists, which need 32 bytes or more."""
+    """Checks that lengths take less memory than Python lists, which need 32 bytes per length."""
     count = 1_000_000
     write_tokens(tmp_path / "corpus", [2] * count)
     model = arguments_model(MODEL.split(), "m", "fp32", attention="kernel")

@@ -1,4 +1,4 @@
-"""Tests how ``plan --calibrate`` reads traces. The traces are written by synthetic runs."""
+"""Tests how ``plan --calibrate`` reads traces. The traces are synthetic."""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ stage 1          2.00 (33%)  1.00 (17%)  2.00 (33%)  1.00 (17%)
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes a run of 2 ranks and 2 iterations to ``runs/one``. Enters and returns the parent."""
+    """Writes a run of 2 ranks and 2 iterations to ``runs/one`` in a new current folder.
+
+    Returns the current folder.
+    """
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "one"
     for rank in range(2):

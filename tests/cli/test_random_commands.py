@@ -101,7 +101,7 @@ COMMANDS = (
 
 
 def trainer() -> Command:
-    """Returns the trainer's command. Its flags take a number or one of several names."""
+    """Returns the trainer's command with all flags that take a number or one of several names."""
     specs = [spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag]
     single = [spec for spec in specs if not (spec.many or spec.reader or spec.is_switch)]
     numbers = [spec.name for spec in single if spec.base in (int, float)]

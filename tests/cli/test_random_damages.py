@@ -349,8 +349,8 @@ def fault(subject: Subject, folder: Path, before: Any) -> str:
             answer = subject.read(folder)
     except AdaptiveError as error:
         text = shown(str(error))
-        # Error messages may contain characters that join or shape other characters, as file names
-        # may.
+        # Error messages may contain characters that join or shape other characters, because file
+        # names may contain them.
         is_line = len(text.splitlines()) == 1 and 0 < len(text) < LONGEST
         is_line &= not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
         return "" if is_line else f"no line: {text[:300]!r}"

@@ -25,7 +25,10 @@ SMALL = SyntheticRun(num_ranks=2, replicas=2, num_microbatches=4, iterations=5, 
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes traces of two replicas with two ranks and 5 iterations. Enters the parent folder."""
+    """Writes traces of two replicas with two ranks each, and returns the folder of the traces.
+
+    The current folder changes to the parent of this folder.
+    """
     monkeypatch.chdir(tmp_path)
     write_synthetic(tmp_path / "traces", SMALL)
     return tmp_path / "traces"

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parses the request ``text`` as a collector does. Its IDs are hexadecimal."""
+    """Parses the request ``text``, which contains IDs as hexadecimal digits."""
 
     def decode(value: dict[str, Any]) -> dict[str, Any]:
         ids = [name for name in ("traceId", "spanId", "parentSpanId") if name in value]

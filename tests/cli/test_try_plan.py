@@ -22,7 +22,7 @@ from ..multiprocess.launch import ROOT, Ranks, forking_every, has_ended, tail, w
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 100"
-# This model has few operations for its memory. Its vocabulary matrices take most of the memory.
+# This model needs much memory, but few operations. Its vocabulary matrices take most of the memory.
 LARGE = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
 LARGE += "--max-position-embeddings 128 --vocab-size 32768"
 LIMIT_S = 240

@@ -1,4 +1,4 @@
-"""Tests that ``plan validate`` reads plans from the traces of runs, and tests its errors."""
+"""Tests that ``plan validate`` compares predicted and measured step times, and tests its errors."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_run(folder: Path, changed_s: float) -> None:
-    """Writes a run with all files that the programs read, and sets their time of change.
+    """Writes a run with all files that the programs read, and sets their modification time.
 
-    ``changed_s`` is the modification time in seconds since the epoch.
+    ``changed_s`` is this time in seconds since the epoch.
     """
     write_synthetic(folder / "traces", SMALL)
     (folder / "node-1.out").touch()

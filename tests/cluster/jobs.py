@@ -89,7 +89,10 @@ class JobFolder:
         ]
 
     def until(self, condition: Callable[[], object], goal: str, limit_s: float = 150.0) -> None:
-        """Waits until ``condition()`` is true. Fails after ``limit_s`` seconds without ``goal``."""
+        """Waits until ``condition()`` is true, and fails after ``limit_s`` seconds.
+
+        ``goal`` describes the condition in the error message.
+        """
         end_s = time.monotonic() + limit_s
         while not condition():
             self.watch(goal)
@@ -180,7 +183,7 @@ class ElasticJob(JobFolder):
         return max(self.steps(incarnation))
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """Waits until the manager reports the incarnation ``number``, and returns its entry."""
+        """Waits until the state file contains the incarnation ``number``, and returns its entry."""
         self.until(lambda: len(self.state().get("epochs", [])) >= number, f"epoch {number}")
         return dict(self.state()["epochs"][number - 1])
 
@@ -202,12 +205,12 @@ class ElasticJob(JobFolder):
         assert self.left_behind() == []
 
     def undisturbed(self, folder: Path, first: int, last: int, *more: str) -> dict[int, float]:
-        """Resumes from a checkpoint in a single process, and returns a dict of losses by iteration.
+        """Resumes from a checkpoint in a single process. Returns losses keyed by iteration.
 
         Args:
             folder: Folder for the progress file of this process.
-            first: Iteration of the checkpoint. All layouts start from the weights of the first
-                layout, because initialization depends on the layout.
+            first: Iteration of the checkpoint. The process must start from a checkpoint of the job,
+                because initial weights depend on the layout.
             last: Last iteration.
             more: Additional flags of the trainer.
         """

@@ -2,9 +2,9 @@
 
 The arguments are the number of steps, the number of samples per step, a folder for results, and a
 JSON object of options. The options ``folder``, ``save_interval`` and ``async_save`` configure the
-training loop. ``state`` adds a learning rate scheduler, ``late`` slows down some pieces, and
-``wrong`` does something that a job must reject. The remaining options are arguments of the
-Pipeline.
+training loop. ``state`` adds a learning rate scheduler, ``late`` makes the model sleep in each
+block, and ``wrong`` selects an error that a job must reject. The remaining options are arguments of
+the Pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH = 8
 
 
 class Late(torch.autograd.Function):
-    """Sleeps in each pass. On node ``b``, sleeps longer as soon as a file named ``b`` exists."""
+    """Sleeps in each pass. Node ``b`` sleeps longer if ``folder`` contains a file named ``b``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, folder: str) -> torch.Tensor:
@@ -44,7 +44,8 @@ class Late(torch.autograd.Function):
 class Net(torch.nn.Module):
     def __init__(self, late_folder: str) -> None:
         super().__init__()
-        # If this path is not empty, a file in the folder can slow down the model.
+        # If this path is not empty, the model sleeps in each block. A file in the folder makes node
+        # b slower.
         self.late_folder = late_folder
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(5))
@@ -60,7 +61,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
-    """Returns the batch of ``step`` with ``size`` samples. The first value identifies a sample."""
+    """Returns the ``size`` samples of ``step``. The first value of a sample identifies it."""
     x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
     x[:, 0] = (step * size + torch.arange(size)) / 1e3
     return {"x": x}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FAST_S, SLOW_S = 0.004, 0.008
-"""Seconds of a layer's forward pass on each node type. The backward pass takes as long."""
+"""Duration of a layer's forward pass on each node type in seconds. Its backward pass is equal."""
 
 
 def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: Any) -> Path:
@@ -16,8 +16,8 @@ def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: 
 
     Args:
         folder: Folder to which the file is written.
-        hosts: Nodes of each type, as a string with one letter per node. The string is empty if the
-            nodes of a type are not listed.
+        hosts: Names of the nodes of each type, which are single letters. If the string is empty,
+            the file contains four nodes without names.
         gpus: Number of GPUs on each node.
         more: Additional keys of each type.
     """
@@ -38,7 +38,7 @@ def profile_file(folder: Path, layer_s: Mapping[str, float]) -> Path:
 
     Args:
         folder: Folder to which the file is written.
-        layer_s: Time that one layer takes in seconds, by node type.
+        layer_s: Duration of one layer's forward pass in seconds, keyed by node type.
     """
     rows = []
     for name, seconds in layer_s.items():

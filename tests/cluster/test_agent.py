@@ -1,4 +1,4 @@
-"""Tests that agents reject managers of other versions, and that device checks may hang."""
+"""Tests that agents reject managers of other versions, and that hanging checks block nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_agent(port: int, folder: Path, script: str = "") -> Agent:
 
 
 def order(key: str, *arguments: str) -> dict[str, Any]:
-    """Returns a manager's request to start a process with ``arguments``. ``key`` is its name."""
+    """Returns a manager's request to start the process ``key`` with ``arguments``."""
     return {"key": key, "variables": {"LOCAL_RANK": "0"}, "arguments": list(arguments)}
 
 

@@ -1,4 +1,4 @@
-"""Tests that ``conf.sh`` and plan files are read correctly, and that errors show wrong values."""
+"""Tests how ``conf.sh`` and plan files are read, and that error messages contain wrong values."""
 
 from __future__ import annotations
 

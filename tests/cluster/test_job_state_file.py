@@ -27,7 +27,7 @@ def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
 
 
 def steps(*durations_ms: float, first: int = 1) -> list[dict[str, Any]]:
-    """Returns the report lines of iterations that took ``durations_ms``, starting at ``first``."""
+    """Returns the progress lines of iterations from ``first`` that take ``durations_ms``."""
     return [
         {"iteration": iteration, "step_ms": ms} for iteration, ms in enumerate(durations_ms, first)
     ]

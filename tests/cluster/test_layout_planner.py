@@ -41,7 +41,7 @@ def planning(tmp_path: Path) -> Planning:
 
 
 def layers_of(layout: ParallelLayout, name: str) -> int:
-    """Returns the number of layers on the node ``name`` in ``layout``. It runs one process."""
+    """Returns the number of layers on the node ``name``, which runs one process of ``layout``."""
     nodes_of_ranks = [node for node, _ in layout.places]
     pp_rank = nodes_of_ranks.index(name) // (layout.data * layout.tensor)
     config = parse([*MODEL, *layout.flags], world_size=layout.world_size, last_wins=True)

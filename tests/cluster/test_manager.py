@@ -200,11 +200,10 @@ def test_ranks_of_every_incarnation_may_save_no_more_before_the_next(tmp_path: P
 
 
 class Part:
-    """Replaces a manager or an agent, and handles signals until it ends.
+    """Replaces the agent, and sends SIGTERM to this process while the agent runs.
 
     Args:
-        handles: Whether the signal arrives while this object handles signals. Otherwise, it arrives
-            later.
+        handles: Whether the agent handles the signal. Otherwise, the participant must handle it.
         status: Exit status of the agent if the manager releases it.
     """
 
@@ -251,7 +250,7 @@ def test_a_notice_is_heeded_whenever_it_comes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Checks that a node leaves with a log line if a signal arrives between two managers."""
+    """Checks that a node that gets a signal between two managers leaves and prints the reason."""
     monkeypatch.setattr(module, "Manager", Taken)
     monkeypatch.setattr(module, "Agent", Part(handles, status))
     spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path)

@@ -159,7 +159,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)
         await link.close()
-        # A question that is pending fails, and so does a question that is asked after the loss.
+        # Both a pending request and a request after the loss fail.
         for _ in range(2):
             with pytest.raises(ConnectionError, match="a was also lost"):
                 await asked
@@ -173,7 +173,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
 
 @pytest.mark.long
 def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    """Checks that the manager restarts its own agent if the agent was killed or released."""
+    """Checks that the manager restarts the agent on its node if it was killed or released."""
 
     async def pids(members: Membership, count: int) -> list[int]:
         pids: list[int] = []

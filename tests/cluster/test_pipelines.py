@@ -1,4 +1,4 @@
-"""Tests that a script with a Pipeline continues in other layouts, as the trainer does."""
+"""Tests that a script with a Pipeline continues in other layouts if nodes join, leave or fail."""
 
 from __future__ import annotations
 

@@ -40,7 +40,10 @@ def pods(tmp_path: Path) -> Iterator[list[Node]]:
 
 
 def start(pod: Node, script: str, *arguments: str | Path, secret: str | None = SECRET) -> None:
-    """Starts a pod. If ``secret`` is ``None``, the pod reads the run's secret from a file."""
+    """Runs ``script`` with ``arguments`` in a pod.
+
+    If ``secret`` is ``None``, the pod reads the run's secret from a file.
+    """
     variables = {**forking(), "PYTHON": sys.executable}
     if secret is not None:
         variables["MEGATRON_ADAPTIVE_SECRET"] = secret

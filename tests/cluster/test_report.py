@@ -122,7 +122,7 @@ def large(tmp_path: Path) -> Path:
 
 
 def page_of(report: dict[str, Any], folder: Path) -> Page:
-    """Returns the data of the pipeline page in ``report``. The page is written to ``folder``."""
+    """Writes the pipeline page in ``report`` to ``folder``, and returns the page's data."""
     path = folder / "page.html"
     path.write_text(report["traces"]["page"])
     return Page(path)

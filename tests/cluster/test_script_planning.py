@@ -21,7 +21,7 @@ SECONDS = (0.01, 0.01, 0.01, 0.03, 0.01, 0.01)
 
 
 def profile(memory: float = 1e6) -> dict[str, Any]:
-    """Returns a profile of six pieces. The fourth takes as long as three other pieces."""
+    """Returns a profile of six pieces. The fourth piece takes three times as long as any other."""
     held = {"parameters": memory / 16}
     sizes = {"output_elements": 100, "activation_bytes": 100, "workspace_bytes": 0, **held}
     rows = [

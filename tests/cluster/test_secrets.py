@@ -1,4 +1,4 @@
-"""Tests that the nodes of a job get its secrets, and that other users cannot read them."""
+"""Tests that a job's secrets reach its nodes, and that other users cannot read the secrets."""
 
 from __future__ import annotations
 

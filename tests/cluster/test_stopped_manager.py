@@ -27,7 +27,7 @@ SEED = int(os.environ.get("STOPPED_MANAGERS_SEED", "1"))
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Yields a function that starts a job with two nodes for the given number of iterations."""
+    """Yields a function that starts a job with two nodes and a number of iterations."""
     started: list[ElasticJob] = []
 
     def begin(iterations: int) -> ElasticJob:

@@ -1,4 +1,4 @@
-"""Tests that unknown programs cannot affect jobs, and that nodes run only permitted requests."""
+"""Tests that unknown programs cannot affect jobs, and that nodes follow only permitted requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that jobs on machines with different speeds get suitable layouts."""
+"""Tests the layouts of jobs on machines with different speeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ ENDLESS = ("--train-iters", "9999", "--diagnose-interval", "4", "--trace-dir", "
 
 
 def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
-    """Waits for some steps in the layout chosen because of ``reason``. Returns its entry."""
+    """Waits until the incarnation whose reason starts with ``reason`` has completed three steps.
+
+    Returns the incarnation's entry in the state file.
+    """
 
     def incarnations_for() -> list[dict[str, Any]]:
         incarnations = job.state().get("epochs", [])

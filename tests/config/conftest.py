@@ -1,4 +1,4 @@
-"""Provides a small valid command line, and functions that check the errors of invalid ones."""
+"""Provides a small valid command line, and functions that check the errors of invalid arguments."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
 
     Args:
         flags: Flags that follow the small command line. If the first word is a key of ``BASES``,
-            they follow its value instead. The word ENGINE means that Transformer Engine is
-            installed.
+            the flags follow the value of this key instead. The word ENGINE means that Transformer
+            Engine is installed.
         world_size: Number of processes.
     """
     arguments = flags.split()
@@ -79,9 +79,9 @@ def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
 
 
 def complaint(flags: str, world_size: int = 1) -> str:
-    """Returns the error message, which must be one line, of a command line that is rejected.
+    """Checks that :func:`small` rejects ``flags`` with a message of one line, and returns the line.
 
-    The command line is that of :func:`small` with ``flags``.
+    ``world_size`` is the number of processes.
     """
     with pytest.raises(ConfigError) as caught:
         small(flags, world_size=world_size)

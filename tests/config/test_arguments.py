@@ -1,4 +1,4 @@
-"""Tests the command line: which flags are accepted, how they are parsed, and errors at start."""
+"""Tests which flags are accepted, how flags are parsed, and which errors occur at start."""
 
 from __future__ import annotations
 

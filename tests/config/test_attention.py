@@ -10,7 +10,7 @@ import pytest
 
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
 
-# Each line contains a case and the kernel for this case, and whether queries can share keys without
+# Each line contains a case, the kernel for this case, and whether queries can share keys without
 # copies.
 TABLE = """\
                                                         => causal  shared

@@ -149,7 +149,7 @@ def test_numbers_of_another_kind_are_named(
 
 
 def test_what_stands_beside_the_kind_of_a_rotation_wins(tmp_path: Path) -> None:
-    """Checks that a base in the rotation settings takes precedence, as does ``rope_scaling``."""
+    """Checks that ``rope_parameters`` overrides ``rope_theta``, but not ``rope_scaling``."""
     inner = {"rope_type": "default", "rope_theta": 7000.0}
     flags = _words(tmp_path, {**LLAMA, "rope_theta": 5000.0, "rope_parameters": inner})
     assert flags[flags.index("--rotary-base") + 1] == "7000"

@@ -1,4 +1,4 @@
-"""Tests how untrusted JSON and text is read: limits, and characters that control a terminal."""
+"""Tests limits for untrusted JSON and text, and how terminal control characters are shown."""
 
 from __future__ import annotations
 

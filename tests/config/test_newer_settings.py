@@ -1,4 +1,4 @@
-"""Tests that settings of a newer megatron-core have flags that set them in its classes."""
+"""Tests that flags set the new settings of a newer megatron-core in its classes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def test_what_a_release_adds_reaches_its_classes_or_is_refused_by_name(release: 
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    # Each flag of a new field must be in one of the two lists. Otherwise, users could not set the
-    # field.
+    # Each new flag must be in ``INSTALLED`` or ``NEWER``. Otherwise, users could not set its field.
     assert set(seen["flags"]) - INSTALLED <= set(NEWER)
     answers = seen["answers"]
     for flag, answer in answers.items():

@@ -1,4 +1,4 @@
-"""Tests the number of layers per stage, which may be given as text or as numbers."""
+"""Tests parsing and formatting partitions, and dividing layers nearly evenly among stages."""
 
 from __future__ import annotations
 

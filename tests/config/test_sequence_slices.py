@@ -21,7 +21,10 @@ from megatron.adaptive.errors import ConfigError
 
 
 def cost(end: int, length: int, share: float) -> float:
-    """Returns the cost of the first ``end`` of ``length`` tokens, as a fraction of the total."""
+    """Returns the cost of the first ``end`` of ``length`` tokens, as a fraction of the total.
+
+    ``share`` is the fraction of the total cost that attention takes.
+    """
     part = end / length
     return (1 - share) * part + share * part**2
 

@@ -128,7 +128,7 @@ def test_unknown_and_missing_groups_are_errors(rich: TrainerConfig) -> None:
 
 
 def test_a_group_that_the_writer_did_not_know_takes_its_defaults(rich: TrainerConfig) -> None:
-    """Checks that checkpoints can be loaded that are older than the transport settings."""
+    """Checks that checkpoints from before the transport settings can be loaded."""
     saved = rich.to_dict()
     del saved["transport"]
     assert TrainerConfig.from_dict(saved).transport == TransportConfig()

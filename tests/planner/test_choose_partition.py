@@ -1,4 +1,4 @@
-"""Tests the choice of a partition for ranks with measured speeds, against all partitions."""
+"""Tests that the partition chosen for ranks with measured speeds is the best possible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def loads(
     beside: dict[int, float] | None = None,
     most: tuple[float, ...] | None = None,
 ) -> Loads:
-    """Returns ranks whose layers take 1 ms for each of F, B and W, times a factor per rank."""
+    """Returns loads of ranks whose layers take 1 ms per pass, multiplied by a factor per rank.
+
+    Forward passes, backward passes and weight gradients each take this time. ``beside`` contains
+    additional times of stages, in milliseconds.
+    """
     times = [1e-3 * speed for speed in speeds]
     return Loads(
         placement=placement,
@@ -110,7 +114,7 @@ def test_nothing_moves_for_less_than_the_least_gain() -> None:
     present = loads(LOOP4, (8, 8, 8, 8), (1.0, 1.04, 1.0, 0.98))
     assert propose(present, step_of(present), 0.05) is None
     # No partition is faster per microbatch. So no step needs to be simulated, and the test fails if
-    # one is.
+    # a step is simulated.
     slow = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.2, 1.0, 1.0))
     assert propose(slow, lambda partition: pytest.fail(f"{partition}"), 0.05) is None
     assert slow.slowness == pytest.approx((1.0, 1.2, 1.0, 1.0))
@@ -173,8 +177,8 @@ def test_unlike_layers_get_the_quickest_pace(seed: int, chunks: int) -> None:
 
     proposal = propose(present, pace, 1e-3)
     taken = present.partition if proposal is None else proposal.partition
-    # The result is optimal if each rank has one stage. Only step times that are nearly equal count
-    # as equal.
+    # The result is optimal if each rank has one stage. Step times that are nearly equal count as
+    # equal, so allow a small difference.
     assert pace(taken) <= best * (1.006 if chunks == 1 else 1.2)
 
 
@@ -204,7 +208,10 @@ def together(
     most: tuple[float, float] = (8.0, 8.0),
     halves: tuple[Loads, ...] = (),
 ) -> Decision:
-    """Returns the joint choice for ``present`` within the memory limits ``most`` (V, loop)."""
+    """Returns the joint choice for ``present`` within the memory limits ``most``.
+
+    The limits are for the placements V and loop, in this order.
+    """
     return choose_together(
         present,
         StageProfile(times=present.stage_times(present.partition)),

@@ -1,4 +1,7 @@
-"""Tests which shape is chosen for running processes. Compares it with all possible shapes."""
+"""Tests the choice of pipeline and microbatch size for running processes.
+
+The choice is compared with all possible choices.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,11 @@ def job(
     slow: dict[str, float] | None = None,
     chunks: int = 1,
 ) -> Running:
-    """Returns a job on nodes with ``gpus`` GPUs each. Larger microbatches are more efficient."""
+    """Returns a job with one node per entry of ``gpus``, which is the node's number of GPUs.
+
+    Larger microbatches take less time per sample. ``slow`` maps node types to factors by which
+    their times are multiplied.
+    """
     kinds = [
         LayerKind(
             name=f"cut-{n}", parameters=parameters, output_elements=1000.0,
@@ -190,7 +197,8 @@ def test_every_schedule_has_a_shape(schedule: str) -> None:
 def test_short_simulations_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that a job does not load compiled code for a few thousand simulated actions.
 
-    Loading it takes half a second, and compiling it 10 s. All ranks wait for the plan.
+    Loading compiled code takes half a second, and compiling takes 10 s. All ranks wait for the
+    plan.
     """
     running = job(schedule="adaptive")
     compiled = choose_option(running, most=4)[0]

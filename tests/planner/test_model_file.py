@@ -1,4 +1,4 @@
-"""Tests models that are given by name, by arguments or by files: their sizes and errors."""
+"""Tests the sizes of models read from names, arguments or files, and errors about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests profile files: reading, merging, files of other models, and times per cut point."""
+"""Tests reading and merging profile files, and converting times per cut point to profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the search with all plans of small problems, and with its results on better clusters."""
+"""Tests the search against all plans of small problems, and on improved clusters."""
 
 from __future__ import annotations
 

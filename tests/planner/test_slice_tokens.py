@@ -84,7 +84,7 @@ def plan_of(slices: int = 1, batch: int = BATCH, **changes: Any) -> Plan:
 def inputs_of(
     lengths: list[int] | None = None, *, memory: float = 80e9, batch: int = BATCH, **more: Any
 ) -> PlanInputs:
-    """Returns the inputs of :func:`inputs_with`, with documents of the given lengths."""
+    """Returns the inputs of :func:`inputs_with`, with documents of ``lengths`` tokens."""
     inputs = inputs_with(memory, **more)
     documents = make_documents(inputs.model, lengths or long_tail(), batch, longest=LONGEST)
     return replace(inputs, documents=documents)

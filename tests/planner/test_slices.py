@@ -137,7 +137,10 @@ def test_activations_are_those_of_the_longest_slices_in_flight(share: float) -> 
 
 
 def seq_1f1b(ranks: int, microbatches: int, slices: int) -> list[list[tuple[int, int]]]:
-    """Returns the actions of each rank as (slice index, 1 for forward or -1 for backward)."""
+    """Returns the actions of each rank as pairs of a slice index and a direction.
+
+    The direction is 1 for a forward pass, and -1 for a backward pass.
+    """
     forward = [index for _ in range(microbatches) for index in range(slices)]
     backward = [index for _ in range(microbatches) for index in reversed(range(slices))]
     orders = []

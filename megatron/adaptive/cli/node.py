@@ -697,7 +697,7 @@ def _environment_number(*names: str) -> int | None:
 
 
 def _say_missing(secrets: Iterable[str]) -> None:
-    """Warns about all ``secrets`` (names) that this node's environment does not contain."""
+    """Warns about the variables in ``secrets`` that this node's environment does not contain."""
     if missing := [name for name in secrets if name not in os.environ]:
         _say(
             f"warning: conf.sh sets {', '.join(missing)}, but secrets are neither stored nor "
@@ -712,7 +712,10 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Writes the master's address to the file ``path`` for the workers. Removes it afterwards."""
+    """Writes the master's address to the file ``path``, and removes the file after the context.
+
+    Workers that have access to the file read the address and the secret from it.
+    """
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)
     write_private(path, text)

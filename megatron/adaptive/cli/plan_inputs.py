@@ -50,7 +50,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 _DRAWN = 100_000
 """Number of document lengths that are drawn from a distribution."""
 _PIECE = 1 << 20
-"""Number of characters of a file of lengths that are split into words in one go."""
+"""Number of characters of a file of lengths that are split into words at once."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
@@ -377,7 +377,10 @@ def _listed(text: str) -> Lengths:
 
 
 def _words(content: str) -> Iterator[str]:
-    """Yields the words of ``content``. To save memory, splits only a part of the text in one go."""
+    """Yields the words of ``content``.
+
+    To save memory, only a part of the text is split into words at once.
+    """
     end = 0
     while end < len(content):
         start = end

@@ -116,7 +116,11 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds a chunk of a GPT model, because megatron-core 0.17 and 0.18 have no such function."""
+    """Builds a chunk of a GPT model.
+
+    megatron-core 0.17 and 0.18 do not contain such a function. ``pre_process`` is true for a chunk
+    with the embedding, and ``post_process`` is true for a chunk with the output layer.
+    """
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args

@@ -136,7 +136,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def load_recipe(path: Path) -> Any:
-    """Reads a recipe file and returns its content, merged with the recipe in ``base`` if set."""
+    """Reads the recipe file ``path``, and merges it with the recipe that its key ``base`` names."""
     content = read_file(path, "recipe")
     if not isinstance(content, dict) or "base" not in content:
         return content

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
-    """Fits a profile to traced runs. Merges it with the profile at ``--output`` if there is one."""
+    """Fits a profile to traced runs, and merges it with an existing profile at ``--output``."""
     if not options.model or options.cluster is None:
         raise ConfigError("--from-run requires --model and --cluster of the runs; add both")
     cluster = read_cluster(options.cluster)

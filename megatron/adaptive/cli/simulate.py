@@ -67,8 +67,8 @@ def _simulate(
     """Simulates each schedule in ``--schedules`` that supports the sizes in ``options``.
 
     Returns:
-        Outcomes in the order of the flag, and, for each schedule that does not support these sizes,
-        the reason, by name.
+        Outcomes in the order of the flag, and a dict from each schedule that does not support these
+        sizes to the reason.
 
     Raises:
         ConfigError: The name of a schedule is unknown, or no schedule supports these sizes.

@@ -171,7 +171,7 @@ _WARNING = re.compile(r"warning", re.IGNORECASE)
 def _differences(
     requested: Mapping[str, str], effective: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Returns (name, requested value, effective value) of each setting whose values differ."""
+    """Returns name, requested value and effective value of each setting whose values differ."""
     has_rampup = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
     return tuple(
         (name, requested[name], value)
@@ -183,7 +183,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if ``line`` reports an error or a warning, else ``""``."""
+    """Returns ``error`` or ``warning`` if ``line`` reports one, otherwise an empty string."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
@@ -290,7 +290,7 @@ class SlurmState:
         state: State of the job, such as ``RUNNING``.
         user: Name of the user who owns the job.
         reason: Reason why the job is waiting.
-        nodes: State of each node of the job, such as ``allocated`` or ``down``, by name.
+        nodes: State of each node of the job, such as ``allocated`` or ``down``, keyed by node name.
     """
 
     state: str = ""
@@ -333,7 +333,7 @@ class JobStatus:
         folder: Path of the job's log folder.
         nodes: Summaries of the nodes' log files. The entry ``batch`` describes the output of
             Slurm's batch script.
-        lost: Reason why each lost node is considered lost, by name of the node.
+        lost: Reason why each lost node is considered lost, keyed by node name.
         iteration: Latest iteration, or ``None`` before the first iteration.
         iterations: Number of iterations in the whole training run.
         iteration_ms: Median duration of the latest iterations, in milliseconds.
@@ -342,9 +342,9 @@ class JobStatus:
         is_over: Whether the job has finished and will not continue.
         is_stalled: Whether the job is running without progress: the latest iteration is older than
             five times ``iteration_ms``, and older than 30 s.
-        requested: Variables of the configuration, by name.
-        effective: Values of these variables that the run has reported, by name.
-        differences: (Name, requested value, effective value) of each variable whose values differ.
+        requested: Variables of the configuration, keyed by name.
+        effective: Values of these variables that the run has reported, keyed by name.
+        differences: Name, requested value and effective value of each variable whose values differ.
     """
 
     job: str
@@ -441,7 +441,10 @@ def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ..
 
 
 def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
-    """Returns whether a job has finished, according to Slurm, or else to its nodes' samples."""
+    """Returns whether a job has finished.
+
+    If Slurm does not know the job, the samples of the nodes decide.
+    """
     if slurm_job.state:
         return slurm_job.state not in _GOES_ON
     return has_ended or all(node.use and node.use.get(ENDED) for node in nodes)
@@ -506,7 +509,7 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
 
 
 def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """Returns the reason why each lost node is considered lost, by name of the node.
+    """Returns the reason why each lost node is considered lost, keyed by node name.
 
     A node is lost if Slurm reports this, or if its samples have stopped while the job is running.
     After the job has finished, samples are ignored if Slurm reports the state of the node, because
@@ -573,7 +576,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sizes that a run has reported, by name of the variable in ``conf.sh``."""
+    """Returns the sizes that a run has reported, keyed by the variable in ``conf.sh``."""
     sizes = {name: start.get(key) for name, key in _SIZES.items()}
     if latest:
         sizes["TRAIN_ITERS"] = start.get("total_iterations")

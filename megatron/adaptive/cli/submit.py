@@ -122,7 +122,8 @@ def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
 
     Args:
         command: Command line of the program.
-        variables: Environment variables to add to those of this process, or ``None``.
+        variables: Environment variables to add to those of this process. ``None`` adds no
+            variables.
 
     Raises:
         SetupError: The program is missing or fails, or Slurm does not answer.

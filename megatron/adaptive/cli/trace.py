@@ -163,8 +163,9 @@ def _answer(
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
         find: Function that analyzes a run. It takes the run, its iterations and the parsed flags.
-        find_other: Function that analyzes a folder that contains other files than traces, and
-            returns ``None`` for a folder of traces. ``None`` if only traces are supported.
+        find_other: Function that analyzes a folder with files other than traces, and returns
+            ``None`` for a folder of traces. If ``find_other`` is ``None``, only traces are
+            supported.
     """
     help_text = "print the result as JSON instead of text"
     parser.add_argument("--json", action="store_true", help=help_text)
@@ -515,8 +516,8 @@ def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
 def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
     """Returns a table of the longest kernels in ``iteration`` as lines of text.
 
-    If kernels were only recorded in other iterations, the result is a line that lists these. If no
-    kernels were recorded, it is empty.
+    If kernels were only recorded in other iterations, the result is a line that lists these
+    iterations. If no kernels were recorded, the result is empty.
     """
     figures = kernel_figures(run, iteration)[:_KERNELS_SHOWN]
     if not figures:

@@ -219,7 +219,11 @@ class Agent:
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares for new ranks' snapshots, and returns environment variables for the ranks."""
+        """Prepares the keeper for snapshots of new ranks, and returns the ranks' variables.
+
+        ``copies`` contains the settings of the snapshots, or is ``None`` if no snapshots are taken.
+        The result contains environment variables.
+        """
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])

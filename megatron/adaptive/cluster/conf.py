@@ -30,7 +30,7 @@ _AUTO = "auto"
 
 
 def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
-    """Creates a field specification for each variable in ``table``, and returns them by name."""
+    """Returns a field specification for each variable in ``table``, keyed by name."""
     return {
         name: spec_of(name, kind, default, {"help": meaning, "choices": tuple(choices)})
         for name, (kind, default, meaning, *choices) in table.items()
@@ -132,7 +132,9 @@ SETTINGS = _specs(
         "PYTHON": (str, "", "Python interpreter on the nodes; default: this one"),
     }
 )
-"""Variables of ``conf.sh`` by name. A variable with an empty default has no value by default."""
+"""Variables of ``conf.sh``, keyed by name. A variable with an empty default has no value by
+default.
+"""
 for _name in ("SEQUENCE_SLICES", "SLICE_TOKENS"):
     SETTINGS[_name] = replace(SETTINGS[_name], reader=_slices_of)
 
@@ -207,7 +209,7 @@ def read_variables(path: Path) -> dict[str, str]:
         path: Path of the file, such as ``conf.sh``.
 
     Returns:
-        Value of each variable as text, by name, in alphabetical order.
+        Text values of the variables, keyed by name, in alphabetical order.
 
     Raises:
         ConfigError: The file is missing, fails in bash, or sets an array.
@@ -279,7 +281,8 @@ class LaunchConf:
 
     Attributes:
         folder: Folder of ``conf.sh``, to which paths are relative.
-        values: Value of each variable in ``SETTINGS``, by name, or ``None`` if it has no value.
+        values: Value of each variable in ``SETTINGS``, keyed by name, or ``None`` if it has no
+            value.
         groups: Groups of equal nodes, ordered by rank.
         environment: Environment variables that ``conf.sh`` sets for all processes.
     """
@@ -321,7 +324,7 @@ class LaunchConf:
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Returns the values of all variables and environment variables as strings, by name.
+        """Returns the values of all variables and environment variables as strings, keyed by name.
 
         Secrets and ``PLAN`` are omitted. The result contains the variables that the plan sets.
         """
@@ -341,7 +344,7 @@ class LaunchConf:
 def load_conf(
     path: Path | None, changes: Sequence[str] = (), plan: Path | None = None
 ) -> LaunchConf:
-    """Reads ``conf.sh``, applies changes to it, checks it, and returns the configuration.
+    """Reads ``conf.sh``, applies changes, and returns the checked configuration.
 
     Args:
         path: Path of ``conf.sh``, or ``None`` to use only defaults.
@@ -368,7 +371,7 @@ def make_conf(
     """Creates a configuration from ``variables``, and checks it.
 
     Args:
-        variables: Value of each variable as text, by name.
+        variables: Value of each variable as text, keyed by name.
         folder: Folder to which paths are relative.
         fixed: Names of variables whose values a plan must not replace.
 
@@ -394,7 +397,7 @@ def make_conf(
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, str]:
-    """Parses texts of the form ``NAME=VALUE`` from the command line, and returns values by name.
+    """Parses command-line texts of the form ``NAME=VALUE``, and returns a dict of the values.
 
     Raises:
         ConfigError: A text does not have this form.

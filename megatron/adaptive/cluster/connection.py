@@ -109,7 +109,7 @@ class Connection:
         return str(self._writer.get_extra_info("sockname", ("",))[0])
 
     def send(self, kind: str, **values: Any) -> None:
-        """Sends a message of the given kind with the entries ``values``.
+        """Sends a message of the kind ``kind`` with the entries ``values``.
 
         The message is dropped if the connection is closed.
 

@@ -58,7 +58,8 @@ class FailedProbes:
         self._stragglers = stragglers
         self._members = members
         self._in_use = in_use
-        # Number of the latest incarnation in which the failure of each node was handled, by node.
+        # The keys are names of nodes. The values are the numbers of the latest incarnations in
+        # which the failures of these nodes were handled.
         self._handled: dict[str, int] = {}
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._waits_s: dict[str, float] = {}

@@ -397,9 +397,9 @@ class RunningRanks:
         incarnation: Record of the incarnation that the ranks run.
         layout: Layout of the ranks.
         folder: Folder to which the ranks write their progress.
-        where: Name of the node of each rank, by the rank's key. Keys have the form
-            ``incarnation/rank``, and are ordered by rank.
-        statuses: Exit statuses of the ranks that have exited, by the rank's key.
+        where: Name of the node of each rank. The keys have the form ``incarnation/rank``, and are
+            ordered by rank.
+        statuses: Exit statuses of the ranks that have exited, with the same keys as ``where``.
         stopping: Reason why the ranks were asked to save and exit, or empty.
         fault: Description of the first failure, or empty. It is replaced if it turns out later that
             a signal from outside the job killed a rank.
@@ -468,9 +468,9 @@ def how_ended(status: int) -> str:
 
 
 def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
-    """Assigns ranks to nodes, and returns the node of each rank. Fills one node after the other.
+    """Assigns ranks to nodes, and returns the node of each rank.
 
-    All ranks of a tensor-parallel group are on the same node.
+    Ranks fill one node after the other. All ranks of a tensor-parallel group are on the same node.
 
     Args:
         nodes: Nodes to use. They get ranks in this order, unless the layout defines an order of
@@ -493,7 +493,7 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
 def rank_orders(
     arguments: Sequence[str], places: Sequence[Node], incarnation: int, variables: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the requests to start ranks, by name of the node that receives them.
+    """Returns the requests to start ranks, keyed by the name of the node that receives them.
 
     Each request contains the environment variables that torchrun would set. It does not contain the
     script, because each node's :class:`NodeWork` defines it.

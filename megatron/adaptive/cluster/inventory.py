@@ -139,7 +139,10 @@ def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
 
 
 def _gid_index(port: Path) -> int | None:
-    """Returns the index of the first RoCE v2 GID for IPv4 of ``port``, or ``None``."""
+    """Returns the index of the first RoCE v2 address (GID) for IPv4 of ``port``.
+
+    Returns ``None`` if the port has no such address.
+    """
     for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         kind = _read(port / "gid_attrs" / "types" / path.name)
         if kind == "RoCE v2" and _read(path).startswith("0000:0000:0000:0000:0000:ffff:"):

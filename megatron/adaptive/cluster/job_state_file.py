@@ -86,9 +86,9 @@ class Incarnation:
         source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the
             nodes' own disks`` or ``copies in memory``. If a newer state could not be used, the
             reason follows.
-        marks_ns: Time of each of the events ``notice``, ``ended``, ``planned`` and ``begun``, by
-            event, on the manager's clock, in nanoseconds since the Unix epoch.
-        phases_s: Duration in seconds of each phase of the change to this layout, by name.
+        marks_ns: Times at which the events ``notice``, ``ended``, ``planned`` and ``begun``
+            happened, keyed by event, on the manager's clock, in nanoseconds since the Unix epoch.
+        phases_s: Duration in seconds of each phase of the change to this layout, keyed by name.
         before: Last progress of the previous incarnation, or ``None`` for the first incarnation.
         predicted_s: Step time that the planner predicted, in seconds, or ``None`` without a plan.
         step_s: Measured step time in seconds, or ``None`` before any step was measured.
@@ -109,7 +109,7 @@ class Incarnation:
     step_s: float | None = None
 
     def begun_at(self, iteration: int | None) -> None:
-        """Updates the record if the ranks resumed from a different iteration than ``resumed``.
+        """Updates this object if the ranks resumed from a different iteration than ``resumed``.
 
         Ranks resume from a later iteration if the nodes' local disks contain a newer checkpoint,
         and from an earlier iteration if the newest checkpoint is damaged.
@@ -153,7 +153,8 @@ class SlowRank:
         slow_rank: Global rank of the slow rank.
         times: Number of consecutive diagnoses that reported this rank.
         factor: Ratio of this rank's computing time to that of the other ranks.
-        pace_ns: Computing time per microbatch and layer in nanoseconds, by rank, or empty.
+        pace_ns: Computing time per microbatch and layer in nanoseconds, indexed by rank. It may be
+            empty.
     """
 
     slow_rank: int
@@ -231,7 +232,7 @@ class ProgressReader:
         return replace(self._now, step_s=statistics.median(self._steps_ms) / 1e3)
 
     def _found(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns new values of the :class:`IncarnationProgress` attributes in ``line``."""
+        """Returns the attributes of :class:`IncarnationProgress` that ``line`` changes."""
         moment_ns = line["unix_ns"]
         now = self._now
         if "total_iterations" in line:
@@ -309,7 +310,8 @@ class StateFile:
         """Reads an earlier manager's state, to include its history in all later writes.
 
         Returns:
-            Number of machines that were present under that manager, or 0 if there was none.
+            Number of machines that were present under that manager, or 0 if no earlier manager
+            wrote a state.
         """
         try:
             self._before = read_state(checkpoints)

@@ -79,7 +79,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns a copy of the node type ``base`` with the given number of GPUs and slowness."""
+    """Returns a copy of the node type ``base`` with ``gpus`` GPUs and the slowness ``slowness``."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -128,7 +128,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
-    """Returns a copy of ``cluster`` with the given number of nodes of each type.
+    """Returns a copy of ``cluster`` with the numbers of nodes in ``counts``.
 
     Args:
         cluster: Cluster that defines the links between the node types.
@@ -287,7 +287,7 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns (the best layout that the trainer accepts, the error of the first rejected plan).
+        """Returns the best layout that the trainer accepts, and the error of the first refusal.
 
         The layout is ``None`` if the trainer rejects all plans. The error is ``None`` if the
         trainer rejects no plan.
@@ -369,7 +369,7 @@ class Planning:
     def _micro_batches(self) -> tuple[int, ...]:
         """Returns the microbatch sizes that keep the losses unchanged.
 
-        An empty result means that all sizes do.
+        The result is empty if all microbatch sizes keep the losses unchanged.
         """
         model = self._config.model
         drops = model.attention_dropout > 0 or model.hidden_dropout > 0
@@ -523,7 +523,10 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
 
 
 def _host(offer: Offer) -> str:
-    """Returns the host name that the node ``offer`` reports, the last of its ``hosts``."""
+    """Returns the host name that the node ``offer`` reports.
+
+    This is the last entry of ``hosts``, or the name of the node if ``hosts`` is empty.
+    """
     return offer.hosts[-1] if offer.hosts else offer.name
 
 
@@ -598,7 +601,9 @@ class PlannerChooser(Chooser):
         self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
 
     def check(self, machines: Path | None) -> str:
-        """Checks the input files, and that a plan exists if all known machines join. Blocks.
+        """Checks the input files, and whether a plan exists if all known machines join.
+
+        The call blocks until the check is complete.
 
         Args:
             machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
@@ -705,6 +710,10 @@ _planning = functools.cache(Planning)
 
 
 def _answer(setup: tuple[Any, ...], name: str, *values: Any) -> Any:
-    """Calls the method ``name`` of :class:`Planning`. Runs in the planner's process."""
+    """Calls the method ``name`` of :class:`Planning` with the arguments ``values``.
+
+    This function runs in the planner's process. ``setup`` contains the arguments with which the
+    object is created.
+    """
     paths, arguments, unequal = setup
     return getattr(_planning(paths, arguments, unequal=unequal), name)(*values)

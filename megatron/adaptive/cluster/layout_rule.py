@@ -57,11 +57,11 @@ class ParallelLayout:
         micro_batch: Number of samples per microbatch.
         microbatches: Number of microbatches per step for each replica of the first stage.
         flags: Trainer flags, which are appended to the user's own flags.
-        places: (Node name, maximum number of processes) pairs, ordered by rank. If empty, all nodes
-            are used in the manager's order.
+        places: Pairs of a node's name and the maximum number of processes on this node, ordered by
+            rank. If empty, all nodes are used in the manager's order.
         step_s: Step time that the planner predicts, in seconds, or ``None`` without the planner.
-        pace: Computing time per layer on each node, by node name, in any unit; empty without the
-            planner.
+        pace: Computing time per layer on each node in any unit, keyed by node name, or empty
+            without the planner.
         widths: Number of replicas of each stage; empty if all stages have the same number.
         unit: Name of the items that ``partition`` counts, such as ``layers`` or ``segments``.
     """
@@ -150,8 +150,8 @@ class Chooser:
 def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> ParallelLayout | None:
     """Chooses a layout by a simple rule, without a planner, and returns it.
 
-    Prefers the layout with the most processes and, among equals, the layout whose pipeline size is
-    nearest to the requested size.
+    The rule prefers the layout with the most processes. Among layouts with the same number of
+    processes, it prefers the pipeline size that is nearest to the requested size.
 
     Args:
         arguments: The user's arguments for the trainer.
@@ -190,7 +190,8 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
 
     Args:
         layout: Layout whose step time is estimated.
-        slowness: Slowness of each rank's node, by rank. A node with the expected speed has 1.
+        slowness: Slowness of each rank's node, indexed by rank. A node with the expected speed has
+            1.
     """
     layers: Sequence[float] = layout.partition
     if layout.widths:
@@ -272,7 +273,7 @@ def _unit(flags: Sequence[str]) -> int:
 
 
 def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Yields possible pairs of (number of replicas, pipeline size), best pair first.
+    """Yields possible pairs of a number of replicas and a pipeline size, starting with the best.
 
     ``usable`` is the number of tensor-parallel groups that the available processes can form.
     """
@@ -299,7 +300,7 @@ def _layout(
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """Creates a layout with the given sizes, or returns ``None`` if the trainer rejects it."""
+    """Creates a layout from the sizes, or returns ``None`` if the trainer rejects the layout."""
     tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:

@@ -125,7 +125,7 @@ class Manager:
         self._status = "waiting for machines"
         self._iteration = 0
         self._total = 0
-        # First stop signal that this process received, or ``None``.
+        # This is the first stop signal that this process received, or None before any signal.
         self.notice: signal.Signals | None = None
         self._stop: signal.Signals | None = None
         self._is_deposed = False
@@ -470,8 +470,8 @@ class Manager:
         """Decides whether the job ends, or starts another incarnation after ``running``.
 
         Returns:
-            (Exit status of the job, ``""``) if the job ends, otherwise (``None``, reason to start
-            another incarnation).
+            Exit status of the job and an empty string if the job ends. Otherwise, ``None`` and the
+            reason to start another incarnation.
         """
         assert self._before is not None
         for node in list(self._members.nodes.values()):
@@ -574,7 +574,10 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Stops the job on SIGHUP if the terminal was closed, else rereads the machines."""
+        """Stops the job if the cause of SIGHUP is a closed terminal.
+
+        Otherwise, rereads the machines file.
+        """
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:
@@ -595,7 +598,10 @@ class Manager:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
-        """Renews the lease, the right to manage the job, and returns whether it is held."""
+        """Renews this manager's lease, and returns whether it still holds the lease.
+
+        The lease is the right to manage the job.
+        """
         self._is_deposed = self._is_deposed or not self._lease.is_held(say)
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)

@@ -208,7 +208,8 @@ class Node:
         copies_port: Port at which the node receives snapshots from other nodes.
         link: Connection to the node's agent, or ``None`` before it joins.
         process: Process of the agent, or ``None`` if the manager did not start the agent.
-        asked: Futures for the answers on which :meth:`Membership.ask` waits, by message number.
+        asked: Futures for the answers on which :meth:`Membership.ask` waits, keyed by message
+            number.
         started_s: Time in seconds, on the clock ``time.monotonic``, when this entry was created.
     """
 
@@ -297,7 +298,7 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """Returns the first node in ``names`` that will be taken away, or ``None``."""
+        """Returns the first node in ``names`` that will be taken away, or ``None`` if all stay."""
         nodes = (self.nodes[name] for name in names)
         return next((node for node in nodes if node.status == "leaving"), None)
 

@@ -55,11 +55,11 @@ _MOCK_VOCABULARY = "50303"
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Part of a node in the job, which is known once all nodes have connected.
+    """Role of a node in the job, which is known once all nodes have connected.
 
     Attributes:
         node_rank: Index of this node among the job's nodes, from 0.
-        processes: Number of processes on each node, by node rank.
+        processes: Number of processes on each node, indexed by node rank.
         master_addr: Address of the first node (node rank 0).
         master_port: Port on which torchrun on the first node listens.
     """
@@ -217,7 +217,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 1.0
 _OUTPUTS = ("out", "err")
 _SHORTEST_SECRET = 8
-"""Minimum length of masked secrets. Shorter values, such as 1, are in harmless lines."""
+"""Minimum length of masked secrets. Shorter values, such as 1, also occur in lines without secrets.
+"""
 
 
 def run_node(

@@ -32,7 +32,7 @@ class SnapshotSource:
 
     Attributes:
         step: Newest step whose parts all still exist; 0 if there is no such step.
-        seen: Newest step for which any part of a snapshot still exists, or 0.
+        seen: Newest step for which any part of a snapshot still exists, or 0 if no part exists.
         why: Reason why no step can be restored, or empty if a step can be restored.
         parts: Copies from which ``step`` is restored, with the entries of the keepers' inventories
             and two additional entries. ``node`` is the name of the node that has the copy, and
@@ -46,11 +46,12 @@ class SnapshotSource:
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
-    """Chooses a node that stores copies of the state of each node, and returns its name by node.
+    """Chooses, for each node, another node that stores copies of the node's state.
 
-    The chosen node (buddy) is the next node, in cyclic order, that is on another machine. If all
-    nodes are on the same machine, as in a trial run, it is the next node. It is ``None`` if there
-    is only one node.
+    Returns a dict from the name of each node to the name of the chosen node (buddy). The buddy is
+    the next node, in cyclic order, that is on another machine. If all nodes are on the same
+    machine, such as in a trial run, the buddy is the next node. If there is only one node, the
+    buddy is ``None``.
     """
     buddy_names: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
@@ -143,7 +144,7 @@ class JobSnapshots:
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the snapshot settings for each node that starts ranks, by name of the node.
+        """Returns the snapshot settings of each node that starts ranks, keyed by node name.
 
         Also asks all other nodes to drop their copies.
 
@@ -256,7 +257,10 @@ class JobSnapshots:
         return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Asks the nodes to write a step. Returns the first failure as text, or ``""``."""
+        """Asks the nodes to write a step as a checkpoint.
+
+        Returns the first failure as text, or an empty string.
+        """
         by_node: dict[str, list[Mapping[str, Any]]] = {}
         for part in source.parts:
             by_node.setdefault(part["node"], []).append(part)

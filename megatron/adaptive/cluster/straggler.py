@@ -46,7 +46,8 @@ class Stragglers:
         self._chooser = chooser
         self._arguments = arguments
         self._slowness: dict[str, float] = {}
-        # Reason why each excluded node was excluded, by node.
+        # The keys are names of excluded nodes. The values are the reasons for excluding these
+        # nodes.
         self._aside: dict[str, str] = {}
         self._judged: set[str] = set()
 

@@ -165,7 +165,7 @@ def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -
 
 
 def _base_of(values: Mapping[str, Any]) -> Base:
-    """Returns the base model for settings that may not have been validated yet."""
+    """Returns the base model for the settings ``values``, which may not have been validated yet."""
     family = base_family(
         values.get("load_hf"),
         values.get("hf_family"),

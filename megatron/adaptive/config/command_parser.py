@@ -24,8 +24,8 @@ class CommandParser(argparse.ArgumentParser):
             most similar name.
         otherwise: Hint at the end of the error message about an unknown option if no option has a
             similar name.
-        elsewhere: Function that returns the options of another program for which users take this
-            one's. An error about such an option ends with ``otherwise``.
+        elsewhere: Function that returns options of another program that users may pass to this
+            program by mistake. An error about such an option ends with ``otherwise``.
         prog: Name of the program in help texts and messages, or ``None`` for the name of the
             process.
         usage: Usage line, or ``None`` to derive it from the arguments.
@@ -74,7 +74,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{_short_name(self.prog)}: {message}; {hint}")
 
     def _hint(self, unknown: str) -> str:
-        """Returns what to use instead of the option ``unknown``."""
+        """Returns a hint about what to use instead of the unknown option ``unknown``."""
         # Compare names without dashes. Otherwise every short name would be similar to --help.
         options = {option.strip("-"): option for option in self._option_string_actions}
         nearest = difflib.get_close_matches(unknown.strip("-"), options, n=1)

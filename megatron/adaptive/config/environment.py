@@ -183,7 +183,7 @@ class Environment:
         """Reads and validates the environment variables that a launcher sets.
 
         Args:
-            variables: Values of the variables by name, or ``None`` for the variables of this
+            variables: Values of the variables, keyed by name, or ``None`` for the variables of this
                 process.
 
         Raises:

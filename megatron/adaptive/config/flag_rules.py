@@ -162,7 +162,8 @@ class GivenFlags:
     def _beyond(self, rule: _Rule, product: str) -> str:
         """Returns a text about numbers that violate ``rule``, or an empty string.
 
-        The verb of the rule is ``within`` or ``divides``.
+        The verb of the rule is ``within`` or ``divides``. ``product`` contains the settings on the
+        left side of the rule, joined by ``*``.
         """
         factors = product.split("*")
         limit = self._values.get(rule.right)

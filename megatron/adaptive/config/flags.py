@@ -110,7 +110,7 @@ def flag(
         choices: Allowed values. If empty, all values are allowed.
         also_takes: Function that returns whether a value outside of ``choices`` is accepted. It
             raises ``ValueError`` to reject the value with a reason.
-        refused_choices: Reasons for rejecting values that Megatron-LM accepts, by value.
+        refused_choices: Reasons for rejecting values that Megatron-LM accepts, keyed by value.
         unit: Placeholder for the value in help texts, or ``None`` to derive it from the field's
             type.
         derived: Description of a default that depends on other settings.
@@ -190,7 +190,7 @@ class FieldSpec:
         choices: Allowed values. If empty, all values are allowed.
         also_takes: Function that returns whether a value outside of ``choices`` is accepted. It
             raises ``ValueError`` to reject the value with a reason.
-        refused_choices: Reasons for rejecting values that Megatron-LM accepts, by value.
+        refused_choices: Reasons for rejecting values that Megatron-LM accepts, keyed by value.
         unit: Placeholder for the value in help texts. If empty, it is derived from the type.
         derived: Description of a default that depends on other settings.
         takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
@@ -421,7 +421,8 @@ def spec_of(name: str, hint: Any, default: Any, options: Mapping[str, Any]) -> F
         name: Name of the field.
         hint: Type annotation of the field, such as ``tuple[int, ...] | None``.
         default: Default value of the field, or ``MISSING`` if the field has no default.
-        options: Remaining attributes of the :class:`FieldSpec` by name, from the field's metadata.
+        options: Remaining attributes of the :class:`FieldSpec`, keyed by name, from the field's
+            metadata.
     """
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:

@@ -65,7 +65,7 @@ def read_settings(
         hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Returns:
-        Settings by field name, and the family of the model.
+        Settings, keyed by field name, and the family of the model.
 
     Raises:
         ConfigError: The architecture is unknown or not supported, or a key is missing.

@@ -90,7 +90,7 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
 
 
 def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
-    """Computes the number of chunks per pipeline rank.
+    """Returns the number of chunks per pipeline rank if each has ``layers_per_chunk`` layers.
 
     Raises:
         ConfigError: The layers cannot be divided evenly into such chunks.

@@ -134,7 +134,7 @@ class ParallelConfig:
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Number of chunks per rank as in Megatron-LM, where ``None`` means a single chunk."""
+        """Number of chunks per rank, or ``None`` for a single chunk, as Megatron-LM expects."""
         return self.num_chunks if self.num_chunks > 1 else None
 
     @property

@@ -94,8 +94,8 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
     """Converts ``conf.sh`` variables that a plan may set to flags of the trainer.
 
     Args:
-        values: Values of the variables by name, as text, numbers or booleans. A value of ``None``
-            means that the variable is absent.
+        values: Values of the variables, keyed by name, as text, numbers or booleans. A value of
+            ``None`` means that the variable is absent.
     """
     flags: list[str] = []
     for name, flag in FLAGS.items():

@@ -197,7 +197,10 @@ def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
 
 
 def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
-    """Returns the requirement that ``value`` (without its entries) violates, or an empty string."""
+    """Returns the requirement that ``value`` itself violates, or an empty string.
+
+    The entries of lists and objects are not checked.
+    """
     if "type" in schema:
         types, rule = _TYPES[schema["type"]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

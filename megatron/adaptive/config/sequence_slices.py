@@ -214,7 +214,7 @@ def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: flo
     Args:
         lengths: Number of tokens in each document.
         num_slices: Number of slices. It must be at least 1.
-        pair_cost: Cost of attention, as in :class:`SliceRule`.
+        pair_cost: Cost of attention per pair of tokens, relative to all other work per token.
     """
     costs = [length + pair_cost * length * length for length in lengths]
     ends = list(itertools.accumulate(costs))

@@ -47,11 +47,11 @@ def check_collector(target: str | None, trace_dir: str | None) -> None:
     """Checks the setting ``trace_otlp``.
 
     Args:
-        target: URL of a collector, or ``None``.
+        target: URL of a collector, or ``None`` if spans are not sent to a collector.
         trace_dir: Folder of the trace, or ``None`` if tracing is off.
 
     Raises:
-        ConfigError: The target is not an HTTP URL, or there is no trace.
+        ConfigError: The target is not an HTTP URL, or tracing is off.
     """
     if target is None:
         return

@@ -96,10 +96,11 @@ class TracedRun:
         return tuple(layers)
 
     def figures(self) -> RunFigures:
-        """Returns the median times of actions and steps (in ns) in the selected iterations.
+        """Returns the median times of actions and steps in the selected iterations, in nanoseconds.
 
         Raises:
-            ConfigError: The trace contains none of the selected iterations.
+            ConfigError: The trace has no complete iterations after those that are skipped as
+                warm-up.
         """
         complete = self.trace.complete_iterations()
         if self.iterations:
@@ -200,7 +201,7 @@ class _Gathered:
 
 
 def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
-    """Returns the indices of the layers in each chunk of the rank ``rank``."""
+    """Returns the range of layer indices of each chunk (stage) that ``rank`` holds in ``run``."""
     header = run.trace.ranks[rank].header
     stages = model.stage_layers(run.layers)
     return tuple(stages[stage] for stage in stages_of_rank(header, header.pp_rank))
@@ -209,7 +210,8 @@ def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
     """Returns the layer indices and measured times of every chunk in ``run``.
 
-    The result is grouped by GPU model, tensor-parallel size and microbatch size.
+    The result is grouped by GPU model, tensor-parallel size and microbatch size. ``figures``
+    contains the median times of the run's actions.
     """
     rows: dict[_Key, list[_Stage]] = {}
     is_measured = np.isfinite(figures.median_ns).any(axis=0)

@@ -65,7 +65,9 @@ larger than the minimum for other changes, because a different placement require
 _SIMULATIONS = 24
 """Maximum number of partitions to simulate."""
 _MOST_TRIED = 60
-"""Number of partitions after which a search stops. Such searches run before the first step."""
+"""Number of partitions that a search tries before it stops. These searches run before the first
+training step.
+"""
 _WHOLE = 3
 """Usual time of a layer's forward and backward pass together, divided by its forward time."""
 _LEAST_GAIN = 1e-3
@@ -128,7 +130,7 @@ class Loads:
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Converts the loads to the stage placement ``kind``, with unchanged rank speeds."""
+        """Returns the loads for the placement ``kind``, assuming unchanged rank speeds."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -261,7 +263,7 @@ def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> 
 def simulated_step(
     loads: Loads, candidate: Candidate, num_microbatches: int
 ) -> Callable[[Partition], float]:
-    """Returns a function that simulates a step under a partition and returns its time in seconds.
+    """Returns a function that takes a partition and returns the simulated step time in seconds.
 
     Args:
         loads: Measured times of the stages.
@@ -332,7 +334,7 @@ def _better(
 
     Args:
         partition: Number of layers of each stage.
-        limit_s: Step time in seconds that the result must not reach.
+        limit_s: Step time in seconds that the result must stay below.
         tried: Step time in seconds of each partition tried so far. The partitions that this
             function tries are added.
         step_s: Function that returns the step time in seconds under a partition.
@@ -390,7 +392,7 @@ def choose_together(
     until_s: float = math.inf,
     num_slices: int = 1,
 ) -> Decision:
-    """Chooses placement, layers per stage, schedule and activation limit (cap) together.
+    """Chooses the placement, layers per stage, schedule and activation limit of a job together.
 
     For each placement, partitions near a balanced partition are compared under a few good
     schedules. Then all schedules are compared under the best partition.
@@ -398,9 +400,9 @@ def choose_together(
     Args:
         loads: Measured times and memory of the stages under the current placement and partition.
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Functions that return the memory limit under a partition, by placement. The current
-            placement comes first. A limit is the maximum number of activations held, in units of
-            one microbatch's activations in all stages of a rank.
+        limits: Functions, keyed by placement, that return the memory limit under a partition. The
+            current placement comes first. A limit is the maximum number of activations held, in
+            units of one microbatch's activations in all stages of a rank.
         halves: Loads measured over separate parts of the steps. A move must save enough time under
             each of these loads.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
@@ -409,8 +411,8 @@ def choose_together(
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time scheduling rules to simulate.
-        until_s: Deadline on the clock of ``time.monotonic``. After it, no more candidates are
-            simulated.
+        until_s: Deadline on the clock of ``time.monotonic``. No candidates are simulated after the
+            deadline.
         num_slices: Number of slices per microbatch, or 1 for whole microbatches.
 
     Raises:
@@ -492,7 +494,7 @@ def _decision(
 
 
 class _Runs:
-    """Simulates steps, and compiles a simulation loop after it has simulated enough actions.
+    """Simulates steps, and compiles a simulation loop once it has simulated enough actions.
 
     Args:
         num_microbatches: Number of microbatches per step.
@@ -517,13 +519,14 @@ class _Job:
 
     Attributes:
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Functions that return the maximum activations held under a partition, by placement.
+        limits: Functions, keyed by placement, that return the maximum activations held under a
+            partition.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time scheduling rules to simulate.
-        until_s: Deadline on the clock of ``time.monotonic``. After it, no more candidates are
-            simulated.
+        until_s: Deadline on the clock of ``time.monotonic``. No candidates are simulated after the
+            deadline.
         num_slices: Number of slices per microbatch, or 1 for whole microbatches.
     """
 
@@ -545,7 +548,10 @@ class _Job:
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
-        """Returns the fastest schedule for ``partition``. Runs fewer simulations if ``quick``."""
+        """Returns the fastest schedule for ``partition`` with the measured times in ``loads``.
+
+        If ``quick``, fewer simulations are run.
+        """
         return choose(
             self._profile_of(loads, partition),
             placement=loads.placement,
@@ -586,7 +592,7 @@ class _Job:
         return partition, self.fastest(loads, partition)
 
     def best_partition(self, loads: Loads, candidates: list[Candidate]) -> Partition:
-        """Returns the partition with the shortest simulated step time near a balanced partition.
+        """Returns the partition near a balanced partition with the shortest simulated step.
 
         Args:
             loads: Measured times and memory of the stages.
@@ -608,7 +614,7 @@ class _Job:
         return _quickest(loads, start, step_s)[0]
 
     def step_s(self, choice: ScheduleChoice, loads: Loads, partition: Partition) -> float:
-        """Returns the simulated step time in seconds with the schedule in ``choice``."""
+        """Returns the simulated step time of ``choice`` under ``partition``, in seconds."""
         times = self._profile_of(loads.placed(choice.best.placement.kind), partition)
         return self._runs.evaluate(choice.best, times).mean_s
 
@@ -633,7 +639,7 @@ def balanced(loads: Loads) -> Partition:
 def _quickest(
     loads: Loads, start: Partition, step_s: Callable[[Partition], float]
 ) -> tuple[Partition, float]:
-    """Finds the fastest partition by moving single layers in the current partition or in ``start``.
+    """Finds a fast partition by moving single layers, starting from the current one or ``start``.
 
     Among partitions that are about as fast as the fastest, the partition that moves the fewest
     layers to a different rank is returned.
@@ -713,7 +719,7 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 
 
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
-    """Yields the partitions that move one layer of ``partition`` to a different stage.
+    """Yields the partitions that result from moving one layer of ``partition`` to another stage.
 
     Partitions that do not fit into memory are skipped. Moves away from the slowest rank come first.
     Among these, moves to the fastest rank come first.

@@ -438,7 +438,11 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
 
 
 def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]) -> NodeType:
-    """Creates a node type from ``entry``, which error messages call ``key``."""
+    """Creates a node type from ``entry``, an entry of a cluster file.
+
+    Error messages call the entry ``key``. ``memories`` contains the memory sizes of GPUs from a
+    profile, in bytes.
+    """
     gpu = known_gpu(entry["gpu"])
     name = entry["gpu"] if gpu is None else gpu.name
     if "memory" in entry:
@@ -492,7 +496,7 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
 
 
 def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
-    """Creates a link from a cluster file's ``entry``, or returns ``None`` without an entry.
+    """Creates a link from a cluster file's ``entry``, or returns ``None`` if ``entry`` is ``None``.
 
     Args:
         entry: Entry with bandwidth and latency, or ``None``.

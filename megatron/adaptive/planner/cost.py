@@ -206,6 +206,9 @@ class StageSums:
     def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
         """Adds up the costs of the layers in each stage of ``plan``.
 
+        ``inputs`` contains the model, the cluster and the profile of layer times. ``runtime``
+        contains the properties of the training program.
+
         Raises:
             ConfigError: The profile does not contain a layer's time, or the partition has a
                 different number of layers than the model.
@@ -325,7 +328,7 @@ def _durations(
 def _row_costs(
     plan: Plan, inputs: PlanInputs, rank_of: Sequence[int], bounds: Any
 ) -> RowCosts | None:
-    """Returns the rows of packed documents with their costs, or ``None`` without packing."""
+    """Returns the rows of packed documents and their costs, or ``None`` if none are packed."""
     if plan.slice_tokens is None:
         return None
 
@@ -339,9 +342,10 @@ def _row_costs(
 
 
 def _held(plan: Plan, rank: int, inputs: PlanInputs, rows: RowCosts | None) -> tuple[float, float]:
-    """Returns how many microbatches or slices a rank holds, and how many wait for W.
+    """Returns the maximum numbers of microbatches that a rank holds, and that wait for action W.
 
-    Both are maximum numbers. The action W computes weight gradients.
+    The action W computes weight gradients. If the plan cuts or packs sequences, slices are counted
+    instead of microbatches.
     """
     if rows is not None:
         held = held_slices(plan, rows)

@@ -282,10 +282,12 @@ def _with_report(
 def _grouped(
     entries: Sequence[Mapping[str, Any]], switches: Sequence[tuple[int, set[str]]]
 ) -> list[dict[str, Any]]:
-    """Groups equal nodes, as in a cluster file. Nodes on the same switch are adjacent in a group.
+    """Groups identical nodes into the entries of a cluster file.
+
+    Within a group, nodes on the same switch are adjacent.
 
     Args:
-        entries: Entries of single nodes, as in a cluster file.
+        entries: Entries of single nodes, in the format of a cluster file.
         switches: Network level and host names of each switch.
     """
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}

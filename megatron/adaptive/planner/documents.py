@@ -136,12 +136,14 @@ class RunDocuments:
         return replace(config, schedule=schedule, data=data)
 
     def mean_items(self, tokens: int) -> float:
-        """Returns the mean number of slices per step, summed over all replicas."""
+        """Returns the mean number of slices of ``tokens`` tokens per step, over all replicas."""
         cuts = self.cuts(RowSettings(tokens))
         return sum(len(cut.ends) for step in cuts for cut in step) / len(cuts)
 
     def mean_pairs(self, tokens: int) -> float:
         """Returns the mean number of pairs of tokens in a slice that attend to each other.
+
+        ``tokens`` is the number of tokens per slice.
 
         The first x tokens of a document have x^2 pairs.
         """
@@ -154,7 +156,7 @@ class RunDocuments:
         return -(-self.longest // tokens)
 
     def most_slices(self, tokens: int) -> int:
-        """Returns the maximum number of slices in the rows that the trainer packs.
+        """Returns the maximum number of slices of ``tokens`` tokens in a packed row.
 
         If all rows of a step have the same number of slices, such as with experts, rows may be
         longer than the longest document needs.

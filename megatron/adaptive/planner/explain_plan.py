@@ -99,9 +99,9 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
     """Compares a plan with its neighbours, and returns a line of text for each neighbour.
 
     A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
-    by its smallest divisor, or recompute or schedule is changed. All other settings are chosen
-    again within the request, but not the length of slices. The line shows how much slower the best
-    plan with this change is, or how much memory it lacks.
+    by its smallest divisor, or recompute or schedule is changed. All other settings except the
+    slice length are chosen again within the limits of the request. The line shows how much slower
+    the best plan with this change is, or how much memory it lacks.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -222,5 +222,5 @@ def _near_tokens(plan: Plan, inputs: PlanInputs) -> tuple[int, ...]:
 
 
 def _near_slices(plan: Plan) -> tuple[int, ...]:
-    """Returns half and twice the plan's number of slices, or nothing for whole sequences."""
+    """Returns half and twice the plan's number of slices, or an empty tuple for whole sequences."""
     return (plan.slices // 2, 2 * plan.slices) if plan.slices > 1 else ()

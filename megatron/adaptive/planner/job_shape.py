@@ -43,7 +43,8 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Limits for processes are measured as free memory, so the context is already subtracted.
+# The memory limit of a process is its free memory after the device context was created. So the
+# context must not be counted again.
 _RUNTIME = Runtime(context_bytes=0.0)
 # Number of options whose partitions are improved by simulation if layers are frozen.
 _REFINED = 2
@@ -64,7 +65,7 @@ class Running:
         chunks: Number of stages per process, if the schedule lets the user choose it.
         whole: Times of the pieces if the backward pass computes weight gradients.
         split: Times of the pieces if a separate pass computes weight gradients, or ``None`` if the
-            schedule has no such pass. They are used for pipelines with several processes.
+            schedule has no such pass. Pipelines with several processes use these times.
         cap: Maximum activations held by a process under a run-time scheduling rule, or ``None`` for
             the rule's default. The unit is one microbatch in all stages of the process.
     """
@@ -168,7 +169,8 @@ def choose_option(
     fitting = [(shape, option) for shape, option in untimed if option.fits]
     if not fitting:
         raise ConfigError(_nothing_fits([option for _, option in untimed]))
-    # A search among frozen segments predicts more partitions.
+    # If layers are frozen, some partitions are improved by simulation, which needs more
+    # predictions.
     count = len(fitting) + (_REFINED * _SEARCHED if running.model.frozen_layers else 0)
     timed: list[tuple[_Shape, Option]] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
@@ -193,7 +195,10 @@ def choose_option(
 def _shapes(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int], sizes: range
 ) -> Iterator[tuple[int, int]]:
-    """Yields pipeline sizes and microbatch sizes that divide the job's processes and samples."""
+    """Yields pipeline sizes and microbatch sizes that divide the job's processes and samples.
+
+    ``sizes`` contains the microbatch sizes to try if ``micro_batches`` is empty.
+    """
     world = running.cluster.num_gpus
     for size in pipeline_sizes or range(1, world + 1):
         if world % size or running.batch % (world // size):
@@ -264,7 +269,9 @@ class _Shape:
         return seconds, needed, min(node.memory_bytes for node in nodes)
 
     def best(self, fixed: tuple[int, ...] | None) -> Option:
-        """Returns the option with the best partition, whose ``seconds`` is a lower bound.
+        """Returns the option with the best partition.
+
+        The option's ``seconds`` is a lower bound of the step time, not a prediction.
 
         If no partition fits into memory, the best partition without a memory limit is returned.
 

@@ -417,7 +417,7 @@ class _LayerSetup:
 
     @property
     def slices(self) -> int:
-        """Number of slices per microbatch, or of the longest if documents are packed."""
+        """Number of slices per microbatch, or in the longest row if documents are packed."""
         tokens = self.settings.slice_tokens
         if tokens is None:
             return self.settings.slices
@@ -550,7 +550,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recomputation holds all activations of the layer that is recomputed. The
-    # longest slice needs the most memory, except for scores: it attends to the fewest tokens.
+    # longest slice needs the most memory. It needs less memory only for scores, because it attends
+    # to the fewest tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)

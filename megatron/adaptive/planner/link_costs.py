@@ -152,9 +152,10 @@ def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSp
 
 
 def _common_island(cluster: Cluster, replica: Replica, other: Replica) -> int | None:
-    """Returns the index of the smallest island that contains two replicas, or ``None``.
+    """Returns the index of the smallest island that contains both replicas.
 
-    An island is a part of a node, or several nodes on the same switch.
+    An island is a part of a node, or several nodes on the same switch. The result is ``None`` if
+    the replicas share no island.
     """
     kind = cluster.nodes[replica.node]
     if not kind.islands or kind != cluster.nodes[other.node]:
@@ -224,7 +225,7 @@ def _flows(
     bytes_per_sample: float,
     sliced: bool,
 ) -> dict[tuple[int, int, int | None], tuple[int, float]]:
-    """Returns the number of messages between two stages, and the size in bytes of the largest.
+    """Returns the number of messages between two stages, and the largest message size in bytes.
 
     Messages are grouped by sending node, receiving node, and index of an island that contains both
     replicas. The samples of a round of microbatches are numbered consecutively over the replicas of
@@ -351,7 +352,11 @@ def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
 
 
 def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
-    """Returns the time in seconds to add up tied-embedding gradients of two stages."""
+    """Returns the time in seconds to add up the gradients of tied embeddings.
+
+    The first and the last stage each compute a part of these gradients. ``tp`` is the
+    tensor-parallel size.
+    """
     if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
     size = tied_bytes(inputs.model, tp)

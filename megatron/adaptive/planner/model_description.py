@@ -1,6 +1,6 @@
 """Defines the planner's description of a model, which is a list of layers.
 
-Each kind of layer has costs.
+The costs of a layer, such as its FLOPs, depend only on the layer's kind.
 
 Each layer of a model has a kind. A kind has parameters, FLOPs and memory sizes::
 
@@ -248,7 +248,7 @@ class Model:
 
     @property
     def num_counted(self) -> int:
-        """Number of layers, counted as in ``--num-layers``."""
+        """Number of layers that ``--num-layers`` counts, without embedding and head."""
         return sum(self.kinds[name].counted for name in self.layers)
 
     @property
@@ -346,7 +346,9 @@ class Model:
         return tuple(map(range, (0, *ends), (*ends, self.num_layers)))
 
     def counted(self, partition: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the number of counted layers in each stage, as in a plan file.
+        """Returns how many layers of each stage ``--num-layers`` counts.
+
+        Plan files contain these numbers.
 
         Args:
             partition: Number of layers in each stage, including embedding and head.

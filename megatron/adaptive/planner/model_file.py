@@ -67,7 +67,7 @@ def _only_planned(
 
 
 def _padded(vocabulary: int, multiple: int = 128) -> int:
-    """Returns ``vocabulary`` rounded up to a multiple of ``multiple``, as in Megatron."""
+    """Returns ``vocabulary`` rounded up to a multiple of ``multiple``, as Megatron does."""
     return -(-vocabulary // multiple) * multiple
 
 
@@ -377,7 +377,7 @@ def trainer_shape(
 
 
 def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
-    """Returns whether each layer has an attention window, or () if all layers are equal.
+    """Returns whether each layer has an attention window, or () if all layers are alike.
 
     Raises:
         ConfigError: The window pattern does not have an entry for each layer.
@@ -525,7 +525,10 @@ def read_model(
 def _of_file(
     document: Any, path: Path, precision: str | None, default: str, attention: str | None
 ) -> Model:
-    """Creates a model from a model file. The arguments are the same as for :func:`read_model`."""
+    """Creates a model from ``document``, the contents of the model file ``path``.
+
+    The other arguments are the same as for :func:`read_model`.
+    """
     where = str(path)
     check_form(document, "model", where)
     name = document.get("name", path.stem)

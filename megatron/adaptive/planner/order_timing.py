@@ -62,9 +62,10 @@ class Steps:
     split: bool
 
     def table(self, seconds: Any) -> Any:
-        """Returns a copy of ``seconds``, which contains times of F, B and W actions.
+        """Returns a copy of ``seconds`` that matches the kinds of actions in the schedule.
 
-        ``seconds`` has the shape ``[3, stages]``.
+        ``seconds`` contains the times of forward passes (F), input gradients (B) and weight
+        gradients (W), with shape ``[3, stages]``.
 
         If the schedule has no separate W actions, the copy adds the times of W to the times of B.
         """

@@ -385,7 +385,7 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
 
 
 def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float | None:
-    """Returns the model FLOPs utilization (MFU), which is the model's FLOP/s over the GPUs' peak.
+    """Returns the model FLOPs utilization (MFU): the model's FLOP/s divided by the GPUs' peak.
 
     Recomputation is not counted. Returns ``None`` if the GPU table does not contain the peak of a
     GPU in this precision, or if the FLOPs of the model are unknown.

@@ -395,7 +395,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 
 def _rows(path: Path) -> list[Any]:
-    """Returns the rows of a JSON list or of a CSV file, with numbers converted."""
+    """Reads the rows of the JSON or CSV file ``path``, and converts the numbers in a CSV file."""
     hint = "name a file of measurements per cut point"
     if path.suffix.lower() == ".json":
         return list(read_json(path, hint))

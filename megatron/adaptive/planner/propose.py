@@ -252,10 +252,10 @@ def pareto(
 ) -> tuple[tuple[Found, ...], float]:
     """Finds the Pareto front of time and price per step over all parts of a cluster.
 
-    A part of the cluster can be faster or cheaper than the whole cluster. Each level of the search
-    contains the nodes that it uses. So one pass over the shapes (combinations of parallel sizes)
-    covers all parts, without a separate search for each part. Levels are skipped if a known plan is
-    better in both time and price. Example::
+    A part of the cluster can be faster or cheaper than the whole cluster. The search divides
+    pipelines into levels by the set of nodes that they use. So one pass over the shapes
+    (combinations of parallel sizes) covers all parts, without a separate search for each part.
+    Levels are skipped if a known plan is better in both time and price. Example::
 
         plan    nodes    step     price per step
         1       4        10 ms    8
@@ -443,7 +443,7 @@ def _add_memory(figure: Any, prediction: Prediction) -> None:
 
 
 def _add_timeline(figure: Any, step: SimResult) -> None:
-    """Adds a bar for each action to the third chart, in the colours of the trace views."""
+    """Adds a bar for each action of the simulated ``step`` to the third chart of a report page."""
     import plotly.graph_objects as go
 
     chunks = step.placement.num_chunks
@@ -562,7 +562,7 @@ def _flags(options: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _list(values: Sequence[int]) -> str:
-    """Returns ``values`` as a comma-separated list, as in the value of a flag."""
+    """Returns ``values`` as comma-separated text, which is the form of a flag's value."""
     return ",".join(map(str, values))
 
 
@@ -657,7 +657,10 @@ def _explain_rows(inputs: PlanInputs, request: Request) -> str:
 
 
 def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> Plan | None:
-    """Searches briefly for a plan that fits into memory, and returns it or ``None``."""
+    """Searches briefly for a plan that fits into memory.
+
+    Returns the plan, or ``None`` if the search does not find such a plan.
+    """
     lean = replace(
         options,
         recompute=("full",) if "full" in options.recompute else options.recompute[-1:],
@@ -742,7 +745,7 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns the lowest possible value of a limit as text if all other limits are satisfied.
+    """Returns a text with the lowest value of a limit that all other limits allow.
 
     Args:
         searcher: Searcher for the user's request.

@@ -54,7 +54,8 @@ class RowCosts:
     """Rows of all drawn steps, and the times of actions on their slices.
 
     Attributes:
-        cuts: Microbatches of the replica with the most work, in running order, for each step.
+        cuts: For each step, the microbatches of the replica with the most work, in the order in
+            which they run.
         parts: Parts of the times of actions, keyed by kind and stage.
         tokens: Number of tokens per slice of the plan.
         longest: Number of slices that the longest document of the data needs.
@@ -177,7 +178,10 @@ class RowPipeline:
         ]
 
     def candidate(self, cap: float | None) -> catalog.Candidate:
-        """Returns the plan's rule with the activation limit ``cap`` (``None`` for the default)."""
+        """Returns the plan's scheduling rule with the activation limit ``cap``.
+
+        If ``cap`` is ``None``, the rule's default limit is used.
+        """
         return catalog.Candidate(
             name=self.plan.schedule,
             placement=self.placement,
@@ -203,8 +207,8 @@ class RowPipeline:
         """Returns the activation limit that fits into memory and has the shortest steps.
 
         Args:
-            room_tokens: Number of tokens whose activations all ranks can hold. If it is too small
-                for any limit, the result is the default.
+            room_tokens: Number of tokens whose activations all ranks can hold. If this number is
+                too small for any limit, the result is the default.
 
         Returns:
             Limit in microbatches, or ``None`` for the default.
@@ -223,7 +227,10 @@ class RowPipeline:
 
 
 def _shown_cap(cap: float | None) -> float | None:
-    """Rounds an activation limit down to two decimals, as in plan files."""
+    """Rounds the activation limit ``cap`` down to two decimals, but not below 1.
+
+    ``None`` is returned unchanged.
+    """
     return None if cap is None else max(1.0, math.floor(cap * 100) / 100)
 
 

@@ -401,7 +401,11 @@ def leaf_s(shape: Any, walk: Any, p: int) -> float:
 def _list_children(
     shape: Any, walk: Any, depth: int, best: float, bounds: Any, tied: float
 ) -> None:
-    """Lists a stage's children whose bound is below ``best`` seconds, sorted by bound."""
+    """Lists the choices (children) of the stage ``depth`` whose bound is below ``best`` seconds.
+
+    A choice consists of the stage's last layer and the edge to the next stage. The choices are
+    sorted by bound.
+    """
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
     level, low = walk.levels[depth], walk.cuts[depth]

@@ -118,9 +118,10 @@ def _states_of_runs(
     most_levels: int,
     run: int,
 ) -> DpStates | None:
-    """Finds the levels in which equal blocks form runs, or ``None`` for too many levels.
+    """Finds the levels of pipelines in which equal blocks of stages form runs.
 
     A run consists of ``run`` adjacent blocks of the same class, or fewer if no more nodes are free.
+    The result is ``None`` if there are more than ``most_levels`` levels.
     """
     edges: _Edges = {}
     wave: dict[_Level, None] = {}
@@ -157,7 +158,11 @@ def _opened(
     follow: int,
     run: int,
 ) -> list[_Level]:
-    """Returns the levels that add a stage on unused nodes. Each class has at most one level."""
+    """Returns the levels that add a stage of each class on nodes that ``used`` leaves free.
+
+    Each class has at most one level. ``follow`` is the number of stages after the new stage, and
+    ``run`` the maximum number of adjacent blocks of the same class.
+    """
     levels = []
     for c, stage_class in enumerate(classes):
         room = min(
@@ -178,7 +183,10 @@ def _count_orders(used: tuple[int, ...]) -> int:
 
 
 def _pack(edges: _Edges, whole: bool) -> DpStates:
-    """Numbers the levels, and converts levels and edges to arrays."""
+    """Numbers the levels, and converts levels and edges to arrays.
+
+    ``whole`` is true if the levels cover every order of nodes.
+    """
     numbers = {level: number for number, level in enumerate(edges)}
     first, sources, kinds = [0], [], []
     for level in edges:

@@ -241,7 +241,7 @@ class Tables:
         self._sizes = [0.0, *(size * inputs.model.precision.element_bytes for size in outputs)]
 
     def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Returns the cached result for ``key``, or computes and caches it."""
+        """Returns the cached result for ``key``, or calls ``compute`` and caches its result."""
         if key not in self._kept:
             self._kept[key] = compute()
         return self._kept[key]

@@ -123,7 +123,7 @@ def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
 
 
 def needs_lengths(tokens: str) -> str:
-    """Returns the error message if ``--slice-tokens`` is used without lengths of documents."""
+    """Returns the error message about missing document lengths for ``--slice-tokens``."""
     return (
         f"--slice-tokens {tokens} needs the lengths of the documents; add --document-lengths with"
         " the prefix of a .bin and .idx file, a file of numbers, or lognormal:MEDIAN:SIGMA"

@@ -70,7 +70,9 @@ class TriedRank:
 
 
 def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
-    """Returns the tried ranks in a plan file, keyed by global rank, or an empty dict.
+    """Returns the tried ranks in a plan file, keyed by global rank.
+
+    The dict is empty if no rank was tried. ``where`` is the path of the file, for error messages.
 
     Raises:
         ConfigError: The entry ``tried`` is invalid.
@@ -271,7 +273,7 @@ class _Fit:
         return _ratio(sum(rank.optimizer_s for rank in self.tried), updated, otherwise=0.0)
 
     def missing_bytes(self, document: Mapping[str, Any]) -> float:
-        """Returns by how many bytes the measured memory exceeds the predicted memory at most.
+        """Returns the maximum number of bytes by which measured memory exceeds predicted memory.
 
         The result is a maximum over the tried ranks.
         """

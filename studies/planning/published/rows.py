@@ -134,7 +134,7 @@ def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, f
 
 
 Times = Mapping[tuple[str, str, int], list[tuple[str, float]]]
-"""Kind and forward time in seconds of every layer, by model, GPU and tensor-parallel size."""
+"""Kind and forward time in seconds of each layer, keyed by model, GPU and tensor-parallel size."""
 
 
 def _times(folder: Path) -> Times:
@@ -187,7 +187,10 @@ class _SetTimes:
         return min(found, default=0.0)
 
     def _exchange(self, gpu: str, tp: int, kind: str, hidden: int) -> float:
-        """Returns the seconds of a forward pass that launching and computing do not explain."""
+        """Returns the time of the all-reduces in a forward pass of a layer, in seconds.
+
+        This is the time of the pass that remains after launching and computing.
+        """
         sharded = math.ceil(hidden / tp / _TILE) / math.ceil(hidden / _TILE)
 
         def left(width: int) -> float:
@@ -258,7 +261,10 @@ _SENT = "boundary_activation_elements_per_sample"
 
 
 def _sizes(described: Mapping[str, Any], key: str) -> dict[str, float]:
-    """Returns the numbers under ``key``. Numbers that were derived from shapes take precedence."""
+    """Returns the numbers under ``key``, keyed by kind of layer.
+
+    Numbers from shapes take precedence.
+    """
     given = described.get(f"{key}_from_shapes") or described[key]
     return {name: float(value) for name, value in given.items() if isinstance(value, (int, float))}
 
@@ -272,7 +278,10 @@ def _parameters(described: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
-    """Returns the number of elements that each layer sends. Layers without sizes keep the size."""
+    """Returns the number of elements that each layer sends.
+
+    A layer of unknown size sends as many elements as the previous layer.
+    """
     sizes, sent = _sizes(described, _SENT), []
     # The image of a generator grows in a layer whose size is unknown. All such layers get the final
     # size.

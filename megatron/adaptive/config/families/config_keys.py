@@ -91,8 +91,8 @@ _OTHER_WHOLE = frozenset(
 _OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
 _OF_ROTATION = (*_OF_YARN, "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 
-# These keys do not affect layers (generation, training, origin, notes), or code reads them without
-# a table.
+# These keys do not affect the layers (for example, they configure text generation), or code reads
+# them without a table.
 WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range

@@ -104,7 +104,10 @@ class Gemma3Text(Gemma2):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Also removes the rotary base of layers with windows if the model has no windows."""
+        """Adjusts the settings like Gemma 2, and removes an unused rotary base.
+
+        Only layers with windows use this base.
+        """
         super().adjust(config, settings)
         if "window_size" not in settings:
             settings.pop("window_rotary_base", None)

@@ -179,4 +179,4 @@ REFUSE: Mapping[str, Check] = {
     "num_experts_per_tok": _chosen_experts,
     "topk_method": _choice_of_experts,
 }
-"""Checks that all families share, by the key that they check."""
+"""Checks that all families share, keyed by the key of ``config.json`` that they check."""

@@ -125,7 +125,10 @@ def own_family(name: str) -> Family:
 
 
 def _published_family(model_type: str) -> Family | None:
-    """Returns the family that an installed package provides for ``model_type``, or ``None``."""
+    """Returns the family that an installed package provides for ``model_type``.
+
+    Returns ``None`` if no package provides such a family.
+    """
     if ":" in model_type:  # A name with a colon would be the path of a class, not an entry point.
         return None
     kind = find_object(model_type, group=ENTRY_POINTS, subject="family")
