@@ -82,11 +82,7 @@ class RandomKey:
         self._numbers = numbers
 
     def apply(self, microbatch: int, call: int) -> None:
-        """Seeds the random generator before a call draws random numbers for a microbatch.
-
-        ``microbatch`` is the index of the microbatch in the step, and ``call`` is the index of the
-        call on the tape.
-        """
+        """Seeds the random generator before a call draws random numbers for a microbatch."""
         source = struct.pack("<qqqq", self.seed, self.step, self._numbers[microbatch], call)
         digest = hashlib.blake2b(source, digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little"))
@@ -166,11 +162,7 @@ class _Step:
             env[new] = env[old]
 
     def _context(self, env: Mapping[int, torch.Tensor], ambient: Any) -> contextlib.ExitStack:
-        """Returns a context with the recorded gradient mode and autocast setting of the call.
-
-        ``ambient`` is the dtype of the surrounding autocast context, or ``None``. Autocast is set
-        only if its recorded setting differs. The tensors in ``env`` determine the device.
-        """
+        """Returns a context with the recorded gradient mode and autocast setting of the call."""
         call = self._call
         stack = contextlib.ExitStack()
         if not call.with_grad:
@@ -418,10 +410,7 @@ class StageProgram:
         store: WeightGradientStore | None,
         env: dict[int, torch.Tensor],
     ) -> None:
-        """Runs the calls in ``steps`` on the tensors in ``env``.
-
-        :meth:`forward` describes ``random`` and ``store``.
-        """
+        """Runs the calls in ``steps`` on the tensors in ``env``, as :meth:`forward` describes."""
         calls = self._tape.calls
         ambient = self._tape.autocast
         for step in steps:
@@ -726,11 +715,7 @@ class _Deferred:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred.
-
-        ``env`` contains tensors by their index on the tape. The weight gradient is added to
-        ``store``, and ``dtype`` is the dtype of autocast.
-        """
+        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred."""
         weight: Any = env[self.weight.value]
         bias: Any = None if self.bias is None else env[self.bias.value]
         # A user's hooks on a parameter run only if autograd computes its gradient.

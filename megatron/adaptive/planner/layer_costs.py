@@ -550,8 +550,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recomputation holds all activations of the layer that is recomputed. The
-    # longest slice needs the most memory. It needs less memory only for scores, because it attends
-    # to the fewest tokens.
+    # longest slice needs the most memory, except for scores: it attends to the fewest tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)

@@ -236,8 +236,7 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules have less idle time than 1F1B. Estimates assume that other schedules have
-        # a third of the idle time of 1F1B.
+        # Other schedules have less idle time than 1F1B. Estimates assume a third of its idle time.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -370,16 +369,12 @@ class Searcher:
         if not is_cut or any(stage_class.micro_batch != 1 for stage_class in classes):
             return ()
         items = [(n, known_documents(self.inputs).mean_items(n)) for n in self.options.slice_tokens]
-        # Each microbatch of a replica holds one document. Round the replica's share of the slices
-        # down, so that computed times remain valid lower bounds.
+        # A replica has as many documents as microbatches. Round down, so that time bounds hold.
         share = microbatches / self.global_batch
         return tuple(_Cutting(max(1, int(count * share)), tokens=n) for n, count in items)
 
     def _sequence_parallel(self, classes: Sequence[StageClass], shared: int) -> tuple[bool, ...]:
-        """Returns the settings of sequence parallelism to try, which are off, on or both.
-
-        ``shared`` is the number of ranks that share a sequence.
-        """
+        """Returns the settings of sequence parallelism to try, which are off, on or both."""
         widest = max((stage_class.tp for stage_class in classes), default=1)
         if widest == 1:
             return (False,)
@@ -513,11 +508,7 @@ class Searcher:
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
     def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
-        """Computes bounds for the levels of ``shape``, and lists the levels worth searching.
-
-        These are the levels whose bound is below the plans in ``best``. At most ``most_levels``
-        levels are considered.
-        """
+        """Computes bounds for the levels of ``shape``, and lists the levels worth searching."""
         most = self._most_stages(shape.classes)
         blocks = tuple((stage_class.nodes, stage_class.block) for stage_class in shape.classes)
         key = (blocks, most, most_levels)

@@ -1,8 +1,7 @@
 """Watches this machine's ranks from a separate process, and reports the rank that blocks the job.
 
-The first rank on a machine starts this module as ``python -I -S hang_watch.py FOLDER`` (see
-``engine/hang_guard.py``). The module imports only the standard library, so it starts fast. It works
-even if no rank responds::
+The first rank on a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
+It imports only the standard library, so it starts fast. It works even if no rank responds::
 
     rank 0   a thread, each second ──> now_rank_00000.json ──┐
     rank 1   the same ───────────────> now_rank_00001.json ──┼─> this process: does nothing move?
@@ -107,10 +106,7 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Text with the line of code that the main thread is running.
-
-        Frames in ``threading`` and ``queue`` are skipped.
-        """
+        """Text with the code line that the main thread runs, except in ``threading``, ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
@@ -141,10 +137,7 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished action number ``turn`` of ``kind`` on ``chunk``.
-
-        The action belongs to the training step with index ``step``.
-        """
+        """Returns whether the rank has finished action number ``turn`` of ``kind`` on ``chunk``."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -170,10 +163,7 @@ class Culprit:
 
 
 def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the ranks that block a job, and the reason.
-
-    ``ranks`` contains the evidence about all ranks of the job.
-    """
+    """Returns which ranks block a job and why, given the evidence about all ranks of the job."""
     for symptom in _SYMPTOMS:
         if matching := [rank for rank in ranks if symptom.applies(rank)]:
             first = matching[0]
@@ -262,10 +252,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Describes why ``rank``, which does not wait for any other rank, blocks the job.
-
-    ``ranks`` contains the evidence about all ranks of the job.
-    """
+    """Returns the result if ``rank`` blocks the job and does not wait for other ranks."""
     missed = next(
         (
             f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
@@ -307,9 +294,8 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
 def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
     """Returns the number of ranks that have started more collectives than ``candidate``.
 
-    A rank is counted if it has started more collectives than ``candidate`` in at least one process
-    group, and fewer in none. If background threads wait for each other, only these numbers show
-    which rank is late.
+    A rank is counted if it is ahead in at least one process group and behind in none. If background
+    threads wait for each other, only these numbers of collectives show which rank is late.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
@@ -322,20 +308,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers of the collectives in which ranks wait, if larger than ``begun``.
-
-    Only collectives of the process group called ``name`` are included.
-    """
+    """Returns the numbers above ``begun`` of collectives in group ``name`` that ranks wait in."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Returns, for each rank, the ranks that it waits for.
-
-    These are the senders of its inputs, or members of a process group that are late for a
-    collective.
-    """
+    """Maps each rank to the ranks it waits for: senders of inputs, or late collective members."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -357,10 +336,7 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns the number of ranks that wait for ``rank`` directly or indirectly, plus one.
-
-    ``edges`` maps each rank to the ranks that it waits for.
-    """
+    """Returns the number of ranks that wait for ``rank``, even indirectly, plus one."""
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -368,11 +344,7 @@ def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:
-    """Returns ranks that wait for each other in a cycle.
-
-    The list is empty if there is no deadlock. ``edges`` maps each rank to the ranks that it waits
-    for.
-    """
+    """Returns ranks that wait for each other in a cycle; empty if there is no deadlock."""
     for start in edges:
         path = [start]
         while others := sorted(edges.get(path[-1], ())):
@@ -408,9 +380,8 @@ class Stillness:
         limit_s: Value of ``--hang-after-s`` in seconds, or ``None`` for the default limit.
 
     Attributes:
-        paused: Number of collectives that were started in each process group, if every rank is
-            between two steps of a user's own training loop and waits for no other rank. Otherwise
-            ``None``.
+        paused: Number of collectives started in each process group if every rank is between two
+            steps of a user's own training loop and waits for no other rank; otherwise ``None``.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -488,10 +459,7 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the number of collectives started per process group if all ranks agree.
-
-    ``counts`` contains the numbers of each rank. The result is ``None`` if they differ.
-    """
+    """Returns the number of collectives started per group if all ``counts`` agree, or ``None``."""
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -512,11 +480,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float, float]:
-    """Returns what the process ``pid`` has used since its start.
-
-    The values are the processor time in seconds, the processor time plus the time in the run queue
-    in seconds, and the number of bytes read or written.
-    """
+    """Returns the usage of each resource in :data:`_BUSY` since the process ``pid`` started."""
     stat = _stat(pid)
     moved = 0
     waited_ns = 0
@@ -531,9 +495,7 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence about this machine's ranks from outside their processes.
-
-    This takes several seconds.
+    """Collects evidence about this machine's ranks from outside. This takes several seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -584,8 +546,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
 def main_frames(stack: str) -> list[tuple[str, int, str]]:
     """Returns the main thread's frames from ``stack``, with the innermost frame first.
 
-    ``stack`` contains the stacks of all threads. ``py-spy`` marks the main thread; ``faulthandler``
-    prints the main thread last.
+    ``py-spy`` marks the main thread; ``faulthandler`` prints it last.
     """
     threads: list[list[tuple[str, int, str]]] = []
     marked: list[tuple[str, int, str]] | None = None
@@ -633,10 +594,7 @@ def _source(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Returns the last status report of each rank in ``pids``.
-
-    A report is empty if its file was written by an earlier process with a different process ID.
-    """
+    """Returns each rank's last status report; empty if the file is from an earlier process."""
     nows: dict[int, dict[str, Any]] = {}
     for rank, pid in pids.items():
         now = _read_json(folder / f"now_rank_{rank:05d}.json")
@@ -645,8 +603,7 @@ def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    # Read the file again if it is incomplete, because the rank may be writing it.
-    for _ in range(3):
+    for _ in range(3):  # The read is repeated, because a rank may be writing the file.
         try:
             return dict(json.loads(path.read_bytes()))
         except FileNotFoundError:
@@ -657,10 +614,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
-    """Returns a hang report as text, with the culprit, a line per rank, and all stacks.
-
-    ``still_s`` is the time in seconds without progress.
-    """
+    """Returns a hang report as text, with the culprit, a line per rank, and all stacks."""
     lines = [
         f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",
@@ -682,10 +636,7 @@ def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float)
 
 
 class _Watch:
-    """Checks every second whether the ranks of this machine make progress.
-
-    The checks end when the parent process exits.
-    """
+    """Checks this machine's ranks every second until the parent process exits."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -723,8 +674,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # If another machine's hang detector sends evidence, it has found a hang and waits for a
-        # reply.
+        # A hang detector that sends evidence has found a hang, and waits for a reply.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
@@ -740,11 +690,7 @@ class _Watch:
         self._publish(still_s)
 
     def _publish(self, still_s: float, evidence: Sequence[RankEvidence] = ()) -> None:
-        """Writes a file that the hang detectors of other machines read.
-
-        The file contains the time without progress, ``still_s``, and ``evidence`` about this
-        machine's ranks.
-        """
+        """Writes the time without progress and ``evidence`` to a file that other machines read."""
         if self._job["machines"] < 2:
             return
         self._beat += 1
@@ -806,12 +752,7 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Waits some seconds for evidence from the hang detectors of other machines.
-
-        Returns the evidence about the ranks of the other machines. Meanwhile, ``still_s``, the time
-        without progress, and ``evidence`` about this machine's ranks are published for the other
-        machines.
-        """
+        """Waits some seconds for evidence from other machines' hang detectors, and returns it."""
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:

@@ -113,9 +113,7 @@ _NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 @dataclass
 class _Event:
-    """Contains one operation of a rank, as read from the rank's file.
-
-    The value -1 stands for an unknown number.
+    """Contains one operation of a rank, read from the file; -1 stands for an unknown number.
 
     Attributes:
         kind: Kind of operation, as in a published table. If the direction of a message (forward or
@@ -181,10 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an event that is not used, so that a note to the user can state the ``reason``.
-
-        ``name`` is the name of the event.
-        """
+        """Counts an omitted event called ``name``, for a note that states the ``reason``."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -208,9 +203,7 @@ class _Span:
 
 
 def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
-    """Reads the traces of a job from files of torch.profiler or from OpenTelemetry spans.
-
-    Returns ``None`` if ``source`` contains no file in a known format.
+    """Reads a job's traces, or returns ``None`` if ``source`` has no file in a known format.
 
     Args:
         source: Folder with torch.profiler files or span files, or path of one span file.
@@ -306,12 +299,7 @@ def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
 
 
 def _append(file: _RankFile, later: _RankFile) -> None:
-    """Appends the events and steps of ``later`` to ``file``.
-
-    Both files were written by the same process, ``file`` first.
-
-    The steps of ``later`` are renumbered.
-    """
+    """Appends ``later``, a later file of the same process, and renumbers its steps."""
     last = max((number for number, _, _ in file.steps), default=-1)
     first = min((number for number, _, _ in later.steps), default=last + 1)
     shift = last + 1 - first if first <= last else 0
@@ -324,10 +312,7 @@ def _append(file: _RankFile, later: _RankFile) -> None:
 
 
 def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields the decompressed bytes of ``file`` in parts of about ``size`` bytes.
-
-    If the file is truncated, ``file.is_cut`` is set.
-    """
+    """Yields the file's decompressed bytes in parts, and sets ``is_cut`` if it is truncated."""
     unpack = zlib.decompressobj(31) if file.path.suffix == ".gz" else None
     try:
         with file.path.open("rb") as stream:
@@ -389,10 +374,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns the attribute ``name``, with or without a dotted prefix, as an integer.
-
-    The result is ``default`` if the attribute is missing or is not a number.
-    """
+    """Returns the attribute ``name``, with or without a dotted prefix, as an integer."""
     for key, value in attributes.items():
         if f".{key}".endswith(f".{name}"):
             with suppress(TypeError, ValueError):
@@ -643,11 +625,7 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
-    """Returns the pipeline rank, the number of pipeline ranks, and the index of the replica.
-
-    ``file`` contains the data of the rank. ``pipeline`` is the requested number of pipeline ranks,
-    or ``None`` to use the number in ``file``.
-    """
+    """Returns the rank's pipeline rank, the number of pipeline ranks, and the rank's replica."""
     world = max(file.world_size, file.rank + 1)
     group = file.groups.get("pp", [])
     if pipeline is not None:
@@ -668,11 +646,7 @@ def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
 
 
 def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[OperationRow]:
-    """Returns the operations of a rank as rows of a published table.
-
-    ``pp_rank`` is the pipeline rank, ``num_ranks`` is the number of pipeline ranks, and ``dp_rank``
-    is the index of the replica.
-    """
+    """Returns the operations of a rank as rows of a published table."""
     operations, computes = _operations(file)
     counts: Counter[tuple[int, str]] = Counter()
     for event in operations:
@@ -741,8 +715,7 @@ def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
 def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_Event]) -> None:
     """Sets the step of each of the ``events`` and ``labels``.
 
-    The step is determined by the profiler's step marks in ``file`` on the timeline ``line``. If
-    there are no step marks, each optimizer call ends a step.
+    If there are no step marks, each optimizer call ends a step.
     """
     steps = sorted((start, number) for number, category, start in file.steps if category == line)
     if not steps:
@@ -758,9 +731,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
     """Returns the messages that have no span because a single call sends and receives.
 
     The times of these messages are estimated. The wait for an input begins at the end of the
-    previous computation, and a result is sent at the end of its computation. ``end`` is ``send`` or
-    ``recv``, ``messages`` contains the messages that have a span, and ``computes`` contains all
-    computations of the rank.
+    previous computation, and a result is sent at the end of its computation.
     """
     has_span = {(e.step, e.direction, e.seq) for e in messages if e.kind.endswith(f"-{end}")}
     missing = []
@@ -779,10 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Returns the computations that are not part of a computation of the same kind.
-
-    The returned computations are numbered per step and kind.
-    """
+    """Removes computations within a computation of the same kind, and numbers the rest per step."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []
