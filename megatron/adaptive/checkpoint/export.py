@@ -6,9 +6,10 @@
                ──> adapter_model.safetensors, adapter_config.json
     adapter_model.safetensors ──> adapters of a built model
 
-:mod:`~megatron.adaptive.checkpoint.hugging_face_weights` maps the rows of tensors. An adapter is a
-pair of matrices (LoRA) whose product ``b @ a`` is added to a weight. ``b`` has the same rows as the
-weight. ``a`` has one block of rows for each Hugging Face tensor in the weight.
+:mod:`~megatron.adaptive.checkpoint.hugging_face_weights` defines which rows of a megatron-core
+tensor come from which Hugging Face tensor. An adapter is a pair of matrices (LoRA) whose product
+``b @ a`` is added to a weight. ``b`` has the same rows as the weight. ``a`` has one block of rows
+for each Hugging Face tensor in the weight.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ class _HuggingFaceTensors:
     Args:
         reader: Reader of the checkpoint.
         tensors: Shape and sources of each megatron-core tensor, by name.
-        copies: Name of the original tensor for each Hugging Face tensor that duplicates another
-            tensor.
+        copies: Name of the original tensor, by the name of the Hugging Face tensor that duplicates
+            it.
     """
 
     def __init__(
@@ -291,8 +292,8 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
 def _whole(exported: _Exported) -> _HuggingFaceTensors:
     family = exported.model.family
     copies = copies_of(exported.config, family)
-    # Export a duplicate only if it is inside a layer. An output matrix (head) that is tied to the
-    # embedding is not exported.
+    # Export duplicate tensors only if they are inside a layer. An output matrix (head) that is tied
+    # to the embedding is not exported.
     copies = {copied: name for copied, name in copies.items() if family.is_in_layer(copied)}
     return _HuggingFaceTensors(exported.reader, exported.tensors, copies)
 
@@ -444,7 +445,8 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
 def _adapter_config(exported: _Exported) -> bytes:
     """Returns the content of ``adapter_config.json`` for exported adapters.
 
-    If the run loaded the adapters and kept their settings, this is the original file.
+    If the run loaded the adapters and kept their settings, the content of the original file is
+    returned.
     """
     lora = exported.config.lora
     loaded = None if lora.load_lora is None else Path(lora.load_lora)

@@ -107,7 +107,7 @@ class StepFolders:
         self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
-        """Returns the path of the subfolder of ``step`` when it is complete."""
+        """Returns the path that the subfolder of ``step`` has once it is complete."""
         return self.path / self._name(step)
 
     def partial_path(self, step: int) -> Path:
@@ -115,7 +115,7 @@ class StepFolders:
         return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
-        """Returns the hidden path of the old subfolder of ``step`` while it is replaced."""
+        """Returns the hidden path of the old subfolder of ``step`` while a new one replaces it."""
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
@@ -157,7 +157,9 @@ class StepFolders:
         return False
 
     def begin(self, step: int) -> Path:
-        """Creates the partial folder of ``step`` and returns its path, after calling :meth:`clear`.
+        """Creates the partial folder of ``step`` and returns its path.
+
+        Calls :meth:`clear` first.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -343,8 +345,8 @@ class StepFolders:
     def verify(self, step: int) -> list[str]:
         """Reads all files of the checkpoint of ``step``, and verifies their sizes and checksums.
 
-        No process group and no torch are needed for this. It takes only slightly longer than
-        reading the files.
+        This requires neither a process group nor torch, and takes only slightly longer than reading
+        the files.
 
         Returns:
             A line of text for each damaged file. The line contains the name of the file and, if the
@@ -425,7 +427,7 @@ class StepFolders:
     def _order(self, step: int) -> Mapping[str, Any]:
         """Returns additional entries for the manifest of ``step``.
 
-        They identify the checkpoint that was saved before.
+        The entries identify the checkpoint that was saved before ``step``.
         """
         return {}
 
@@ -689,7 +691,7 @@ class PipelineFolder(StepFolders):
 
 
 def is_shard(name: str) -> bool:
-    """Returns whether the file ``name`` contains tensors. Its checksums are verified on reading."""
+    """Returns whether the file ``name`` is a shard, which contains tensors."""
     return name.endswith(_SHARD)
 
 

@@ -78,7 +78,7 @@ _SCHEDULE_FLAGS = {
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Returns the number of rows of the embedding. Also works on ranks without the embedding."""
+    """Returns the number of rows of the embedding, even on ranks without the embedding."""
     return int(unwrap_model(chunks[0]).vocab_size)
 
 
@@ -102,7 +102,10 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 def sharded_model(
     chunks: Sequence[torch.nn.Module], metadata: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the weights of ``chunks``, each with its position in the whole model."""
+    """Returns the weights of ``chunks``, with their positions in the whole model.
+
+    The keys are ``model0``, ``model1`` and so on. ``metadata`` selects megatron-core's format.
+    """
     return {
         f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
@@ -110,7 +113,7 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state ``whole``, which will be saved, without duplicates of this rank's tensors.
+    """Returns ``whole``, the state to save, without duplicate tensors of this rank.
 
     If the first and the last stage are on the same rank, both copies of a tied embedding, and of
     its optimizer state, have the same name. megatron-core selects one rank to write the tensors
@@ -155,7 +158,7 @@ def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
 def load_model(
     chunks: Sequence[torch.nn.Module], state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Copies the weights from ``state``, a loaded state, into ``chunks``.
+    """Copies the weights from ``state`` into ``chunks``.
 
     Args:
         chunks: Model chunks of this rank, one for each of its pipeline stages.
@@ -258,7 +261,7 @@ class StateParts:
 def _is_nothing(data: Any) -> bool:
     """Returns whether ``data``, a layer's extra state, is empty.
 
-    It is empty without 8-bit formats.
+    Layers have extra state only if 8-bit formats are used.
     """
     if isinstance(data, io.BytesIO):
         return not data.getbuffer().nbytes
@@ -291,11 +294,11 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
-    """Updates the optimizer's non-tensor values in ``common``, a state that is saved again.
+    """Updates the optimizer's non-tensor values in ``common`` before the next save.
 
     Args:
         common: Part of the optimizer's state that all ranks share. It is changed in place.
-        optimizer: megatron-core's optimizer, which must not be a distributed one.
+        optimizer: megatron-core's optimizer, which must not be a distributed optimizer.
     """
     second = common.get(_second(optimizer))
     for leaf, state in zip(_leaves(optimizer), (common, second), strict=False):
@@ -440,10 +443,10 @@ def _is_torch_adam(leaf: Any) -> bool:
 
 
 def fill_state(leaf: Any) -> None:
-    """Creates the optimizer state of each parameter in ``leaf``, as the first step would.
+    """Creates the state of each parameter in the optimizer ``leaf`` before the first step.
 
-    A checkpoint then has the same entries before and after the first step. With float16, no step
-    may happen in the first dozen iterations because gradients overflow.
+    A checkpoint then has the same entries before and after the first step. With float16, gradients
+    may overflow in the first dozen iterations, so that the optimizer skips these steps.
     """
     inner = leaf.optimizer
     if leaf.init_state_fn is not None:

@@ -316,7 +316,7 @@ def split_shards(
 
 
 def shard_name(number: int, count: int) -> str:
-    """Returns the name of one of the files of a model that consists of several files.
+    """Returns the name of file ``number`` of a model that is split into ``count`` files.
 
     Args:
         number: Index of the file, from 0.

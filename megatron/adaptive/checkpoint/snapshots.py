@@ -245,7 +245,7 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Plans which parts this rank copies, and creates its file.
+        """Plans which ``pieces`` of the state this rank copies, and creates its snapshot file.
 
         All ranks must call this together.
         """
@@ -330,7 +330,7 @@ class Snapshots(NoSnapshots):
     def _versions(self) -> list[int]:
         """Returns the version counter of each tensor.
 
-        torch increments it at each in-place change.
+        torch increments the counter at each in-place change.
         """
         return [source._version for source in self._sources]
 
@@ -447,7 +447,7 @@ class RankParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Ranks that copy a part of the state. Parts with the same ranks have equal needs.
+    """Describes which ranks copy a part of the state, and whether the copy is sent.
 
     Attributes:
         ranks: Ranks that copy the part: one rank on each node that has the part.

@@ -222,7 +222,7 @@ class Checkpoints:
         }
 
     def load(self) -> Progress | None:
-        """Loads the checkpoint that the settings select into model, optimizer and scheduler.
+        """Loads the selected checkpoint into the model, the optimizer and the scheduler.
 
         ``--finetune`` loads only the weights and starts at iteration 0. ``--no-load-optim``
         continues at the saved iteration, but uses the learning rate of this run's settings. Random
@@ -428,7 +428,7 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        # Do not add ranks to errors here, because _read_shards already adds them.
+        # Do not add rank numbers to error messages here, because _read_shards already adds them.
         loaded = self._all.together(
             lambda: self._read_shards(whole, common, reader), name_ranks=False
         )
@@ -508,7 +508,9 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns those of ``shards`` that exist. Only state for 8-bit data types may be missing.
+    """Returns the ``shards`` that the checkpoint contains.
+
+    Only state for 8-bit data types may be missing.
 
     Raises:
         CheckpointError: If any other shard is missing.
@@ -727,7 +729,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
 
 
 def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings, by flag, that determine which tensors an optimizer's state has."""
+    """Returns the settings, by flag, that determine which tensors an optimizer's state contains."""
     settings = config.optimizer
     return {
         "--optimizer": settings.optimizer,

@@ -15,9 +15,9 @@ Megatron-LM find the tensors of a checkpoint through ``.metadata``; this program
 start processes by ``spawn`` and ``fork`` for each save, which takes seconds, and copies the sockets
 and memory mappings of the pipeline's channels into the child processes.
 
-Ranks only decide again which rank writes which parts if the layout of some rank's state has
-changed. Otherwise, a checkpoint takes one write per rank, and ranks exchange only a few numbers.
-This matters for background writes, because each line of Python then delays the training thread.
+Parts are reassigned to ranks only if the layout of a rank's state has changed. Otherwise, a
+checkpoint takes one write per rank, and ranks exchange only a few numbers. This matters for
+background writes, because each line of Python then delays the training thread.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _torch_index(entries: Sequence[Entry]) -> bytes:
         info = filesystem._StorageInfo(entry["path"], begin, length)
         infos[MetadataIndex(name, offset)] = info
     index = Metadata(described, storage_data=infos)
-    # torch before 2.7 has no version of its checkpoints.
+    # torch before 2.7 does not define a version number for checkpoints.
     index.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     return pickle.dumps(index)
 
