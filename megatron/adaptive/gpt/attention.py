@@ -52,7 +52,7 @@ with contextlib.suppress(ImportError):  # Older releases of torch do not have th
 
 
 SCORE_BLOCK = 256
-"""Minimum number of queries per block of a slice, if attention stores scores."""
+"""Minimum number of queries in a block, if attention computes a slice in blocks of queries."""
 
 
 def has_packed_kernel() -> bool:
@@ -94,7 +94,7 @@ class Documents(PackedSeqParams):
 
 
 class LocalAttention(DotProductAttention):
-    """Computes attention with torch's fused kernels if possible, else as megatron-core does.
+    """Computes attention with torch's fused kernels if possible, otherwise with megatron-core.
 
     Args:
         config: megatron-core's configuration of the model.

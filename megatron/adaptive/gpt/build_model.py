@@ -113,12 +113,12 @@ class KeyedInit:
         return self  # All copies of a configuration share one counter.
 
     def enter_layer(self, layer: int) -> None:
-        """Derives the following seeds from the transformer layer ``layer``."""
+        """Derives all later seeds from ``layer``, the number of a transformer layer."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Derives the following seeds for weights outside of transformer layers."""
+        """Derives all later seeds for weights outside of transformer layers."""
         self._layer = None
 
     @contextlib.contextmanager
@@ -353,7 +353,7 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
 
 
 def _communication(config: TrainerConfig) -> dict[str, Any]:
-    """Returns the settings of megatron-core's own schedule, which other schedules ignore.
+    """Returns the communication settings, which only megatron-core's schedule uses.
 
     With several chunks per rank, megatron-core's schedule must not batch messages, because gloo
     mixes up two messages between the same ranks in a batch. It must also not free outputs early,

@@ -319,8 +319,8 @@ class DropoutKeys:
             return
         if number is None:
             number = self._number_of(microbatch)
-        # A number with too many bits uses the keys of a distant step, so that steps do not repeat
-        # keys.
+        # If the number has too many bits, use the keys of a distant step, so that nearby steps do
+        # not share keys.
         step += (number >> _MICROBATCH_BITS) * _FAR_STEP
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)

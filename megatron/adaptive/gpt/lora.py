@@ -49,8 +49,9 @@ from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defe
 MARK = ".lora."
 """Text that a name in a checkpoint contains only if it belongs to an adapter."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-# Maps a layer's parallelism to the functions that communicate between its two matrices. Keys:
-# whether the layer is row-parallel, and whether sequences are split (sequence parallelism).
+# Maps a layer's parallelism to the function that communicates between the two matrices of an
+# adapter. A key states whether the layer is row-parallel, and whether sequences are split (sequence
+# parallelism).
 _JOINS = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -148,7 +149,7 @@ class Adapter(Deferring, torch.nn.Module):
         self.register_buffer("row_parts", row_parts, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the term to add to the layer's output, computed from the normalized input."""
+        """Computes the term to add to the layer's output from its normalized input ``hidden``."""
         if self.dropout and self.training:
             # Ranks with different columns of the input need different random numbers.
             is_divided = self.is_row and not self.is_split

@@ -168,10 +168,10 @@ def layout_of(config: TrainerConfig) -> PlacedLayout:
 
 
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
-    """Returns the function with which megatron-core selects a pipeline's embedding group.
+    """Returns a function that selects the ranks of a pipeline that have a copy of the embedding.
 
-    The function takes the global ranks of a pipeline. It returns the ranks that have a copy of the
-    embedding, for the first stage, the last stage or multi-token prediction.
+    megatron-core calls the function with the global ranks of each pipeline. The selected ranks need
+    the embedding for the first stage, the last stage or multi-token prediction.
     """
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
@@ -325,7 +325,8 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
 
 def _set(names: Sequence[str], value: Any) -> None:
     for name in names:
-        # Fail if another release of megatron-core has other names for its process groups.
+        # Fail if the installed release of megatron-core uses different names for its process
+        # groups.
         assert hasattr(parallel_state, name), f"megatron-core has no {name}"
         setattr(parallel_state, name, value)
 

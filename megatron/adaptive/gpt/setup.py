@@ -84,8 +84,8 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
 def _slice_shares(config: TrainerConfig) -> list[float]:
     """Returns the length of each slice, relative to the sequence.
 
-    If microbatches are cut differently, the list assumes the largest number of slices, with equal
-    lengths.
+    If microbatches are cut in different ways, the list assumes the largest number of slices, with
+    equal lengths.
     """
     if (rule := config.slice_rule) is not None:
         most = config.num_slices
@@ -103,7 +103,7 @@ def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
 
 
 def _record_index(config: TrainerConfig) -> int:
-    """Returns the index of this rank among the action orders that are recorded for each step."""
+    """Returns the index of this rank's action order in the record of a step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
         return pp_rank  # Only the orders of one replica are recorded.

@@ -89,7 +89,8 @@ class Step:
             num_microbatches: Number of microbatches of this rank.
             iteration: Index of the step, from which random numbers for dropout are derived.
             before_update: Function that is called before the optimizer changes the parameters.
-            dealt: Assignment of microbatches to replicas; ``None`` if assigned round-robin.
+            dealt: Assignment of microbatches to replicas; ``None`` if the assignment is
+                round-robin.
 
         Raises:
             AdaptiveError: If a gradient is infinite or NaN.
@@ -225,7 +226,7 @@ class Step:
         if microbatches is not None:
             num_microbatches = len(microbatches)  # Packing may result in fewer microbatches.
         more: dict[str, Any] = {}
-        if run.wiring is not None:  # megatron-core's loop does not accept sizes.
+        if run.wiring is not None:  # Only this program's executor accepts sizes.
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
             more["loss_parts"] = dealt.total
@@ -281,8 +282,8 @@ class Step:
 
         Args:
             steps: Losses of each microbatch in each step.
-            dealt: Assignment of microbatches to replicas; ``None`` if assigned round-robin. It
-                requires a single step.
+            dealt: Assignment of microbatches to replicas; ``None`` if the assignment is
+                round-robin. It requires a single step.
 
         Returns:
             Mean losses by name on ranks of the last stage; empty on other ranks.
@@ -400,7 +401,7 @@ def gather_parameters(run: Run) -> None:
 def counted_parameters(
     run: Run, chunk: torch.nn.Module
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
-    """Yields the parameters of a chunk, for a sum over all ranks that counts each only once.
+    """Yields parameters of a chunk, so that a sum over all ranks counts each parameter once.
 
     Each rank must add ``value / copies`` for each yielded parameter.
 
