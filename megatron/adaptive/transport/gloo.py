@@ -74,7 +74,7 @@ _OF_GLOO = frozenset(
 
 @dataclass(slots=True)
 class _Posted:
-    """Posted receive. Its payload is part of the packet, or a separate gloo message."""
+    """Receive that was posted in advance. The payload is in the packet or in a separate message."""
 
     packet: Packet
     work: Any

@@ -130,8 +130,8 @@ class Arrival:
             peer writes directly to this rank's memory, so that no thread notices the arrival.
     """
 
-    # The slots are empty because a class with slots cannot be combined with the arrival class of
-    # the C++ extension.
+    # __slots__ is empty, because a class that defines slots cannot be combined with the arrival
+    # class of the C++ extension.
     __slots__ = ()
 
     label: Label
@@ -172,7 +172,7 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived on another rank of the decision group.
+    """Reports that a message has arrived on another rank of a group that decides together.
 
     Attributes:
         label: Step and action for which the message is the input.
@@ -284,10 +284,10 @@ _PLAIN = (
     "complex128",
 )
 _FLOAT8 = len(_PLAIN)
-# These dtypes are sent as another dtype of the same size (8-bit floats as bytes). The receiver
-# views the payload as the original dtype, which the variant (a positive number) identifies. The
-# numbers must never change, because other versions read them. Dtypes that the installed torch does
-# not have are skipped.
+# These dtypes are sent as another dtype of the same size, for example 8-bit floats as bytes. The
+# receiver views the payload as the original dtype, which a positive number, the variant,
+# identifies. The numbers must never change, because other versions read them. Dtypes that the
+# installed torch does not have are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -319,7 +319,8 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
     """Returns the code and the variant that represent ``dtype`` in messages.
 
     Raises:
-        TransportError: A message cannot have this dtype or this number of dimensions.
+        TransportError: A message cannot have ``dtype``, or it cannot have ``dimensions``
+            dimensions.
     """
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:

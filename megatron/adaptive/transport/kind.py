@@ -35,7 +35,7 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes a job's messages, as far as they are known in advance. It is equal on all ranks.
+    """Describes a job's messages, as far as they are known in advance; equal on all ranks.
 
     Attributes:
         shape: Shape of the largest message, or ``None`` if unknown.
@@ -123,7 +123,7 @@ class TransportKind:
     reason: ClassVar[str] = ""
 
     def lacks(self, facts: RankFacts) -> str | None:
-        """Returns the reason why a rank cannot use this transport, or ``None`` if it can."""
+        """Returns the reason why a rank with ``facts`` cannot use this transport, or ``None``."""
         return None
 
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:

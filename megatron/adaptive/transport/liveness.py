@@ -41,7 +41,7 @@ from megatron.adaptive.errors import PeerLostError
 
 _Answer = TypeVar("_Answer")
 _PERIOD_S = 2.0
-# The states of this machine's ranks are read from /proc once in this number of seconds.
+# The states of this machine's ranks are read from /proc at intervals of this number of seconds.
 _LOOK_S = 1.0
 # A silent rank is only considered lost after this additional number of seconds. During this time, a
 # channel may notice the silence, and its error message is better.
@@ -315,8 +315,8 @@ class _Local:
         self._poll.register(wake, select.POLLIN)
         self._watched: dict[int, int] = {}
         for rank, pid in pids.items():
-            # Without a pidfd (old kernel, sandbox, process that has exited), the exit is detected
-            # by polling /proc.
+            # pidfd_open() fails on an old kernel, in a sandbox, or if the process has exited. In
+            # these cases, the exit is detected by polling /proc.
             with contextlib.suppress(AttributeError, OSError):
                 fd = os.pidfd_open(pid)
                 self._watched[fd] = rank

@@ -204,7 +204,7 @@ class NativeTransport:
     def _drain(self, end_s: float) -> None:
         """Sends all messages and releases arrivals.
 
-        A peer that closes its channels waits for its slots.
+        Arrivals must be released, because a peer that closes its channels waits for its slots.
         """
         while True:
             try:
@@ -398,7 +398,7 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
-        """Converts ``item``, which the node received, for the executor. Raises errors."""
+        """Converts ``item`` from the node for the executor, or raises it if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
         # All other items were added to the queue by a Python thread.

@@ -235,7 +235,7 @@ def free(group: Any, *, is_idle: bool) -> None:
 
 
 class Moment(Protocol):
-    """Point in a stream, after all work that was submitted to the stream before."""
+    """Point in a stream, after all work that has been submitted so far."""
 
     def synchronize(self) -> None:
         """Blocks until the device has reached this point, without holding the GIL."""

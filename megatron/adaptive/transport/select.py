@@ -118,8 +118,8 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorts pairs of ranks into the order in which all ranks connect them.
 
     The order consists of rounds in which no rank occurs twice. Each pair is in the first round that
-    contains neither of its ranks. A chain or ring of ranks takes two or three rounds, whatever its
-    length. A rank that connects its pairs in this order only waits for pairs of earlier rounds.
+    contains neither of its ranks. A chain or ring of ranks takes two or three rounds, regardless of
+    its length. A rank that connects its pairs in this order only waits for pairs of earlier rounds.
 
     Args:
         pairs: Pairs of ranks to connect, with the lower rank first.

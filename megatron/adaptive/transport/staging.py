@@ -56,7 +56,7 @@ class Staging:
     ) -> None:
         self._node = node
         self._send_from_host = send_from_host
-        # Type and index of the device in the numbering of DLPack.
+        # DLPack identifies a device by its type and index.
         self._dlpack_device = _DLPACK_HOST
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
