@@ -240,7 +240,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
 
 
 def _evidence(live: Any) -> dict[str, Any]:
-    """Returns what this rank is doing, for a hang report. The hang detector calls this function."""
+    """Returns the current activity of this rank in the run ``live``, for a hang report."""
     run = live.run
     inner = run.forward_backward.snapshot if run.wiring is None else run.wiring.executor.evidence
     return {**run.tracing.now(), **inner()}
@@ -293,7 +293,7 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Prints the error of a thread. Skips full disks, because the main thread reports them."""
+    """Prints the error of a thread, except for full disks, which the main thread reports."""
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _FULL_DISK):
         threading.__excepthook__(failure)
 
@@ -324,7 +324,7 @@ def _fail(
 
 
 def _follow_reported_error(environment: Environment) -> None:
-    """Exits this process if another rank has reported an error; else returns.
+    """Exits this process if another rank has already reported an error.
 
     A rank that is slow to connect may lose its connection with a rank that has already failed.
     """
@@ -348,10 +348,10 @@ def _job_store() -> dist.Store:
 
 
 def _part(store: dist.Store, environment: Environment) -> None:
-    """Waits until all other ranks have read the error, if this rank serves the store.
+    """Waits until all other ranks have read the reported error, if this rank serves the store.
 
-    Other ranks write to the store when they have read the error. Without this wait, they would
-    report the error again, and report that they lost the connection to the store.
+    Other ranks write to the store when they have read the error. Without this wait, the store would
+    disappear too early, and the other ranks would also report a lost connection.
     """
     if environment.has_agent_store:
         return

@@ -190,7 +190,7 @@ class _Samples:
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time in seconds that a step spends outside actions and optimizer."""
+        """Returns the median time in seconds that a step spends outside of actions and optimizer."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -251,7 +251,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
         def mark(marks_s: list[float] = marks_s) -> None:
             marks_s.append(_now(job.accelerator))
 
-        # This mode makes operations slower, so use it in a step that is not measured.
+        # _LargestTensor makes operations slower, so use it in a step that is not measured.
         is_watched = iteration == WARM_UP and not job.accelerator.is_cuda
         watch = _LargestTensor() if is_watched else None
         with watch or contextlib.nullcontext():
