@@ -1,6 +1,7 @@
-"""Caches arrays that are slow to build in a folder, and rebuilds them if a file is damaged.
+"""Caches arrays that are slow to build, and rebuilds them if a cached file is damaged.
 
-Each array is a file in numpy's format, which other programs can read, followed by a checksum::
+Each array is stored as a file in numpy's format, which other programs can read, followed by a
+checksum::
 
     NAME.npy   | header | data | MAIDXSUM | 16 bytes: xxh3 of NAME.npy, header and data |
 

@@ -108,7 +108,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
     Raises:
         ConfigError: ``vocab_size``, ``max_bytes`` or ``workers`` is too small.
-        DataError: There are no source files. Or the output folder is not writable, or contains
+        DataError: There are no source files, the output folder is not writable, or it contains
             other files or a corpus of a newer format.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:

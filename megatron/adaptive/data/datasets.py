@@ -389,7 +389,7 @@ class CachedGPTDataset(GPTDataset):
 
 
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields parts of ``array``: a small array as a whole, evenly spaced parts of a large array.
+    """Yields a small ``array`` as a whole, or evenly spaced parts of a large ``array``.
 
     The checksum has already excluded damaged bytes. But an index may still have been built from
     other data, and a few parts are enough to detect this.

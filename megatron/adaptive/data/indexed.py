@@ -67,7 +67,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
     """Checks that ``<prefix>.idx`` and ``<prefix>.bin`` are complete and match.
 
     Args:
-        prefix: Path of both files without suffix, as in ``--data-path``.
+        prefix: Path of both files without suffix, as passed to ``--data-path``.
 
     Returns:
         Integer type, number of tokens and number of sequences.

@@ -24,7 +24,7 @@ from megatron.adaptive.errors import DataError
 
 _MOCK_DOCUMENTS = 100_000
 _MOCK_SIGMA = 0.8
-"""Standard deviation of the logarithm of mock documents' lengths, as in typical web corpora."""
+"""Standard deviation of the logarithm of mock documents' lengths; typical for web corpora."""
 _MOCK_MEDIAN = 0.25
 """Median length of a mock document, as a fraction of ``--seq-length``."""
 _MOST_ORDERS = 2
@@ -65,7 +65,10 @@ class DocumentDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: Any, config: Any) -> Any:
-        """Opens a token file, or JSON lines with ``--sft``; without a path, generates mock data."""
+        """Opens the file ``dataset_path``, or generates mock documents if the path is ``None``.
+
+        The file contains JSON lines with ``--sft``, and tokens otherwise.
+        """
         if dataset_path is None:
             return _MockDocuments(config.tokenizer, config.sequence_length)
         if config.sft:
@@ -100,7 +103,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Describes how many documents were truncated or skipped; empty if all are complete."""
+    """Returns a text about truncated and skipped documents, or an empty text."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]
@@ -147,12 +150,12 @@ class Conversations:
         self.sequence_lengths = np.diff(ends)
 
     def get(self, index: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """Returns ``length`` token ids of a conversation, beginning at token ``offset``."""
+        """Returns ``length`` token ids of conversation ``index``, beginning at token ``offset``."""
         start = int(self._ends[index]) + offset
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns whether each of the first ``length`` tokens of a conversation is taught."""
+        """Returns whether each of the first ``length`` tokens of conversation ``index`` is taught."""
         start = int(self._ends[index])
         return self._taught[start : start + length]
 

@@ -117,9 +117,9 @@ class _Encoded:
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """Returns the files that match file names and glob patterns, each file only once.
+    """Returns the files that match the names or globs in ``patterns``, without duplicates.
 
-    The files that match a pattern are sorted by name.
+    The files that match a glob are sorted by name.
 
     Raises:
         DataError: A file name or pattern matches no readable file.
