@@ -88,8 +88,8 @@ class RankGroup:
 
         If the action fails, all ranks raise its error.
         """
-        # On all ranks except rank 0, the result is None until from_first() broadcasts the result of
-        # rank 0.
+        # Ranks other than 0 have the result None until from_first() broadcasts the result of rank
+        # 0.
         result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
             of_first: _Result = from_first(result, self.group)

@@ -46,7 +46,7 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-# By default, two checkpoints are kept, because the previous checkpoint is needed until the newest
+# Two checkpoints are kept by default, because the previous checkpoint is needed until the newest
 # checkpoint is complete.
 _KEPT = 2
 _LOOK_S = 10.0

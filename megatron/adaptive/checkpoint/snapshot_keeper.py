@@ -142,7 +142,7 @@ class SnapshotFile:
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Marks ``slot`` as valid. It contains ``step``, with ``extra_bytes`` bytes of other state."""
+        """Marks ``slot`` as valid. It contains ``step``, with ``extra_bytes`` of other state."""
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
 
