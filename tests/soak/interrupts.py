@@ -456,7 +456,11 @@ def _judge(
 
 
 def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
-    """Returns descriptions of up to three losses that differ from those of an undisturbed job."""
+    """Returns descriptions of up to three ``losses`` that differ from those of a reference job.
+
+    No signals are sent to the reference job. ``losses`` contains the losses of each step of
+    ``chain``.
+    """
     alone = Chain(
         kind="launch" if chain.kind == "machines" else chain.kind,
         folder=chain.folder / "reference",

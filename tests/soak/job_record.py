@@ -186,7 +186,11 @@ def faults(
 def _order(
     epochs: Sequence[Epoch], done: set[int], damaged: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Returns descriptions of steps and incarnations that are missing, repeated or out of order."""
+    """Returns descriptions of steps and incarnations that are missing, repeated or out of order.
+
+    ``epochs`` lists the incarnations, and ``done`` contains all completed iterations. An
+    incarnation need not continue from a checkpoint in ``damaged``.
+    """
     lines: list[str] = []
     for epoch in epochs:
         last = epoch.start

@@ -103,7 +103,10 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
 
 
 def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Returns the median step time by partition, in ms, without the steps that moved layers."""
+    """Returns the median step time by partition, in ms, without the steps that moved layers.
+
+    ``lines`` are lines of the progress file. ``turns`` contains the first step with each partition.
+    """
     steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
     seconds: dict[tuple[int, ...], list[float]] = {}
     for first, partition in turns["turns"]:

@@ -303,7 +303,11 @@ def crowds(
 def _speak(
     service: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
-    """Runs a process in which strangers connect to the listener ``service``."""
+    """Runs a process in which strangers connect to the listener ``service``.
+
+    The strangers send up to ``messages`` messages, and stop early if ``is_over`` returns true. The
+    process adds its results to ``counts``.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if service.unix:
         os.setgroups([])
@@ -406,7 +410,11 @@ def _talk(
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers connect to ``places``, and calls ``then`` before the strangers stop."""
+    """Lets strangers connect to ``places``, and calls ``then`` before the strangers stop.
+
+    The strangers stop after ``messages`` messages to each listener, after ``limit_s`` seconds, or
+    if ``is_over`` returns true. Their results are added to ``result``.
+    """
     begun_s = time.monotonic()
     with crowds(places, messages, seed, result) as talking:
         while any(process.is_alive() for process in talking) and not is_over():
@@ -502,7 +510,7 @@ def _elastic(
 
 
 def _complaints(said: str, most: int) -> list[str]:
-    """Returns descriptions of tracebacks and of too many warnings in the output ``said``."""
+    """Returns descriptions of tracebacks, and of more than ``most`` warnings, in ``said``."""
     warnings = [line for line in said.splitlines() if "does not belong to this job and" in line]
     complaints = ["a traceback"] if "Traceback" in said else []
     return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
@@ -512,7 +520,10 @@ def _complaints(said: str, most: int) -> list[str]:
 def _started(
     log: Path, *command: str | Path, **variables: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the program ``command`` until the context exits."""
+    """Runs the program ``command`` until the context exits.
+
+    The program writes to ``log``, and gets the environment variables ``variables``.
+    """
     program = start(command, log, {**forking(), **variables})
     try:
         yield program

@@ -120,7 +120,10 @@ def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
 
 
 def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[Row]:
-    """Returns a row for each kind of tokenizer, with the number of documents that differ."""
+    """Returns a row for each tokenizer, with the number of ``texts`` whose tokens differ.
+
+    ``kinds`` contains the tokenizers, and ``note`` is added to each row.
+    """
     rows = []
     for kind, (settings, encode) in kinds.items():
         config = TokenizerConfig(tokenizer_type=kind, **settings)

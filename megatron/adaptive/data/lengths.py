@@ -155,7 +155,7 @@ class Conversations:
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns whether each of the first ``length`` tokens of conversation ``index`` is taught."""
+        """Returns whether the first ``length`` tokens of conversation ``index`` are taught."""
         start = int(self._ends[index])
         return self._taught[start : start + length]
 

@@ -52,9 +52,7 @@ class IntervalProbe:
         self._end_s = time.perf_counter()
 
     def is_due(self, iteration: int) -> bool:
-        """Returns whether to call :meth:`run` after ``iteration``. The result is equal on all
-        ranks.
-        """
+        """Returns whether to call :meth:`run` after ``iteration``; equal on all ranks."""
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
