@@ -135,7 +135,10 @@ def hellos(draw: random.Random) -> Iterator[Visit]:
 
 
 def _guess(shake: Handshake, answer: bytes) -> bytes:
-    """Returns the last message of a stranger that has guessed a wrong secret."""
+    """Returns the last handshake message of a client with a wrong secret.
+
+    ``shake`` is the handshake of the client, and ``answer`` is the answer of the listener.
+    """
     with contextlib.suppress(StrangerError):
         shake.advance(answer)
     return shake._prove("visitor") + Session(b"one", b"two").seal(b'{"what": "welcome"}')

@@ -222,7 +222,7 @@ def draw_dealt(
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
-    """Runs rank ``rank``, and returns each rank's action times in each iteration."""
+    """Runs rank ``rank`` of ``plan``, and returns each rank's action times in each iteration."""
     sharpen_timers()
     faults = tuple(Fault(**fault) for fault in plan["run"]["faults"])
     run = SyntheticRun(**{**plan["run"], "faults": faults})
