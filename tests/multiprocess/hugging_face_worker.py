@@ -134,7 +134,10 @@ def cases(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def compare(meshes: Meshes, folder: Path, case: dict[str, Any]) -> None:
-    """Loads the model of ``case`` in one shape, and prints the errors of logits and gradients."""
+    """Loads the model of ``case`` in one shape, and prints the errors of logits and gradients.
+
+    ``meshes`` provides the process groups, and ``folder`` contains the model.
+    """
     model = folder / case["model"]
     expected = load_file(model / "expected.safetensors")
     tokens, logits = expected.pop("tokens"), expected.pop("logits")

@@ -414,7 +414,10 @@ def meeting() -> Any:
 def rank_variables(
     world_size: int, limit_s: float, port: int, python_path: str = str(ROOT)
 ) -> dict[str, str]:
-    """Returns the environment variables that ``torchrun`` sets to the same values on all ranks."""
+    """Returns the environment variables that ``torchrun`` sets to the same values on all ranks.
+
+    ``port`` is the port of the store. See :func:`run_ranks` for the other arguments.
+    """
     return {
         "WATCHDOG_S": str(limit_s),
         "WORLD_SIZE": str(world_size),

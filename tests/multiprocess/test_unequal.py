@@ -82,7 +82,10 @@ CHANGING = ("", UNTIED, DROPOUT, HALF, THREE)
 
 
 def case(name: str, flags: str, steps: int = STEPS, after: str | None = None) -> dict[str, Any]:
-    """Returns the case ``name`` for ``worker.py``, which also saves a checkpoint."""
+    """Returns a case for ``worker.py`` that takes ``steps`` steps and saves a checkpoint.
+
+    The case has the name ``name`` and the flags ``flags``, and continues from the case ``after``.
+    """
     all_flags = f"{BASE} {flags}".split()
     return {
         "name": name, "flags": all_flags, "steps": steps, "evaluate_after": STEPS,
