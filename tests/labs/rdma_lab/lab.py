@@ -218,7 +218,10 @@ def _watch(nodes: list[_Node], deadline_s: float) -> int:
 
 
 def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Writes the files that nodes read when they boot, and creates the files that they write."""
+    """Writes the files that nodes read at boot, and creates files for the output of nodes.
+
+    The nodes run ``command`` with the environment variables ``env``.
+    """
     addresses = [f"10.77.0.{rank + 1}" for rank in range(nodes)]
     variables = {
         **os.environ,
@@ -250,7 +253,10 @@ def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[s
 
 
 def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
-    """Connects node 0 to each other node, and returns the sockets of each node's links."""
+    """Connects node 0 to each other node, and returns the sockets of each node's links.
+
+    ``stack`` closes the sockets.
+    """
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):

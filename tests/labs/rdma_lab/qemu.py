@@ -104,7 +104,10 @@ def _fetch(work: Path, tree: Path) -> None:
 
 
 def _copy_modules(tree: Path, version: str, target: Path) -> None:
-    """Copies modules and their dependencies to ``target``, with names in the order of loading."""
+    """Copies modules and their dependencies to ``target``, with names in the order of loading.
+
+    ``tree`` is the unpacked package of the kernel ``version``.
+    """
     files: dict[str, None] = {}
     for module in MODULES:
         shown = packages.call(

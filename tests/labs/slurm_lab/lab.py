@@ -75,7 +75,7 @@ class LabError(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """Group of equal nodes. They form a partition that has the name of the group."""
+    """Group of identical nodes, which form a partition with the name of the group."""
 
     name: str
     nodes: int
