@@ -213,7 +213,10 @@ class Training:
 
 
 def _real(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of ``value``, the tensor ``name``, without rows that only pad the vocabulary."""
+    """Returns a copy of the tensor ``value`` without rows that only pad the vocabulary.
+
+    ``name`` is the name of the tensor.
+    """
     value = value.detach().clone()
     if value.dim() == 2 and ("word_embeddings" in name or "output_layer" in name):
         first = parallel_state.get_tensor_model_parallel_rank() * len(value)
