@@ -39,7 +39,8 @@ def _build(
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
     """Returns the datasets of one or more prefixes for training, validation and test.
 
-    ``samples`` are their numbers of samples. ``changes`` are settings of the data.
+    ``samples`` contains the number of samples of each dataset. ``changes`` replaces settings of the
+    data.
     """
     seed = changes.pop("seed", 7)
     settings: dict[str, Any] = {
@@ -65,7 +66,10 @@ def _tokens(dataset: Samples) -> list[list[int]]:
 
 
 def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
-    """Returns documents that are filled with their index. So each token identifies its document."""
+    """Returns ``count`` documents of ``length`` tokens, each filled with its index.
+
+    The indices start at ``first``, so each token identifies its document.
+    """
     return [[first + number] * length for number in range(count)]
 
 

@@ -168,7 +168,10 @@ def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def better(problem: Problem, seed: int) -> Problem:
-    """Returns a copy of ``problem`` with more memory, a faster link or a faster type of GPU."""
+    """Returns a copy of ``problem`` with more memory, a faster link or a faster type of GPU.
+
+    ``seed`` selects the change.
+    """
     rng = random.Random(seed)
     groups = list(problem.cluster.groups)
     index = rng.randrange(len(groups))

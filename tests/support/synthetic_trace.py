@@ -337,7 +337,11 @@ class _Writer:
     def _iteration(
         self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
     ) -> int:
-        """Writes ``iteration`` for all ranks, and returns the start of the next iteration in ns."""
+        """Writes ``iteration`` for all ranks, and returns the start of the next iteration in ns.
+
+        The iteration begins at ``begin_ns``. ``results`` contains each replica's simulation and
+        rows.
+        """
         run = self._run
         longest_s = max(result.makespan_s for result, _ in results)
         done_ns = begin_ns + round(longest_s * 1e9)
