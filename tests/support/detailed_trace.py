@@ -34,7 +34,7 @@ def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> 
 
 
 def _starts_ns(folder: Path, rank: int) -> dict[int, int]:
-    """Returns the start of each iteration in ns, by number, from the trace of ``rank`` in ``folder``."""
+    """Returns the start of each iteration in ns, from the trace of ``rank`` in ``folder``."""
     starts = {}
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     for line in path.read_text().splitlines():
