@@ -108,7 +108,10 @@ def test_averages_go_on_where_another_rank_writes() -> None:
 def printed(
     *reports: IterationReport, flags: str = "", world_size: int = 1, accelerator: Accelerator = CPU
 ) -> list[str]:
-    """Returns the lines that the log prints for ``reports``, with the trainer flags ``flags``."""
+    """Returns the lines that the log prints for ``reports``.
+
+    The trainer has the flags ``flags``, ``world_size`` ranks and the device ``accelerator``.
+    """
     stream = io.StringIO()
     log = make_log(settings(flags, world_size), stream, accelerator=accelerator)
     for each in reports:
