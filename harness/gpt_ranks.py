@@ -197,6 +197,9 @@ class TrainingRank(GptRank):
     ) -> tuple[float, float]:
         """Runs ``work`` on all ranks at once.
 
+        Returns the elapsed seconds and the CPU seconds, both divided by ``steps``. ``processor_s``
+        returns the CPU seconds used so far.
+
         Returns the elapsed seconds and this rank's CPU seconds, both divided by ``steps``.
         """
         import torch.distributed as dist
