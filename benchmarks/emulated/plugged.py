@@ -96,7 +96,7 @@ class _Chunk(StepChunk):
         self.layers = torch.nn.ModuleList(_Layer(self, number) for number in range(_PARTS))
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the calls of all layers in order, beginning with ``received``. Returns the output."""
+        """Runs the calls of all layers in order, first on ``received``. Returns the output."""
         if not received.requires_grad:
             received = received.detach().requires_grad_()
         for layer in self.layers:
