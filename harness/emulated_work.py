@@ -155,8 +155,6 @@ class RankWork:
 
         The pass is the backward pass of ``stage`` for ``microbatch``.
 
-        Raises:\n    WorkError: The gradient belongs to a different stage or microbatch.
-
         Raises:
             WorkError: The gradient belongs to a different stage or microbatch.
         """
