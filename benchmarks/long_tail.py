@@ -70,7 +70,7 @@ class Way(NamedTuple):
 
     @property
     def items(self) -> list[tuple[int, float]]:
-        """Returns the number of tokens and the attention cost of each item, a slice or a whole row."""
+        """Returns the number of tokens and attention cost of each item, a slice or a whole row."""
         return [
             (
                 sum(part.end - part.start for part in parts),
