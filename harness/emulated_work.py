@@ -164,8 +164,6 @@ class RankWork:
         """Runs the backward pass for inputs after :meth:`take_gradient`, with the same arguments.
 
         Returns the gradient of the stage's input.
-
-        Returns the gradient of the stage's input.
         """
         start = time.monotonic()
         output = self._added(gradient, stage)

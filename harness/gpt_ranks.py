@@ -199,8 +199,6 @@ class TrainingRank(GptRank):
 
         Returns the elapsed seconds and the CPU seconds, both divided by ``steps``. ``processor_s``
         returns the CPU seconds used so far.
-
-        Returns the elapsed seconds and this rank's CPU seconds, both divided by ``steps``.
         """
         import torch.distributed as dist
 

@@ -89,8 +89,6 @@ def train(
 
     The arguments are those of :func:`run_ranks`. The job writes the file to ``folder``. The result
     has one dictionary for each line.
-
-    The job writes the file to ``folder``. The result has one dictionary for each line.
     """
     run_ranks([*command, "--progress-dir", str(folder)], ranks, limit_s, variables)
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]

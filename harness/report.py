@@ -111,8 +111,6 @@ def missing(what: str, reason: str, **fields: Any) -> Row:
     """Returns a row named ``what`` that has no value, but has the note ``reason``.
 
     ``fields`` are further fields of :class:`Row`.
-
-    ``fields`` are further fields of :class:`Row`.
     """
     return Row(what=what, value=None, note=reason, optional=True, **fields)
 
@@ -195,8 +193,6 @@ def others_busy(seconds: float = 1.0) -> float:
 
 def attempt(name: str, part: Callable[[], Result]) -> Result:
     """Runs ``part``, which has the name ``name``, and returns its result.
-
-    If the part raises an error, the result is a row that contains the error and misses its goal.
 
     If the part raises an error, the result is a row that contains the error and misses its goal.
     """
