@@ -443,7 +443,7 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
 
 
 def _adapter_config(exported: _Exported) -> bytes:
-    """Returns the content of ``adapter_config.json`` for exported adapters.
+    """Returns the content of ``adapter_config.json`` for the adapters of ``exported``.
 
     If the run loaded the adapters and kept their settings, the content of the original file is
     returned.

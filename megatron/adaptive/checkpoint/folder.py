@@ -396,7 +396,7 @@ class StepFolders:
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
-        """Creates the error to raise if the subfolder ``path`` has no manifest."""
+        """Returns the error to raise if ``path`` has no manifest. Its text ends with ``remedy``."""
         return DamagedCheckpointError(
             f"{path} is incomplete ({self.manifest_name} is missing); {remedy}"
         )

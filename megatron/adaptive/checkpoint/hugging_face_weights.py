@@ -511,7 +511,7 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Checks that the folder has the tensors in ``shapes``, and returns their names there.
+        """Checks that ``folder`` has the tensors in ``shapes``, and returns their names there.
 
         ``shapes`` contains the expected shape of each tensor by Hugging Face name. The result has
         the same keys. The names in the folder may lack a prefix.
@@ -633,7 +633,10 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
 def _require_rows(
     rows_here: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
 ) -> None:
-    """Raises ConfigError if the run's embedding, which has ``rows_here`` rows, is too small."""
+    """Raises ConfigError if the run's embedding has fewer rows than the embedding of ``reader``.
+
+    The run's embedding has ``rows_here`` rows. ``folder`` is the folder of ``reader``.
+    """
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
             f"--vocab-size {config.data.vocab_size} results in {rows_here} embedding rows, but "

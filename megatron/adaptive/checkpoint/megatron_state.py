@@ -78,7 +78,7 @@ _SCHEDULE_FLAGS = {
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Returns the number of rows of the embedding, even on ranks without the embedding."""
+    """Returns the number of rows of the embedding, even if ``chunks`` do not contain it."""
     return int(unwrap_model(chunks[0]).vocab_size)
 
 
@@ -269,7 +269,7 @@ def _is_nothing(data: Any) -> bool:
 
 
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
-    """Returns the memory addresses of all weights and optimizer state.
+    """Returns the memory addresses of the weights of ``chunks`` and the state of ``optimizer``.
 
     If tensors have moved since the last call, the addresses differ.
     """
@@ -430,7 +430,7 @@ def _has_muon(optimizer: Any) -> bool:
 
 
 def _second(optimizer: Any) -> str:
-    """Returns the key under which the state of the second optimizer is saved."""
+    """Returns the key under which the state of the second optimizer in ``optimizer`` is saved."""
     return _SCALARS if _has_muon(optimizer) else _EXPERTS
 
 

@@ -478,7 +478,10 @@ def writing(
     except BaseException as error:
 
         def clear(text: str = str(error)) -> str:
-            """Removes the partial folder, and returns the most likely cause of the failure."""
+            """Removes the partial folder, and returns the cause of the failure.
+
+            The cause is that another job has taken over the folder, or otherwise ``text``.
+            """
             if folder.lease is not None:  # Without a lease, the folder may belong to another job.
                 folder.abandon(step)
                 try:
@@ -640,9 +643,10 @@ def share_out(
 
 
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """Returns a key that is equal on two ranks exactly if they use the same local folder.
+    """Returns a key that is equal on two ranks exactly if they use the same local folder ``base``.
 
-    The key contains the folder's device and inode, because two machines may have the same name.
+    ``node`` is the name of the node. The key contains the folder's device and inode, because two
+    machines may have the same name.
     """
     identity: tuple[int, ...] = ()
     with contextlib.suppress(OSError):

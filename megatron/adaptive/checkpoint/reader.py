@@ -264,7 +264,10 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Reads ``region`` from a saved part, starting at the index ``start`` within that part."""
+        """Reads ``region`` from the saved ``part``, starting at the index ``start`` within it.
+
+        The part was saved with the type ``dtype``.
+        """
         if part.pickled is not None:
             data = self._bytes(part.file, part.begin, part.pickled)
             saved = self._guarded(part.file, lambda: _unpickled(data))
@@ -418,7 +421,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Loads a value that ``torch.save`` wrote, with torch's restricted unpickler."""
+    """Loads the value ``data``, which ``torch.save`` wrote, with torch's restricted unpickler."""
     array = np.array(0, np.uint32)
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)

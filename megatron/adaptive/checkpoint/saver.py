@@ -234,7 +234,12 @@ class CheckpointSaver:
         message: str,
         keep: int | None,
     ) -> Path | None:
-        """Writes a checkpoint and returns its path, or ``None`` if it is only on local disks."""
+        """Writes the checkpoint ``step`` of ``state`` to ``folder``. All ranks must call this.
+
+        Only the newest ``keep`` checkpoints are kept, or all if this is ``None``. An error has the
+        text ``message``, in which ``{}`` stands for the cause. Returns the path of the checkpoint,
+        or ``None`` if it is only on local disks.
+        """
         local = self.local
         if (
             local is not None
@@ -339,7 +344,10 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Allocates memory for copies of ``tensors``, in one block of host memory."""
+    """Allocates memory for copies of ``tensors``, in one block of host memory.
+
+    The memory is pinned for the device ``gpu``, if this is not ``None``.
+    """
     starts = []
     end = 0
     for tensor in tensors:

@@ -76,7 +76,7 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
-    """Returns the size of a slot for the given sizes of extra bytes and tensors, all in bytes."""
+    """Returns the size of a slot for ``extra_bytes`` and ``tensor_bytes``, all in bytes."""
     return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
 
 
@@ -371,7 +371,10 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends each snapshot of a rank to the buddy, and then confirms the step to the rank."""
+        """Sends each snapshot in ``file`` to the buddy, and confirms the step over ``connection``.
+
+        The snapshots are those of the rank that ``about`` describes.
+        """
         store = _Store.of(about, "own", file)
         with self._changed:
             buddy = self._buddy
@@ -399,7 +402,7 @@ class SnapshotKeeper:
                 stream.close()
 
     def _serve_buddy(self, sealed: SealedSocket) -> None:
-        """Receives the snapshots of a rank on another node, for which this node is the buddy."""
+        """Receives the snapshots of a rank whose buddy is this node, over ``sealed``."""
         sealed.socket.settimeout(_RUN_S)
         about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:

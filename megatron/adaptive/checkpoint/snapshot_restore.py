@@ -162,7 +162,7 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
-    """Returns the first line of the extra bytes of ``slot``, which is JSON, and all other bytes."""
+    """Returns the extra bytes of ``slot`` in ``file``: the JSON in the first line, and the rest."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 

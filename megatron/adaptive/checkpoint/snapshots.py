@@ -247,7 +247,8 @@ class Snapshots(NoSnapshots):
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
         """Plans which ``pieces`` of the state this rank copies, and creates its snapshot file.
 
-        All ranks must call this together.
+        The file has room for more than twice ``extra_bytes`` extra bytes. All ranks must call this
+        together.
         """
         job = self._job
         settings = self._settings
@@ -293,7 +294,10 @@ class Snapshots(NoSnapshots):
         self._announce(sum(plan.sent_bytes), sum(plan.tensor_bytes))
 
     def _open(self, head: bytes, generation: int) -> None:
-        """Creates the snapshot file, and passes its file descriptor to the keeper."""
+        """Creates the snapshot file with ``head``, and passes its file descriptor to the keeper.
+
+        ``generation`` distinguishes this file from earlier files of the run.
+        """
         self._file = SnapshotFile.create(head, whole=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_KEPT_S)
@@ -479,7 +483,7 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts that ``rank`` copies, starting with the parts that are also sent."""
+        """Returns the parts of ``rank_parts`` that ``rank`` copies, first those also sent."""
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 
