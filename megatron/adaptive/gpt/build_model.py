@@ -486,7 +486,10 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Returns the spec of multi-token prediction layers, or ``None`` without such layers."""
+    """Returns the spec of multi-token prediction layers, or ``None`` without such layers.
+
+    ``vp_stage`` is the index of the chunk, or ``None`` if there is only one chunk.
+    """
     if core.mtp_num_layers is None:
         return None
     last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
@@ -500,7 +503,7 @@ def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int |
 def _block_spec(
     config: TrainerConfig, core: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Returns megatron-core's spec of the transformer layers in a chunk."""
+    """Returns megatron-core's spec of the transformer layers in the chunk ``vp_stage``."""
     first = get_transformer_layer_offset(core, vp_stage)
     count = get_num_layers_to_build(core, vp_stage)
     specs = _layer_specs(config, core)[first : first + count]
@@ -657,6 +660,8 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
     """Returns the compute cost of each stage, in units of one layer without experts.
 
+    The logits have ``padded_vocab_size`` elements for each token.
+
     The cost includes the stage's layers, its multi-token prediction layers and, on the last stage,
     the logits. It excludes the memory traffic of the embedding and the loss.
     """
@@ -686,7 +691,10 @@ class _ForwardFlops(NamedTuple):
 
 
 def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
-    """Counts the floating-point operations in the forward pass of one sample."""
+    """Counts the floating-point operations in the forward pass of one sample.
+
+    The logits have ``padded_vocab_size`` elements for each token.
+    """
     shape = dataclasses.replace(
         trainer_shape(cfg),
         vocabulary=padded_vocab_size,

@@ -53,7 +53,7 @@ TOKEN_NAME = "next token"
 def feed(
     microbatches: Sequence[Microbatch] | None, count: int, slices: SequenceSlices | None = None
 ) -> Iterator[Microbatch | None]:
-    """Iterates over a step's ``count`` microbatches, or over all of their slices.
+    """Iterates over the ``count`` elements of ``microbatches``, or over all of their ``slices``.
 
     On a rank without data, yields ``None`` for each microbatch or slice.
     """
@@ -400,7 +400,10 @@ class HalfPrecisionChunk(Float16Module):
     """
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Runs the chunk in 16 bits, and converts the inputs and outputs of the whole model."""
+        """Runs the chunk in 16 bits, and converts the inputs and outputs of the whole model.
+
+        The model's outputs are converted to 32 bits unless ``fp32_output`` is false.
+        """
         if self.module.pre_process:
             inputs = fp32_to_float16(inputs, self.float16_convertor)
         output = self.module(*inputs, **kwargs)

@@ -186,6 +186,9 @@ def _parts_of_rows(
 ) -> torch.Tensor:
     """Returns the index of the part to which each row of a layer's weight on this rank belongs.
 
+    The weight has ``rows`` rows here, and this is rank ``tp_rank`` of ``ranks`` ranks. ``is_gated``
+    is true for a gated layer.
+
     Parts 0, 1 and 2 are query, key and value. In a gated layer, parts 0 and 1 are gate and up.
     """
     if is_gated:
@@ -202,13 +205,13 @@ class _Adapted:
     lora: Adapter
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns the layer's output plus the adapters' term, and the layer's bias."""
+        """Returns the layer's output for ``hidden`` plus the adapters' term, and its bias."""
         layer: Any = super()
         output, bias = layer.forward(hidden, *args, **kwargs)
         return output + self.lora(self._normalized(hidden)), bias
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the matmul, which Transformer Engine may normalize first."""
+        """Returns ``hidden``, which is normalized if Transformer Engine does so in this layer."""
         layer: Any = self
         if (weight := getattr(layer, "layer_norm_weight", None)) is None:
             return hidden

@@ -295,7 +295,10 @@ _ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
-    """Sets megatron-core's groups for stages of unequal widths. All ranks must call this."""
+    """Sets megatron-core's groups for stages of unequal ``widths``. All ranks must call this.
+
+    Collectives in the groups fail after ``timeout_minutes``.
+    """
     # Create groups for a single stage of all ranks first; the code below replaces them.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()

@@ -365,7 +365,7 @@ class SequenceSlices:
         return (self._longest, *inputs[1:]), options
 
     def _pick_positions(self, _module: Any, _inputs: Any, output: Any) -> Any:
-        """Selects the rotary embedding of each token's position in its document."""
+        """Selects from ``output`` the rotary embedding of each token's position in its document."""
         pieces = self._pieces
         if len(pieces) == 1:
             return output
@@ -437,7 +437,11 @@ class SequenceSlices:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes attention of ``piece``, part of a document that extends over several slices."""
+        """Computes attention of ``piece``, part of a document that extends over several slices.
+
+        ``query``, ``key`` and ``value`` contain only the tokens of this part. The keys and values
+        of earlier parts of the document are stored for ``call.layer``.
+        """
         start, window = piece.start - piece.begin, call.window
         layers = self._kept.setdefault(self._key, {})
         kept = layers.get((id(call.layer), piece.begin))

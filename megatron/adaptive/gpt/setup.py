@@ -58,7 +58,7 @@ _SHORT = 0.5
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Creates the object that orders each rank's actions. All ranks must call this."""
+    """Returns the object that orders each rank's actions. All ranks must call this."""
     config = job.config
     settings = job.config.schedule
     orders = Orders(

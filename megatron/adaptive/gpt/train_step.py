@@ -195,7 +195,11 @@ class Step:
     def _forward_only(
         self, microbatches: Any, num_microbatches: int, forward: NextToken | None = None
     ) -> list[Any]:
-        """Runs forward passes in evaluation mode, and returns the losses of each microbatch."""
+        """Runs forward passes in evaluation mode, and returns the losses of each microbatch.
+
+        There are ``num_microbatches`` microbatches. ``forward`` replaces the usual forward pass, if
+        it is not ``None``.
+        """
         run = self._run
         for chunk in run.chunks:
             chunk.eval()
@@ -307,6 +311,9 @@ class Step:
 
     def _further_losses(self, num_microbatches: int, dealt: Dealt | None) -> dict[str, float]:
         """Returns the mean losses of multi-token prediction, under Megatron-LM's names.
+
+        The step has ``num_microbatches`` microbatches on this replica. If microbatches were
+        distributed by cost, ``dealt`` describes their distribution.
 
         All microbatches have equal weights, even if they have different numbers of tokens, as in
         Megatron-LM.
@@ -446,7 +453,10 @@ _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
-    """Returns a one-line error which says that this rank's device ran out of memory."""
+    """Returns a one-line error which says that this rank's device ran out of memory.
+
+    ``error`` is the error that torch raised.
+    """
     accelerator = run.job.accelerator
     gib = 1024**3
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
