@@ -82,7 +82,7 @@ class Transport(Protocol):
         """Returns the queue to which all channels add received messages and failures."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to send ``tensor`` to the global rank ``peer``, and returns immediately.
+        """Starts to send ``tensor`` with ``label`` to the global rank ``peer``. Returns at once.
 
         The transport keeps the tensor's storage alive until the message has been sent. After the
         call, the caller may release the tensor or replace ``tensor.data``, but must not write to
@@ -93,7 +93,7 @@ class Transport(Protocol):
         """
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor for a payload that will be sent to ``peer``.
+        """Returns an uninitialized tensor of ``shape`` and ``dtype`` to be sent to ``peer``.
 
         The tensor is in memory of the channel if a slot is free, otherwise in ordinary memory. In
         both cases, the tensor, or a view that begins at its first element, can be sent. Memory of

@@ -216,7 +216,10 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a text about the members that ``transport`` lacks, or ``None`` if it is complete."""
+    """Returns a text about the members that ``transport`` lacks, or ``None`` if it is complete.
+
+    A transport without ``peers`` may be ``None``.
+    """
     if transport is None and not peers:
         return None
     missing = [name for name in _TRANSPORT if not hasattr(transport, name)]

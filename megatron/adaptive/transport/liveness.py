@@ -60,7 +60,7 @@ _SHOWN = "told: "
 
 
 def here(pp_rank: int) -> dict[str, Any]:
-    """Returns host, process ID, pipeline rank and machine of this process.
+    """Returns host, process ID and machine of this process, and its pipeline rank ``pp_rank``.
 
     ``machine`` is equal for ranks that can see each other's process IDs and sockets. Containers on
     the same host may have the same host name, but cannot see each other's processes.
