@@ -247,7 +247,7 @@ def _evidence(live: Any) -> dict[str, Any]:
 
 
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
-    """Returns a function that makes the watcher notify the channels of a run about lost ranks.
+    """Returns a function that makes ``watcher`` notify the channels of a run about lost ranks.
 
     The function also notifies the channels about ranks that were lost earlier.
     """
@@ -265,7 +265,7 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
 
 
 def expected_error(error: BaseException, rank: int) -> BaseException:
-    """Converts ``error`` to an expected error if its cause is external.
+    """Converts ``error`` of rank ``rank`` to an expected error if its cause is external.
 
     External causes are full disks, too little memory, killed data loaders and lost peers. Any other
     error is returned unchanged.
@@ -293,7 +293,10 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Prints the error of a thread, except for full disks, which the main thread reports."""
+    """Prints the error ``failure`` of a thread, except for a full disk.
+
+    The main thread reports full disks.
+    """
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _FULL_DISK):
         threading.__excepthook__(failure)
 
@@ -301,7 +304,10 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
 def _fail(
     error: BaseException, store: dist.Store, watcher: Watcher, environment: Environment
 ) -> NoReturn:
-    """Reports ``error`` once for the whole job, and then exits this process."""
+    """Reports ``error`` once for the whole job, and then exits this process.
+
+    The cause may be a lost rank, which ``watcher`` reports.
+    """
     expected = isinstance(error, AdaptiveError)
     follows = False
     # If the error is about a silent peer, do not wait for the watcher, which would report the same

@@ -170,7 +170,7 @@ class _Samples:
     largest_bytes: int = 0
 
     def add_actions(self, actions: Sequence[tuple[Action, int]]) -> None:
-        """Adds the actions of one step, each with its duration in nanoseconds."""
+        """Adds the ``actions`` of one step, each with its duration in nanoseconds."""
         sums: dict[tuple[ActionKind, int], dict[int, float]] = {}
         for action, duration_ns in actions:
             of_kind = sums.setdefault((action.kind, action.chunk), {})
@@ -181,7 +181,7 @@ class _Samples:
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
-        """Returns, for each chunk, the typical duration of a ``kind`` action in seconds.
+        """Returns the typical seconds of an action of ``kind``, for each of ``num_chunks`` chunks.
 
         The result is the median over all steps of the mean time in a step, or 0 if there are no
         times. The mean includes actions that were delayed, because they also make a step longer.
@@ -369,7 +369,10 @@ def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[
 
 
 def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[ExpectedInput]:
-    """Returns the inputs that the rank needs from other ranks for ``order``, in the same order."""
+    """Returns the inputs that the rank needs from other ranks for ``order``, in the same order.
+
+    ``placement`` is the placement of the stages.
+    """
     from megatron.core import parallel_state
 
     ranks = torch.distributed.get_process_group_ranks(
