@@ -165,7 +165,10 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes each array to its file, which gets its final name only when it is on the disk."""
+    """Writes each of ``arrays`` to its file in ``paths``, under a temporary name at first.
+
+    The file gets its final name only when it is on the disk.
+    """
     for path, array in zip(paths, arrays, strict=True):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:

@@ -189,7 +189,10 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
 def _fill(
     folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
 ) -> None:
-    """Writes all files. The manifest is written last, because it marks the corpus as complete."""
+    """Writes all files of a corpus of ``documents`` to ``folder``.
+
+    The manifest is written last, because it marks the corpus as complete.
+    """
     for old in (folder / _MANIFEST, *folder.glob(_LEFT_BEHIND)):
         old.unlink(missing_ok=True)
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:

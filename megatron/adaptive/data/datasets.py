@@ -199,7 +199,10 @@ def _is_too_much(error: BaseException | None) -> bool:
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
-    """Returns the blend of each split, and the settings that pass the blends to megatron-core."""
+    """Returns the blend of each split of ``data``, and the settings that pass it to megatron-core.
+
+    ``counts`` contains the number of samples of each split.
+    """
     if data.mock_data:
         return [], {}
     if data.data_path is not None:
@@ -266,7 +269,9 @@ def _index_cache(data: DataConfig, blends: Sequence[Blend | None]) -> str:
 
 
 def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Parses a list of datasets such as ``a``, ``a b c`` or (with weights) ``0.3 a 0.7 b``.
+    """Parses ``values``, a list of datasets such as ``a``, ``a b c`` or (weighted) ``0.3 a 0.7 b``.
+
+    ``flag`` is the name of the flag.
 
     Raises:
         ConfigError: Weights and prefixes do not alternate, or a weight is not positive.

@@ -101,7 +101,10 @@ def sequence_lengths(prefix: str | Path) -> npt.NDArray[np.int32]:
 
 
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
-    """Returns the properties of a token index, after checking that the ``.bin`` file matches."""
+    """Returns the properties of the token index ``prefix``.
+
+    Checks that the files ``idx_path`` and ``bin_path`` match.
+    """
     with open_file(idx_path) as stream:
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):

@@ -103,7 +103,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns a text about truncated and skipped documents, or an empty text."""
+    """Returns a text about truncated and skipped documents of ``datasets``, or an empty text."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]
@@ -161,7 +161,10 @@ class Conversations:
 
     @staticmethod
     def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
-        """Returns what is wrong with the arrays, or an empty string if they are valid."""
+        """Returns what is wrong with ``arrays``, or an empty string if they are valid.
+
+        ``vocab_size`` is the number of tokens in the vocabulary.
+        """
         ids, taught, ends = arrays
         is_ids = ids.dtype == np.int32 and ids.ndim == 1
         if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
@@ -176,7 +179,7 @@ class Conversations:
 
     @staticmethod
     def read(path: str, tokenizer: Tokenizer) -> tuple[npt.NDArray[Any], ...]:
-        """Tokenizes JSON lines, each ``{"messages": [{"role": ..., "content": ...}, ...]}``.
+        """Tokenizes the JSON lines in ``path``, each ``{"messages": [{"role": ..., ...}, ...]}``.
 
         The fields ``messages``, ``tools`` and ``documents`` of a line are passed to the chat
         template; other fields are ignored.
@@ -213,7 +216,9 @@ class Conversations:
 
 
 def _conversation(line: str, where: str) -> Conversation:
-    """Parses a JSON line as a conversation.
+    """Parses ``line``, a JSON line, as a conversation.
+
+    ``where`` contains the path of the file and the number of the line.
 
     Raises:
         DataError: The line is not a conversation. The message states the file and the line.

@@ -91,7 +91,7 @@ class Tokenizer(ABC):
         return self.tokenize(f"{role}:\n")
 
     def conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Returns the token ids of a conversation, and whether each token is taught.
+        """Returns the token ids of ``conversation``, and whether each token is taught.
 
         Taught tokens are the tokens on which the loss is computed, that is, the assistant's text.
         Without a chat template, a message is tokenized as the heading of its role, its content, and
@@ -201,7 +201,9 @@ _MOSTLY = 0.9
 def _check_merges(
     vocab: dict[str, int], merges: list[tuple[str, str]], vocab_file: Path, merge_file: Path
 ) -> None:
-    """Checks that a vocabulary and its merges belong together.
+    """Checks that the vocabulary ``vocab`` and its rules ``merges`` belong together.
+
+    The texts of errors contain ``vocab_file`` or ``merge_file``.
 
     Every token of several bytes is the result of a merge rule. So if a token or a rule was changed,
     some token has no rule. In most vocabularies, ids are in the order of the rules. For these
