@@ -45,7 +45,10 @@ SHAPES = (
 
 
 def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
-    """Returns messages of every dtype and many shapes. Some are much larger than the channel."""
+    """Returns messages from rank ``sender`` of every dtype and many shapes.
+
+    Some messages are much larger than the channel.
+    """
     messages = []
     for number, dtype in enumerate(CODE_OF):
         for index, shape in enumerate(SHAPES):
@@ -122,6 +125,8 @@ def far_ahead(
 ) -> None:
     """Checks that no send waits, even if the receiver takes messages only after the last send.
 
+    The sender sends ``count`` messages of ``nbytes`` bytes.
+
     With ``is_bounded``, waiting messages must not use the receiver's memory. With ``fixed``, the
     channel knows the shape in advance.
     """
@@ -196,7 +201,10 @@ def train(rank: Rank, kind: str) -> None:
 def _backward(
     graphs: list[tuple[torch.Tensor, torch.Tensor]], transport: Transport, peer: int
 ) -> None:
-    """Runs the backward passes of ``graphs``, sends gradients to ``peer``, and clears the list."""
+    """Runs the backward passes of ``graphs``, and sends gradients to ``peer`` over ``transport``.
+
+    Also clears the list.
+    """
     for received, output in graphs:
         value = output.detach().clone()
         # megatron-core's deallocate_output_tensor and custom_backward do the same.
@@ -491,7 +499,9 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
 
 
 def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
-    """Checks the errors on rank 1 if the test kills rank 0. Rank 1 sends, receives or waits.
+    """Checks the errors on rank 1 if the test kills rank 0.
+
+    ``doing`` says whether rank 1 sends, receives or waits.
 
     Returns:
         Errors on rank 1 from its queue and from further sends, and the time until the first error.
