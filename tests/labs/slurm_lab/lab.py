@@ -83,7 +83,10 @@ class Kind:
 
 
 def why_not(*, accounting: bool = False) -> str | None:
-    """Returns the reason why the lab cannot run on this machine, or ``None`` if it can run."""
+    """Returns the reason why the lab cannot run on this machine, or ``None`` if it can run.
+
+    If ``accounting`` is true, the lab also needs the programs for accounting.
+    """
     if os.geteuid() != 0:
         return "the Slurm lab needs root for its namespaces"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -153,7 +156,10 @@ class Lab:
     def run(
         self, command: Sequence[str], *, on: str = "ctl", timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Runs ``command`` on the host ``on``, and returns the finished process."""
+        """Runs ``command`` on the host ``on``, and returns the finished process.
+
+        Raises ``subprocess.TimeoutExpired`` after ``timeout_s`` seconds.
+        """
         return subprocess.run(
             [*self.enter(on, str(self.folder)), *command],
             env=self.variables,
