@@ -75,7 +75,10 @@ class Case:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """Returns ``count`` randomly drawn jobs that hang, cycling through all kinds of hangs."""
+    """Returns ``count`` randomly drawn jobs that hang, cycling through all kinds of hangs.
+
+    ``seed`` is the seed of all draws.
+    """
     draw = random.Random(seed)
     hangs = []
     for number in range(count):
@@ -351,6 +354,8 @@ QUIET_LIMITS_S = (8.0, 12.0, 20.0)
 
 def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
     """Runs several jobs at a time that pause without hanging, with short hang timeouts.
+
+    ``seed`` is the seed of all draws.
 
     The jobs run for ``minutes`` minutes in total, and write to ``folder``. Two thirds of the jobs
     are loops around a ``Pipeline``. The other jobs run the trainer with evaluations and

@@ -357,7 +357,7 @@ def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Stops a job with SIGTERM after some steps.
+    """Stops ``job``, the job ``number`` of ``chain``, with SIGTERM after some steps.
 
     Returns the job's outcome, and the latest time at which later jobs get a signal, in seconds.
     """

@@ -275,7 +275,10 @@ def pair(folder: Path, seed: int) -> Seen:
 
 
 def kill(folder: Path, seed: int) -> Seen:
-    """Kills a job that owns ``folder``, or only rank 0, and checks that a second job can start."""
+    """Kills a job that owns ``folder``, or only rank 0, and checks that a second job can start.
+
+    ``seed`` is the seed of all draws.
+    """
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.1
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=is_far)
@@ -291,6 +294,8 @@ def kill(folder: Path, seed: int) -> Seen:
 
 def pause(folder: Path, seed: int) -> Seen:
     """Pauses a job that owns ``folder`` until a second job takes over the folder.
+
+    ``seed`` is the seed of all draws.
 
     The first job must then save nothing.
     """
@@ -331,6 +336,8 @@ def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
 
 def trainers(folder: Path, seed: int) -> Seen:
     """Starts two trainers with ``folder`` as ``--save``, kills one, and starts a third.
+
+    ``seed`` is the seed of all draws.
 
     The trainer that owns the folder is killed.
     """

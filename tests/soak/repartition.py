@@ -46,7 +46,10 @@ AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
 
 
 def repartition(folder: Path, *, quick: bool) -> Result:
-    """Measures how much of a slow rank's delay is recovered, and how long moves of layers take."""
+    """Measures how much of a slow rank's delay is recovered, and how long moves of layers take.
+
+    All files are written to ``folder``. If ``quick`` is true, there are fewer rounds.
+    """
     figures = _regained(folder, rounds=3 if quick else 8) | _move(folder, moves=4 if quick else 12)
     loss = "repartition_loss_difference"
     rows = [
@@ -134,7 +137,10 @@ def _ideal() -> tuple[int, ...]:
 
 
 def _move(folder: Path, *, moves: int) -> dict[str, Any]:
-    """Moves a layer to the next rank and back several times, and returns the measured times."""
+    """Moves a layer to the next rank and back, and returns the measured times.
+
+    The layer is moved ``moves`` times in total.
+    """
     partitions = itertools.cycle(("3-1-2-2", "2-2-2-2"))
     moved = [6 + 4 * number for number in range(moves)]
     text = ",".join(f"{step}:{next(partitions)}" for step in moved)
@@ -156,6 +162,10 @@ def _move(folder: Path, *, moves: int) -> dict[str, Any]:
 def _train(
     flags: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Trains a model on four ranks, and returns the lines of the progress file as dicts."""
+    """Trains a model for ``steps`` steps on four ranks, with the flags ``flags``.
+
+    Returns the lines of the progress file in ``folder`` as dicts. ``settings`` contains additional
+    environment variables.
+    """
     flags = [str(WORKER), *COMMON, *flags, "--train-iters", str(steps)]
     return train(flags, folder, RANKS, LIMIT_S, settings)

@@ -91,7 +91,7 @@ class Visit:
 
 
 def visits(draw: random.Random) -> Iterator[Visit]:
-    """Yields random connections of all kinds, without end."""
+    """Yields connections of all kinds, drawn with ``draw``, without end."""
     hello = Handshake("guessed", "manager", visiting=True).first
     wrong = Session(b"one", b"two")
     while True:
@@ -115,7 +115,7 @@ def visits(draw: random.Random) -> Iterator[Visit]:
 
 
 def hellos(draw: random.Random) -> Iterator[Visit]:
-    """Yields random connections to a rank that waits for its peers, without end."""
+    """Yields connections to a rank that waits for its peers, drawn with ``draw``, without end."""
     while True:
         version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
         token, purpose = draw.randbytes(16), draw.choice((b"tcp", b"shm", b"rdma", b"\xff" * 16))
@@ -245,7 +245,7 @@ class Crowd:
                 connection.shutdown(socket.SHUT_WR)
 
     def _finish(self, connection: socket.socket, visit: Visit) -> None:
-        """Sends the rest of ``visit``, and waits until the listener closes the connection."""
+        """Sends the rest of ``visit`` over ``connection``, and waits until the peer closes it."""
         try:
             answer = connection.recv(4096)
             if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
@@ -307,6 +307,8 @@ def _speak(
     service: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
     """Runs a process in which strangers connect to the listener ``service``.
+
+    ``seed`` is the seed of all draws.
 
     The strangers send up to ``messages`` messages, and stop early if ``is_over`` returns true. The
     process adds its results to ``counts``.
@@ -414,6 +416,8 @@ def _talk(
     then: Callable[[], object] = lambda: None,
 ) -> None:
     """Lets strangers connect to ``places``, and calls ``then`` before the strangers stop.
+
+    ``seed`` is the seed of all draws.
 
     The strangers stop after ``messages`` messages to each listener, after ``limit_s`` seconds, or
     if ``is_over`` returns true. Their results are added to ``result``.
@@ -569,7 +573,10 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[s
 
 
 def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers connect to ``doctor`` while it waits for a node, then starts that node."""
+    """Lets strangers connect to ``doctor`` while it waits for a node, then starts that node.
+
+    The parameters are those of :func:`_talk`. The log is written to ``folder``.
+    """
     secret, port, log = new_secret(), free_port(), folder / "doctor.txt"
     command = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
     command += ["--master-port", str(port), "--timeout", "3000", "--json"]
@@ -591,7 +598,10 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
 
 
 def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers connect to a rank that waits for its peer, and then starts the peer."""
+    """Lets strangers connect to a rank that waits for its peer, and then starts the peer.
+
+    The ranks connect with the transport ``kind``. The other parameters are those of :func:`_talk`.
+    """
     if kind == "shm" and os.geteuid() != 0:
         return
     module, token = extension.require("this part"), os.urandom(16)

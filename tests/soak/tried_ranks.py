@@ -167,7 +167,8 @@ def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
 
 
 def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> list[Row]:
-    """Returns a row with ratios of tried to real values, and a row with their distance from 1.
+    """Returns a row with ``quotients`` of tried and real values, and a row with their distance from
+    1.
 
     The distance is that of the median, and must be at most ``goal``. The rows have the title
     ``title`` and the note ``note``.

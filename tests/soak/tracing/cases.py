@@ -54,7 +54,7 @@ class Outcome:
 
 
 def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
-    """Returns the settings of a random run of ``replicas`` replicas without a fault."""
+    """Returns random settings of a run of ``replicas`` replicas without a fault, from ``rng``."""
     schedule, chunks = rng.choice(SCHEDULES)
     forward_s = rng.uniform(0.005, 0.02)
     head = rng.choice((0.0, 0.0, rng.uniform(0.3, 1.5)))
@@ -86,7 +86,7 @@ def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
 
 
 def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
-    """Returns a random fault of the kind ``group`` for the run ``run``.
+    """Returns a fault of the kind ``group`` for the run ``run``, drawn with ``rng``.
 
     The fault may begin in a later iteration.
     """

@@ -60,6 +60,9 @@ def sample(
 ) -> dict[str, Any]:
     """Starts a process with a wrong clock, and returns the clock samples and the start time.
 
+    The clock is wrong by ``offset_s`` seconds at first, and drifts by ``drift_ppm`` parts per
+    million.
+
     The process samples the clock of ``server`` for ``seconds`` seconds.
 
     Raises:

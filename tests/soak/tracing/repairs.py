@@ -152,7 +152,7 @@ def _run(run: SyntheticRun) -> tuple[float, Any]:
 
 
 def ordered_right(done: list[Done]) -> tuple[int, int]:
-    """Compares the repairs of each job in pairs.
+    """Compares the repairs in ``done`` of each job in pairs.
 
     Returns the number of pairs whose predicted order is the actual order, and the number of pairs.
     """

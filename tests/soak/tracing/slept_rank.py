@@ -192,7 +192,9 @@ class Rank:
 def draw_dealt(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int
 ) -> tuple[Workload, Any]:
-    """Draws the durations of a step of ``replica``.
+    """Draws the durations of the step ``iteration`` of ``replica``.
+
+    ``placement`` is the placement of the stages.
 
     If ``run.is_dealt``, microbatches are distributed over the replicas by cost.
     """
