@@ -349,7 +349,10 @@ def refused(save: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
-    """Simulates a full disk if ``here``, by limiting the size of files that this rank can write."""
+    """Simulates a full disk if ``here``, by limiting the size of files that this rank can write.
+
+    The limit is ``limit_bytes``.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))

@@ -93,7 +93,10 @@ class Loaded:
         return gather_from_tensor_model_parallel_region(hidden)
 
     def _both_logits(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Runs ``model``, which returns only losses, and returns the logits of its output layer."""
+        """Runs ``model``, which returns only losses, and returns the logits of its output layer.
+
+        ``tokens`` contains the inputs, and ``places`` contains the positions of the tokens.
+        """
         outputs: list[torch.Tensor] = []
         layer = unwrap_model(model).output_layer
         hook = layer.register_forward_hook(

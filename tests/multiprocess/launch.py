@@ -249,7 +249,7 @@ def free_port() -> int:
 def wait_until(
     holds: Callable[[], object], why: Callable[[], object], limit_s: float, every_s: float = 0.05
 ) -> None:
-    """Waits until ``holds`` returns true.
+    """Waits until ``holds`` returns true, and calls it every ``every_s`` seconds.
 
     After ``limit_s`` seconds, fails with the text that ``why`` returns.
     """

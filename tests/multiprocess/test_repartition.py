@@ -33,7 +33,9 @@ MOVED = re.compile(
 
 
 def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, float], str]:
-    """Trains with the flags ``extra`` in ``folder``, and returns the losses and the log.
+    """Trains on ``world_size`` ranks with the flags ``extra``, and returns the losses and the log.
+
+    The progress file is in ``folder``.
 
     The losses are a dict from iteration to loss.
     """
