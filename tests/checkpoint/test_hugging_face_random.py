@@ -119,7 +119,7 @@ def shapes(name: str, ranks: int) -> list[list[str]]:
 
 
 def drawn(name: str, ranks: int, draw: random.Random) -> tuple[int, list[str]]:
-    """Draws a number of layers, and parallel sizes for up to ``ranks`` ranks.
+    """Draws a number of layers, and parallel sizes for up to ``ranks`` ranks, with ``draw``.
 
     Returns the number of layers of the model of family ``name``, and flags with the sizes.
     """

@@ -41,7 +41,7 @@ class Sender:
     def send(
         self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
     ) -> bool:
-        """Sends ``step``, and returns whether the keeper confirms that the step was stored.
+        """Sends ``step`` from ``slot``, and returns whether the keeper confirms that it was stored.
 
         ``extra`` is the size of the extra bytes. ``wrong`` changes the MAC of the message. If
         ``whole`` is false, the message is truncated.

@@ -221,7 +221,7 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, An
 
 
 def random_sizes(name: str, draw: random.Random, layers: int) -> dict[str, Any]:
-    """Returns random sizes of a model of family ``name`` with ``layers`` layers, by name.
+    """Returns sizes of a model of family ``name`` with ``layers`` layers, drawn with ``draw``.
 
     Two ranks can share each layer.
     """
