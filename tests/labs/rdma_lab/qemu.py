@@ -93,7 +93,7 @@ def _make(kernel: Path) -> None:
 
 
 def _fetch(work: Path, tree: Path) -> None:
-    """Downloads the package that has :data:`KERNEL` to ``work``, and unpacks it to ``tree``."""
+    """Downloads the dependency of :data:`KERNEL` to ``work``, and unpacks it to ``tree``."""
     try:
         listed = packages.call("apt-cache", "depends", "--important", KERNEL).decode().split()
         package = next(word for word in listed if word.startswith("linux-image-6.12."))
