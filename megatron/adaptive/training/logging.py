@@ -113,7 +113,7 @@ class IterationReport(TrainedStep):
 
     @property
     def is_nan(self) -> bool:
-        """Whether any loss is infinite or NaN."""
+        """Returns whether any loss is infinite or NaN."""
         return not all(math.isfinite(loss) for loss in self.losses.values())
 
 
@@ -214,7 +214,7 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Object with TensorBoard's ``add_scalar``, or ``None`` if this rank logs no metrics."""
+        """Returns an object with TensorBoard's ``add_scalar``, or ``None`` without metrics."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
@@ -447,7 +447,7 @@ class _Figure(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Value formatted for the log line, or an empty string if the value is unknown."""
+        """Returns the value as text for the log line, or an empty string if it is unknown."""
         return "" if self.value is None else self.form.format(self.value)
 
 

@@ -298,7 +298,7 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all training steps are completed, or training is skipped."""
+        """Returns whether all training steps are completed, or training is skipped."""
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
