@@ -56,7 +56,7 @@ class Seen:
     deposed: int = 0
 
     def add(self, other: Seen) -> None:
-        """Adds the observations in ``other``."""
+        """Adds the observations in ``other`` to these observations."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 

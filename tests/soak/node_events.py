@@ -66,7 +66,7 @@ class Events:
 
     @property
     def are_over(self) -> bool:
-        """Whether all lasting events are over."""
+        """Returns whether all lasting events are over."""
         return not self._undo
 
     def do(self, name: str, node: Node) -> str | None:

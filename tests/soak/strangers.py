@@ -344,7 +344,7 @@ def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
-    """Returns table rows with the results of :func:`measure`."""
+    """Returns table rows with the results of :func:`measure`, which takes the same arguments."""
     result = measure(messages, limit_s, seed)
     least = min(result["said"].values())
     said = ", ".join(

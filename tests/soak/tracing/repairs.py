@@ -51,7 +51,7 @@ class Done:
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted step time."""
+        """Returns the relative error of the predicted step time."""
         return abs(self.predicted_s / self.real_s - 1)
 
 
