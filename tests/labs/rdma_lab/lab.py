@@ -58,7 +58,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Exit statuses and output of all nodes as readable text."""
+        """Returns the exit statuses and the output of all nodes as readable text."""
         said = [
             f"[{rank}] {line}"
             for rank, part in enumerate(self.output)

@@ -149,7 +149,7 @@ class Lab:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of the lab's programs."""
+        """Returns the environment variables of the lab's programs."""
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
