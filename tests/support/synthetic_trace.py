@@ -175,7 +175,10 @@ class SyntheticRun:
 
     @property
     def world_size(self) -> int:
-        """Number of global ranks. Replicas of the same pipeline rank have adjacent global ranks."""
+        """Returns the number of global ranks.
+
+        Replicas of the same pipeline rank have adjacent global ranks.
+        """
         return self.num_ranks * self.replicas
 
 
