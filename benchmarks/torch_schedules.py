@@ -93,7 +93,7 @@ class EmulatedTorchRunner(PeerRunner):
             self._target = torch.zeros(count, 1)
 
     def run(self) -> None:
-        """Runs the step."""
+        """Runs the prepared step, which is the only work that is measured."""
         schedule = self._schedules[self.num_microbatches]
         schedule.step(*self._inputs, target=self._target, return_outputs=False)
 

@@ -109,7 +109,7 @@ class MegatronRunner(StepRunner):
         )
 
     def run(self) -> None:
-        """Runs the step."""
+        """Runs the prepared step, which is the only work that is measured."""
         groups = {"p2p_communicator": self._communicator, "pg_collection": self._groups}
         self._function(**self.call, **groups)
 

@@ -145,7 +145,7 @@ class PluggedRunner(StepRunner):
         self._engines = Engines(placed)
 
     def run(self) -> None:
-        """Runs the step."""
+        """Runs the prepared step, which is the only work that is measured."""
         engine = self._engines.engine_of(self.call["model"], self._settings, None)
         engine.run(self.call)
 
