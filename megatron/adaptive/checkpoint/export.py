@@ -239,7 +239,7 @@ def export_folder(
 
 
 def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for a model that has no adapters.
+    """Returns the tensors to export for ``exported``, a model that has no adapters.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.
@@ -262,7 +262,7 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
 
 
 def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for a model whose adapters are merged into its weights.
+    """Returns the tensors to export for ``exported``, with adapters merged into the weights.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.

@@ -365,7 +365,7 @@ class StepFolders:
         return problems
 
     def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
-        """Checks the files in the subfolder ``path``, and returns the entries of its manifest.
+        """Checks the files of ``step`` in ``path``, and returns the entries of its manifest.
 
         Verifies the sizes of all files, and the checksums of all files except for shards (files
         with tensors). Checksums of shards are verified later, when the shards are read.

@@ -553,6 +553,8 @@ class HuggingFaceReader:
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
         """Returns whether the tensor ``name`` is a copy of another tensor of the model.
 
+        ``names`` contains the names in the folder by Hugging Face name.
+
         Raises:
             CheckpointError: If the values of the two tensors differ.
         """
@@ -645,7 +647,7 @@ def _require_rows(
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Loads weights from a Hugging Face folder into ``chunks``, the model chunks of this rank.
+    """Loads weights from the Hugging Face folder ``folder`` into this rank's model ``chunks``.
 
     Raises:
         AdaptiveError: :class:`HuggingFaceReader` rejects the folder, or the run's embedding has

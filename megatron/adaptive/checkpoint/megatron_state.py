@@ -83,7 +83,7 @@ def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """Returns the parallel sizes and the number of chunks per pipeline rank, by name."""
+    """Returns the parallel sizes in ``config`` and the number of chunks per rank, by name."""
     parallel = config.parallel
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
@@ -245,6 +245,8 @@ class StateParts:
 
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
         """Returns whether these parts can be reused for saving later steps.
+
+        ``chunks`` and ``optimizer`` are those of the run.
 
         This is the case if each tensor shares memory with a weight or with optimizer state, and all
         objects except for the random states are empty.
@@ -501,7 +503,7 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
 
 
 def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
-    """Loads this rank's shards of the distributed optimizer's main weights and moments.
+    """Loads ``shards``, this rank's main weights and moments, into the sharded optimizer ``leaf``.
 
     megatron-core copies each entry of a parameter's state. With torch's Adam, this state includes
     the step count, which is not among the saved entries. megatron-core would also use the same step
@@ -517,7 +519,7 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
 
 def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Sets the schedules of learning rate and weight decay to the progress in ``saved``.
+    """Sets the learning rate and weight decay of ``scheduler`` to the progress in ``saved``.
 
     Raises:
         CheckpointError: The schedule differs from the schedule in the checkpoint, and no flag

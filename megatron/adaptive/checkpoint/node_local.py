@@ -248,7 +248,9 @@ class LocalDisk:
     def _write(
         self, step: int, state: TakenState, save_id: str, ranks: RankGroup
     ) -> tuple[Stored, list[list[str]]]:
-        """Writes the checkpoint of ``step`` to the local disks.
+        """Writes the checkpoint of ``step``, which contains ``state``, to the local disks.
+
+        ``save_id`` is the identifier of this save.
 
         Returns:
             Manifest of the checkpoint, and the names of the files that each rank has to upload.

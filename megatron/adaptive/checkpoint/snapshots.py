@@ -311,7 +311,10 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates the tensors into which ``tensors`` are copied, in the memory of the slots."""
+        """Creates the tensors into which ``tensors`` are copied, in the memory of the slots.
+
+        ``entries`` contains the position of each tensor within a slot.
+        """
         self._pool = ThreadPoolExecutor(
             1, "snapshots", initializer=self._job.accelerator.make_current
         )

@@ -710,7 +710,9 @@ def require_same_model(
 
 
 def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state in a checkpoint matches the optimizer of the run.
+    """Checks that the optimizer state in the checkpoint ``name`` matches the optimizer of the run.
+
+    ``manifest`` describes the checkpoint.
 
     Raises:
         CheckpointError: There is no optimizer state, or it belongs to a different type of
@@ -729,7 +731,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
 
 
 def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings, by flag, that determine which tensors an optimizer's state contains."""
+    """Returns the settings in ``config`` that determine the tensors of the optimizer, by flag."""
     settings = config.optimizer
     return {
         "--optimizer": settings.optimizer,

@@ -189,7 +189,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
 def _fill(
     folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
 ) -> None:
-    """Writes all files of a corpus of ``documents`` to ``folder``.
+    """Writes all files of a corpus of ``documents`` with the settings ``spec`` to ``folder``.
 
     The manifest is written last, because it marks the corpus as complete.
     """

@@ -152,7 +152,9 @@ def _built(
     counts: tuple[int, ...],
     is_built_on_rank: Callable[[], bool],
 ) -> Any:
-    """Calls megatron-core to build the training, validation and test datasets.
+    """Calls megatron-core to build the training, validation and test datasets of ``data``.
+
+    ``counts`` contains the number of samples of each dataset.
 
     Raises:
         DataError: The shuffling index does not fit into memory.

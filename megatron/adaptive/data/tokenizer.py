@@ -462,7 +462,7 @@ class NullTokenizer(Tokenizer):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Returns the tokenizer that ``--tokenizer-type`` selects.
+    """Returns the tokenizer that ``config`` (``--tokenizer-type``) selects.
 
     Raises:
         ConfigError: A required flag or package is missing, or ``--vocab-size`` is less than the

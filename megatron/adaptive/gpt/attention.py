@@ -272,7 +272,10 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of ``query`` within each of the ``documents`` of a packed row."""
+        """Computes attention of ``query`` with ``key`` and ``value`` in each of the ``documents``.
+
+        The tensors contain the tokens of a packed row.
+        """
         case = self._case_of(query, value, self._own_mask, is_packed=True)
         if kernel_for(case) is Kernel.PACKED:
             return self._by_rows(

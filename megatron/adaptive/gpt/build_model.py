@@ -216,7 +216,7 @@ class KeyedExperts(SequentialMLP):
 
 
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
-    """Converts the run's settings to megatron-core's configuration of the model."""
+    """Converts the settings ``config`` to megatron-core's configuration of the model."""
     model = config.model
     parallel = config.parallel
     precision = config.precision
@@ -374,7 +374,10 @@ def build_chunks(
     placement: Placement,
     padded_vocab_size: int,
 ) -> list[torch.nn.Module]:
-    """Builds this rank's chunks, each in megatron-core's data-parallel wrapper.
+    """Builds this rank's chunks of the model ``config``, each in a data-parallel wrapper.
+
+    ``core`` is megatron-core's configuration, ``placement`` is the placement of the stages, and
+    ``padded_vocab_size`` is the number of rows of the embedding.
 
     Returns:
         The wrapped chunks of this rank, in the order of their indices.
@@ -404,7 +407,7 @@ def build_chunks(
 def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Wraps each of this rank's chunks in megatron-core's data-parallel wrapper."""
+    """Wraps each of this rank's ``chunks`` in megatron-core's data-parallel wrapper."""
     parallel = config.parallel
     precision = config.precision
     settings = checked(
@@ -511,7 +514,7 @@ def _block_spec(
 
 
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
-    """Returns megatron-core's specs of all transformer layers of the model."""
+    """Returns megatron-core's specs of all transformer layers of the model ``config``."""
     model = config.model
     has_engine = model.transformer_impl == "transformer_engine"
     if isinstance(core, HeterogeneousTransformerConfig):
@@ -542,7 +545,7 @@ _KEYED = {TransformerLayer: KeyedTransformerLayer, **grouped_experts.REPLACEMENT
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
-    """Builds megatron-core's optimizer for the parameters of ``chunks``.
+    """Builds megatron-core's optimizer for the parameters of ``chunks`` from ``config``.
 
     Raises:
         SetupError: If the installed packages do not support ``--optimizer muon``.
@@ -586,7 +589,9 @@ def fuse_adam(inner: Any) -> None:
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
-    """Builds megatron-core's scheduler of learning rate and weight decay.
+    """Builds megatron-core's scheduler of learning rate and weight decay for ``optimizer``.
+
+    The run trains ``train_samples`` samples.
 
     The scheduler counts the warm-up and all other lengths in samples.
     """
@@ -658,7 +663,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Returns the compute cost of each stage, in units of one layer without experts.
+    """Returns the compute cost of each stage of ``cfg``, in units of one layer without experts.
 
     The logits have ``padded_vocab_size`` elements for each token.
 
@@ -691,7 +696,7 @@ class _ForwardFlops(NamedTuple):
 
 
 def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
-    """Counts the floating-point operations in the forward pass of one sample.
+    """Counts the floating-point operations in the forward pass of one sample of ``cfg``.
 
     The logits have ``padded_vocab_size`` elements for each token.
     """
@@ -722,7 +727,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
-    """Returns the run's tokenizer, and the number of embedding rows including padding.
+    """Returns the tokenizer of ``config``, and the number of embedding rows including padding.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.

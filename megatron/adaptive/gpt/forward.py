@@ -246,7 +246,7 @@ class DropoutKeys:
         self._spare = torch.Generator(device=self._generator.device)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Adds a hook to every transformer layer that seeds the generators before its forward pass.
+        """Adds a hook to each layer of ``chunks``, which seeds the generators before the layer.
 
         Multi-token prediction layers also get a hook before their embedding lookup. The hook takes
         step and microbatch from the last call of :meth:`apply`, or, during recomputation, from the

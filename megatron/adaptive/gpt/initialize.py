@@ -145,7 +145,7 @@ _OWN = ("trace_dir", "record_schedule", "replay_schedule", "schedule_file", "dia
 
 
 def _shared_settings(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings that must be equal on all ranks, as command-line arguments."""
+    """Returns the settings in ``config`` that must be equal on all ranks, as arguments."""
     return {
         spec.dest: f"{spec.name} {getattr(getattr(config, group), spec.dest)}"
         for group, kind in groups().items()
@@ -174,7 +174,7 @@ def _groups_of_default_backend() -> Iterator[None]:
 
 
 def set_up_mesh(config: TrainerConfig) -> None:
-    """Creates megatron-core's process groups for the parallel sizes. All ranks must call this."""
+    """Creates process groups for the parallel sizes in ``config``. All ranks must call this."""
     with _groups_of_default_backend():
         _make_mesh(config)
 
@@ -221,7 +221,7 @@ def end_job() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds the random generators before the model is built, like Megatron-LM.
+    """Seeds the random generators from ``seed`` before the model is built, like Megatron-LM.
 
     Pipeline ranks get different seeds. Ranks of one tensor-parallel group have the same seed for
     replicated tensors, and different seeds for split tensors.

@@ -134,6 +134,8 @@ class LocalLatentAttention(MLASelfAttention):
 def norm_of(config: TransformerConfig) -> Any:
     """Returns the class for normalization layers outside of transformer layers.
 
+    ``config`` is megatron-core's configuration of the model.
+
     If apex is installed, megatron-core uses the class from apex for every model, but that class
     does not support RMSNorm.
     """
@@ -153,7 +155,7 @@ class LocalNorm:
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> Any:
-        """Returns a normalization layer of torch, or a :class:`NormAroundZero`."""
+        """Returns a layer of torch or a :class:`NormAroundZero`, for width ``hidden_size``."""
         split = config.sequence_parallel
         if config.layernorm_zero_centered_gamma:
             has_mean = config.normalization == "LayerNorm"

@@ -167,7 +167,11 @@ class Adapter(Deferring, torch.nn.Module):
         return call.output(hidden)
 
     def sharded(self, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
-        """Returns the weights for a checkpoint, with their offsets in the whole model's tensors."""
+        """Returns the weights for a checkpoint, with their offsets in the whole model's tensors.
+
+        The names begin with ``prefix``. ``offsets`` and ``metadata`` are arguments of
+        megatron-core.
+        """
         weights: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -223,7 +227,10 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Returns the weights of the layer and its adapters for a checkpoint, with offsets."""
+        """Returns the weights of the layer and its adapters for a checkpoint, with offsets.
+
+        The parameters are those of megatron-core's method. The names begin with ``prefix``.
+        """
         layer: Any = super()
         weights = layer.sharded_state_dict(prefix, sharded_offsets, metadata)
         base = {name: weight for name, weight in weights.items() if MARK not in name}
@@ -236,7 +243,7 @@ def _adapted(layer: type) -> type:
 
 
 def freeze(model: Any, config: TrainerConfig) -> Any:
-    """Freezes the weights of ``model`` and adds adapters, if the run trains adapters."""
+    """Freezes the weights of ``model`` and adds adapters, if ``config`` trains adapters."""
     if not config.lora.is_on:
         return model
     model.requires_grad_(False)

@@ -395,7 +395,7 @@ def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
 
 
 def gather_parameters(run: Run) -> None:
-    """Gathers the updated parameters immediately, instead of in the next forward pass.
+    """Gathers the updated parameters of ``run`` now, instead of in the next forward pass.
 
     With ``--overlap-param-gather``, call this before reading parameters. All ranks must call this.
     """
@@ -435,7 +435,7 @@ def counted_parameters(
 
 
 def params_norm(run: Run) -> float:
-    """Returns the L2 norm of all parameters of the model. All ranks must call this."""
+    """Returns the L2 norm of all parameters of the model of ``run``. All ranks must call this."""
     gather_parameters(run)
     total = torch.zeros(1, dtype=torch.float64)
     for chunk in run.chunks:

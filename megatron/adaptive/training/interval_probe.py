@@ -96,7 +96,7 @@ class IntervalProbe:
 
 
 def _message(run: Run) -> torch.Tensor:
-    """Returns a message with the shape and dtype of the messages between stages."""
+    """Returns a message with the shape and dtype of the messages between stages of ``run``."""
     return torch.zeros(
         *payload_shape(run.job.config),
         dtype=run.core.pipeline_dtype,

@@ -354,7 +354,7 @@ def _job_store() -> dist.Store:
 
 
 def _part(store: dist.Store, environment: Environment) -> None:
-    """Waits until all other ranks have read the reported error, if this rank serves the store.
+    """Waits until all other ranks have read the reported error, if this rank serves ``store``.
 
     Other ranks write to the store when they have read the error. Without this wait, the store would
     disappear too early, and the other ranks would also report a lost connection.
@@ -373,7 +373,7 @@ def _part(store: dist.Store, environment: Environment) -> None:
 
 
 def _is_first(store: dist.Store) -> bool:
-    """Returns whether this rank is the first rank of the job that reports an error."""
+    """Returns whether this rank is the first rank that reports an error in ``store``."""
     try:
         return store.add("error", 1) == 1
     except RuntimeError:

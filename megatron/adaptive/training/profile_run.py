@@ -235,6 +235,8 @@ def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, 
 def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterator[dict[str, Any]]:
     """Yields the rows of the profile for the GPU type ``gpu``, with means over ``samples``.
 
+    If ``alone`` is true, the samples do not include tensor-parallel communication.
+
     There is one row for each combination of layer kind, tensor-parallel size and microbatch size.
     """
     alike: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
@@ -471,7 +473,10 @@ def _on_stage(stage: int) -> Iterator[None]:
 def _keyed_forward(
     config: TrainerConfig, accelerator: Accelerator, chunks: Sequence[torch.nn.Module]
 ) -> Callable[..., Any]:
-    """Returns the forward step function of ``chunks``, with dropout seeded as in training."""
+    """Returns the forward step function of ``chunks``, with dropout seeded as in training.
+
+    ``config`` contains the settings of the run.
+    """
     dropout = DropoutKeys(
         config.run.seed,
         enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,

@@ -109,7 +109,7 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
 
 
 def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> None:
-    """Checks that the device has the memory that the rank needs according to the planner."""
+    """Checks that ``accelerator`` has the memory that the rank needs according to the planner."""
     if accelerator.is_cuda:
         whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
@@ -314,7 +314,7 @@ def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
 
 
 def _now(accelerator: device.Accelerator) -> float:
-    """Waits for the device, and returns the value of a monotonic clock in seconds."""
+    """Waits for ``accelerator``, and returns the value of a monotonic clock in seconds."""
     accelerator.synchronize()
     return time.perf_counter()
 

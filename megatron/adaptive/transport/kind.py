@@ -129,12 +129,16 @@ class TransportKind:
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
         """Returns whether ``--transport auto`` tries this transport between two ranks.
 
+        The two ranks are ``first`` and ``second``.
+
         Swapping the two ranks must not change the result.
         """
         return True
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
         """Returns the reason why this transport cannot connect two ranks, or ``None`` if it can.
+
+        The two ranks are ``first`` and ``second``.
 
         This is only called for ranks that can use the transport. If the two ranks are swapped, the
         result must be ``None`` in the same cases.

@@ -480,7 +480,7 @@ class _Board:
             return None
 
     def _run(self, store: dist.Store) -> None:
-        """Runs jobs, and calls :meth:`_tick` once per interval. Runs in the store's thread."""
+        """Runs jobs, and calls :meth:`_tick` once per interval. Runs in the thread of ``store``."""
         try:
             # Use a separate connection, because other calls may block the job's connection for a
             # long time.
@@ -505,7 +505,7 @@ class _Board:
             self._hear(_STORE, f"the job's store does not answer: {reason}")
 
     def _tick(self, store: dist.Store) -> None:
-        """Sends a heartbeat, and reads the notice and the heartbeats of other machines."""
+        """Sends a heartbeat to ``store``, and reads the notice and other machines' heartbeats."""
         store.add(f"beat/{self._own_machine}", 1)
         notice = _notice(store)
         if notice is not None:

@@ -87,7 +87,10 @@ class Staging:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to copy ``tensor`` to the host. A worker then sends the copy to ``peer``."""
+        """Starts to copy ``tensor`` to the host. A worker then sends the copy to ``peer``.
+
+        The message has the label ``label``.
+        """
         payload = settled(tensor.detach())
         code, variant = code_of(payload.dtype, payload.dim())
         if peer in self._slot_bytes:

@@ -156,7 +156,7 @@ class StandIn:
         return HeldArrival(label, entry.peer, tensor.nbytes, lambda: tensor)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Copies ``tensor`` into a slot, as a shared-memory channel would do."""
+        """Copies ``tensor`` into a slot for ``peer``, as a shared-memory channel would do."""
         slot = self._outgoing[peer].next()
         slot.view(-1)[: tensor.numel()].copy_(tensor.detach().reshape(-1))
 
