@@ -224,8 +224,7 @@ class _Program:
         raise RuntimeError(f"{self.arguments[0]} printed no {pattern} within {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
-        """Waits for ``count`` different names that match ``pattern``, and returns their arrival
-        times.
+        """Waits for ``count`` names that match ``pattern``, and returns their arrival times.
 
         Returns fewer names after ``limit_s`` seconds.
         """

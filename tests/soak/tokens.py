@@ -103,9 +103,7 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
 
 
 def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Writes ``vocabulary`` to ``path`` in the format of tiktoken, and returns the number of
-    tokens.
-    """
+    """Writes ``vocabulary`` to ``path`` for tiktoken, and returns the number of tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letter_of: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]

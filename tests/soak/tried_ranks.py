@@ -167,11 +167,10 @@ def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
 
 
 def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> list[Row]:
-    """Returns a row with ``quotients`` of tried and real values, and a row with their distance from
-    1.
+    """Returns a row with ``quotients`` of tried and real values, and a row with a distance.
 
-    The distance is that of the median, and must be at most ``goal``. The rows have the title
-    ``title`` and the note ``note``.
+    The distance is the difference of the median from 1, and must be at most ``goal``. The rows have
+    the title ``title`` and the note ``note``.
     """
     distance = abs(statistics.median(quotients) - 1)
     return [
