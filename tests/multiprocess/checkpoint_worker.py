@@ -361,7 +361,7 @@ def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
 
 
 def scenario_failures(jobs: Jobs, folder: Path) -> None:
-    """Checks that a failed write makes the save fail on all ranks and leaves no files behind."""
+    """Checks that a failed write makes the save fail on all ranks and leaves no files."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     rank = dist.get_rank()
     run.step(2)

@@ -109,8 +109,9 @@ def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def too_far(numbers: Numbers, expected: Numbers, limits: Numbers) -> list[str]:
-    """Returns a line for each of ``numbers`` that differs from ``expected`` by more than
-    ``limits``.
+    """Returns a line for each of ``numbers`` that differs too much from ``expected``.
+
+    ``limits`` contains the maximum difference of each value.
     """
     lines = []
     for name, values in differences(numbers, expected).items():

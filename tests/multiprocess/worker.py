@@ -79,7 +79,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def connect(environment: Environment) -> dist.Store:
-    """Returns a client of the store that all ranks of the job use."""
+    """Returns a client of the store that all ranks of the job in ``environment`` use."""
     assert environment.master_port is not None
     return dist.TCPStore(
         environment.master_addr,
@@ -115,8 +115,9 @@ class Meshes:
         self._kept: tuple[object, list[Any], TrainingJob] | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Joins a job with ``config`` like ``initialize.start_job``, but with a separate store
-        prefix.
+        """Joins a job with the settings ``config``, and returns the job.
+
+        This method does the same as ``initialize.start_job``, but with a separate store prefix.
         """
         # Reference cycles keep the models and process groups of the previous case alive, so collect
         # them.
