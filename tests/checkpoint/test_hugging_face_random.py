@@ -97,9 +97,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
 
 
 def shapes(name: str, ranks: int) -> list[list[str]]:
-    """Returns flags for all parallel sizes with up to ``ranks`` ranks that family ``name``
-    supports.
-    """
+    """Returns flags for all parallel sizes of family ``name`` with up to ``ranks`` ranks."""
     listed = []
     for pipeline, tensor in itertools.product((4, 2, 1), (2, 1)):
         if tensor * pipeline > ranks or (ranks == 8 and pipeline < 4):

@@ -357,7 +357,10 @@ def _lengthen(folder: Path) -> None:
 
 
 def _overlap(folder: Path) -> None:
-    """Makes two matrices of the same shape overlap in the file, and removes the unused bytes."""
+    """Makes two matrices of the same shape overlap in the file in ``folder``.
+
+    Also removes the unused bytes.
+    """
     raw = (folder / SINGLE).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]

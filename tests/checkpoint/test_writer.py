@@ -51,7 +51,7 @@ def _random_states() -> Iterator[None]:
 
 
 def contents(folder: Path, iteration: int) -> dict[str, bytes]:
-    """Returns the content of each file of the checkpoint of ``iteration``, by file name."""
+    """Returns the content of each file of checkpoint ``iteration`` in ``folder``, by file name."""
     path = CheckpointFolder(folder).complete_path(iteration)
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
