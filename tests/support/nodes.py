@@ -95,7 +95,10 @@ class Node:
         self.mend()
 
     def boot(self, command: Sequence[str], variables: dict[str, str]) -> None:
-        """Runs ``command`` on the node, and first kills all of its processes if it is running."""
+        """Runs ``command`` on the node with the environment variables ``variables``.
+
+        First kills all processes of the node if it is running.
+        """
         self.off()
         self.mend()
         self._status.unlink(missing_ok=True)

@@ -317,7 +317,7 @@ class _Writer:
         return tuple(work)
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
-        """Simulates a step of ``replica``. In the returned rows, peers are global ranks."""
+        """Simulates step ``iteration`` of ``replica``. In the rows, peers are global ranks."""
         run, seed = self._run, int(self._rng.integers(2**31))
         work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
         work.durations_ps[F, 0, :: run.num_slices] += np.rint(data_s * PS_PER_S).astype(np.int64)
@@ -377,7 +377,10 @@ class _Writer:
         return updated_ns + 1_000_000
 
     def _exchanges(self, host: int, at_ns: int) -> ClockSamples:
-        """Returns several samples of the clock of ``host``, some of which are delayed."""
+        """Returns several samples of the clock of ``host``, some of which are delayed.
+
+        The first sample begins at the time ``at_ns``.
+        """
         samples = []
         for number in range(SAMPLES_PER_BURST):
             there, back = 15_000 + self._rng.exponential((30_000, 30_000))
