@@ -54,7 +54,10 @@ def _build(
 
 
 def _train(prefix: object, tmp_path: Path, samples: int, **changes: Any) -> Samples:
-    """Returns training samples of all documents, built without validation and test samples."""
+    """Returns ``samples`` training samples of all documents in the files ``prefix``.
+
+    There are no validation and test samples.
+    """
     settings: dict[str, Any] = {"split": "1", **changes}
     train, _, _ = _build(prefix, tmp_path, NullTokenizer(200), (samples, 0, 0), **settings)
     assert train is not None
