@@ -101,8 +101,9 @@ def build_optimizer(task: Task, model: Any) -> Any:
 
 
 def load(task: Task, model: Any, optimizer: Any) -> None:
-    """Loads ``model`` and ``optimizer`` from a checkpoint of ``task`` with megatron-core's
-    functions.
+    """Loads ``model`` and ``optimizer`` from the checkpoint of ``task``.
+
+    This function uses only functions of megatron-core.
     """
     inner = model.module.module if task["bf16"] else model.module
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)

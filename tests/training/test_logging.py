@@ -346,8 +346,9 @@ class TestTensorBoard:
 
 class TestBar:
     def open_terminal(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-        """Replaces standard error by a terminal. Returns a function that closes it and returns its
-        text.
+        """Replaces standard error by a terminal, and returns a function that reads its text.
+
+        The function closes the terminal.
 
         This is not a fixture, because pytest replaces standard error after it has set up the
         fixtures.
