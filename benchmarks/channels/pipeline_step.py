@@ -95,10 +95,10 @@ class InstantTransport:
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Delivers the gradient for an activation that the first stage sends, and discards
-        gradients.
+        """Delivers the gradient of each activation that the first stage sends.
 
-        The ``label`` of the activation identifies its microbatch.
+        The ``label`` of the activation identifies its microbatch. Gradients that are sent are
+        discarded.
         """
         if self._rank == 0:
             self._put(Label(label.step, Action(ActionKind.B, 0, label.action.microbatch)))

@@ -58,8 +58,9 @@ class Competitor:
         return self.cap * num_ranks
 
     def policies(self, num_ranks: int, num_microbatches: int) -> tuple[Policy, ...]:
-        """Returns a policy for each of ``num_ranks`` ranks, for this project's executor and
-        simulator.
+        """Returns a policy for each of ``num_ranks`` ranks.
+
+        This project's executor and simulator use the policies.
 
         A step has ``num_microbatches`` microbatches.
         """

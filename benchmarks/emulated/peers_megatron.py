@@ -41,9 +41,7 @@ class StepChunk(EmulatedChunk):
         self.received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Sets the stage's input to the only element of ``tensors``, the output of the previous
-        stage.
-        """
+        """Sets the stage's input to the output of the previous stage, which is in ``tensors``."""
         self.received = tensors[0]
 
 

@@ -111,8 +111,9 @@ class _Chunk(StepChunk):
             weight.main_grad = torch.zeros_like(weight)
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that ``num_microbatches`` microbatches have contributed to the gradient of each
-        call.
+        """Checks that the gradient of each call has contributions of all microbatches.
+
+        There are ``num_microbatches`` microbatches.
         """
         for weight in self._weights():
             self.check_sum(weight.main_grad, num_microbatches)

@@ -214,8 +214,7 @@ def _least(title: str, value: float, goal: float, note: str) -> Row:
 
 
 def chart(table: Table, title: str, path: Path) -> None:
-    """Draws the speed-ups in ``table`` as bars with the title ``title``, and saves them to
-    ``path``.
+    """Draws the speed-ups in ``table`` as bars titled ``title``, and saves them to ``path``.
 
     The bars are grouped by scenario. The bars of rules have an outline.
     """

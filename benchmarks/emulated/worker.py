@@ -99,8 +99,7 @@ class Rank:
         return OurRunner(competitor, self._channels[placement], self._rank, self._num_ranks)
 
     def _round(self, scenario: str, num_microbatches: int, repetition: int) -> list[dict[str, Any]]:
-        """Runs a step of each competitor with the same random durations. Returns a record of each
-        step.
+        """Runs a step of each competitor with equal durations, and returns a record of each.
 
         The step ``repetition`` of the scenario ``scenario`` has ``num_microbatches`` microbatches.
         """
