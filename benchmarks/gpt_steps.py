@@ -83,7 +83,10 @@ DUELS = (
 
 
 def takes_part(job: str, name: str, index: int) -> bool:
-    """Returns whether ``name`` runs in round ``index``. Without a goal, it skips odd rounds."""
+    """Returns whether the competitor ``name`` of ``job`` runs in round ``index``.
+
+    Only competitors with a goal run in odd rounds, except in the job that compares transports.
+    """
     if index % 2 == 0 or job == OVER_TRANSPORTS:
         return True
     return any(
@@ -183,7 +186,10 @@ def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
 
 
 def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Returns lines about competitors that differ from the first in losses or gradients."""
+    """Returns lines about competitors whose losses or gradients differ from the first competitor's.
+
+    ``results`` contains the results of :func:`measure`, by job.
+    """
     return [
         f"{job}: the {quantity} of {name} differs from that of {JOBS[job].competitors[0]} by "
         f"{difference[quantity]:.1e}, allowed is {limit}"

@@ -111,7 +111,10 @@ class FeatureRank(TrainingRank):
         return self.turns(rounds, self.turn, "on")
 
     def turn(self, is_on: bool) -> tuple[float, float]:
-        """Runs some steps. Returns the elapsed seconds and the CPU seconds per step."""
+        """Runs some steps, with the feature if ``is_on`` is true.
+
+        Returns the elapsed seconds and the CPU seconds per step.
+        """
         return self.timed(lambda: self.work(is_on), self.processor_s, self.steps)
 
     def work(self, is_on: bool) -> None:

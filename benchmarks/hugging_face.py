@@ -105,7 +105,10 @@ def size(gigabytes: float) -> Result:
 
 
 def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]:
-    """Runs a function of ``cli.checkpoint`` in a new process. Returns seconds and added bytes."""
+    """Runs ``function`` of ``cli.checkpoint`` in a new process with the command line ``arguments``.
+
+    Returns the duration in seconds, and the increase of the maximum memory in bytes.
+    """
     command = [sys.executable, "-c", _CHILD, function, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode:

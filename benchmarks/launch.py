@@ -66,7 +66,7 @@ def start_s(name: str, log: Path) -> float:
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Compares the startup times of a job that the two commands start in turn."""
+    """Compares the startup times of a job that the two commands start alternately."""
     elapsed_s: dict[str, list[float]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(3 if options.quick else 7):

@@ -90,7 +90,11 @@ class TrainedJob(NamedTuple):
 
 
 def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
-    """Trains a warm-up step and ``steps`` measured steps. Returns the measurements."""
+    """Trains a warm-up step and ``steps`` measured steps. Returns the measurements.
+
+    ``ranks`` is the number of pipeline ranks. A step has a sequence of ``tokens`` tokens, which is
+    cut into ``slices`` slices.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
         command += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
@@ -110,7 +114,10 @@ def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
 
 
 def profile_of(ranks: int) -> StageProfile:
-    """Returns a profile of equal stages, two per rank. Attention is most of a forward pass."""
+    """Returns a profile of equal stages, two for each of ``ranks`` ranks.
+
+    Most of the work in a forward pass is attention.
+    """
     # A weight gradient takes as long as the linear part of a forward pass.
     linear, attention = FORWARD_S * (1 - ATTENTION) / 2, FORWARD_S * ATTENTION / 2
     times = StageTimes.equal(
@@ -120,7 +127,10 @@ def profile_of(ranks: int) -> StageProfile:
 
 
 def candidates(ranks: int, count: int) -> dict[str, Candidate]:
-    """Returns the orders that are compared for ``count`` sequences per step, by name."""
+    """Returns the orders that are compared for ``count`` sequences per step, by name.
+
+    The pipeline has ``ranks`` ranks.
+    """
     v = Placement(num_ranks=ranks, num_chunks=2, kind="v")
     whole = [
         Candidate(name=name, placement=v, weight_pieces=4, cap=float(ranks))
@@ -141,7 +151,10 @@ def candidates(ranks: int, count: int) -> dict[str, Candidate]:
 
 
 def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Runs each order for each number in ``counts``. Returns durations and maximum memory."""
+    """Runs each order ``repeats`` times for each number in ``counts``, on rank ``rank``.
+
+    Returns durations and maximum memory.
+    """
     member = EmulatedRank(rank)
     records = []
     for count, repeat in itertools.product(counts, range(repeats)):

@@ -70,7 +70,7 @@ class Way(NamedTuple):
 
     @property
     def items(self) -> list[tuple[int, float]]:
-        """Number of tokens and attention cost of each item, which is a slice or a whole row."""
+        """Returns the number of tokens and attention cost of each item, a slice or a whole row."""
         return [
             (
                 sum(part.end - part.start for part in parts),
@@ -99,7 +99,10 @@ class Way(NamedTuple):
 
 
 def ways(seed: int) -> tuple[int, dict[str, Way]]:
-    """Returns the number of tokens in a step, and the methods to run the step by name."""
+    """Returns the number of tokens in a step, and the methods to run the step by name.
+
+    ``seed`` determines the lengths of the documents.
+    """
     drawn = np.random.default_rng(seed).lognormal(0.0, 1.5, DOCUMENTS) * MEDIAN
     lengths = np.clip(drawn, 1, LONGEST).astype(int).tolist()
     lengths[0] = LONGEST
@@ -122,7 +125,10 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
 
 
 def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
-    """Runs each method once per seed. Returns durations, and peak memory in tokens."""
+    """Runs each method once for each of ``seeds``, on rank ``rank``.
+
+    Returns the durations, and the maximum memory in tokens.
+    """
     member = EmulatedRank(rank)
     records = []
     for seed in seeds:

@@ -104,7 +104,7 @@ def _simulated_per_s() -> float:
 
 
 def _picks_s(name: str) -> float:
-    """Returns the median seconds of a decision of ``name`` in a simulation in Python."""
+    """Returns the median seconds of a decision of the rule ``name`` in a simulation in Python."""
     placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
     pieces = 1 if name == "zb-v" else PIECES
     policies = [

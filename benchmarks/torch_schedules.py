@@ -58,7 +58,10 @@ SCHEDULES: dict[str, Any] = {
 def make_schedule(
     name: str, stages: list[PipelineStage], num_microbatches: int, loss: Callable[..., Any]
 ) -> Any:
-    """Returns the schedule ``name`` of torch for the stages of this rank."""
+    """Returns the schedule ``name`` of torch for ``stages``, the stages of this rank.
+
+    A step has ``num_microbatches`` microbatches. ``loss`` computes the loss of a microbatch.
+    """
     kind = SCHEDULES[name]
     return kind(
         stages[0] if kind is Schedule1F1B else stages,
@@ -90,7 +93,7 @@ class EmulatedTorchRunner(PeerRunner):
             self._target = torch.zeros(count, 1)
 
     def run(self) -> None:
-        """Runs the step."""
+        """Runs the prepared step, which is the only work that is measured."""
         schedule = self._schedules[self.num_microbatches]
         schedule.step(*self._inputs, target=self._target, return_outputs=False)
 
@@ -167,7 +170,7 @@ class StoreStage(PipelineStage):
         self._microbatch = -1
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
-        """Runs a backward pass by inputs; see ``PipelineStage``."""
+        """Runs B of microbatch ``bwd_chunk_id``, and defers W (see ``PipelineStage``)."""
         self._microbatch = bwd_chunk_id
         with self._store.collect(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
@@ -238,7 +241,10 @@ class GptTorchRunner:
     def _batch(
         self, microbatches: Sequence[Microbatch] | None
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Returns input, target and keyword inputs of all microbatches; torch splits them again."""
+        """Returns input, target and keyword inputs of all ``microbatches`` as whole tensors.
+
+        The schedules of torch split these tensors again.
+        """
         if microbatches is None:
             return (), None, {}
         to_device = self._run.job.accelerator.to_device

@@ -59,7 +59,10 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
-    """Returns the samples of MPI and UCX, and the reason why samples are missing."""
+    """Returns the samples of MPI and UCX, and the reason why samples are missing.
+
+    ``plan`` contains the settings of the processes.
+    """
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         return {}, "Open MPI with mpi4py is not installed; run bash prerequisite.sh --benchmarks"
@@ -118,7 +121,7 @@ def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) ->
 
 
 def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
-    """Returns the times of the fastest method to copy ``nbytes`` bytes."""
+    """Returns the times in ``samples`` of the fastest method to copy ``nbytes`` bytes."""
     kinds = [samples[f"memcpy {kind} {nbytes}"] for kind in ("plain", "streaming")]
     return min(kinds, key=statistics.median)
 
@@ -137,7 +140,11 @@ def _of_memcpy(samples: Samples) -> list[Row]:
 
 
 def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
-    """Returns rows that compare this project's transports with other libraries."""
+    """Returns rows that compare this project's transports with other libraries.
+
+    ``own_samples`` and ``peers`` contain the samples of this project and of the libraries.
+    ``reason`` says why libraries are missing.
+    """
     rows = []
     for nbytes in COMPARED:
         shm, size = own_samples[f"shm {nbytes}"], size_text(nbytes)
@@ -218,7 +225,11 @@ def size_text(nbytes: int) -> str:
 
 
 def bandwidths(series: Mapping[str, Samples]) -> str:
-    """Returns bandwidths in GB/s as a Markdown table with a row per link and a column per size."""
+    """Returns bandwidths in GB/s as a Markdown table with a row per link and a column per size.
+
+    ``series`` contains the samples of each library. The samples of this project and of gloo have an
+    empty name.
+    """
     lines = [
         f"| stream, GB/s | {' | '.join(map(size_text, SIZES))} |",
         f"|---|{'---|' * len(SIZES)}",
@@ -231,7 +242,7 @@ def bandwidths(series: Mapping[str, Samples]) -> str:
 
 
 def draw(samples: Samples, path: Path) -> None:
-    """Plots the bandwidth over the message size, and saves the chart to ``path``."""
+    """Plots the bandwidth over the message size in ``samples``, and saves the chart to ``path``."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -153,13 +153,15 @@ class RankWork:
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
         """Waits until ``gradient`` would have arrived, and checks that it belongs to this pass.
 
+        The pass is the backward pass of ``stage`` for ``microbatch``.
+
         Raises:
             WorkError: The gradient belongs to a different stage or microbatch.
         """
         self._take(ActionKind.B, stage, microbatch, gradient, time.monotonic())
 
     def input_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Runs the backward pass for inputs after :meth:`take_gradient`.
+        """Runs the backward pass for inputs after :meth:`take_gradient`, with the same arguments.
 
         Returns the gradient of the stage's input.
         """
@@ -216,7 +218,11 @@ class RankWork:
     def _take(
         self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
     ) -> float:
-        """Waits until ``received`` would have arrived, and checks it. Returns the start time."""
+        """Waits until the message ``received`` would have arrived, and checks it.
+
+        The message is the input of the action ``kind`` of ``stage`` for ``microbatch``. Returns the
+        time at which the action starts, which is at least ``start_s``.
+        """
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
         # Earlier stages have added to the sum in a forward message, and later stages have added to
         # the sum in a backward message.
@@ -237,7 +243,10 @@ class RankWork:
     def _spend(
         self, kind: ActionKind, stage: int, microbatch: int, start_s: float, fraction: float = 1.0
     ) -> None:
-        """Sleeps until the end of an action that started at ``start_s``, and records the action."""
+        """Sleeps until the end of an action that started at ``start_s``, and records the action.
+
+        The action is the share ``fraction`` of the action ``kind`` of ``stage`` for ``microbatch``.
+        """
         self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
         self._sleeper.until(self._due_s)
         end_s = time.monotonic()
@@ -271,13 +280,16 @@ class EmulatedStages(IdleStages):
         self._split = split
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleeps for the duration of a forward pass (F)."""
+        """Sleeps for the forward pass (F) of ``chunk`` for ``microbatch``. Returns the output."""
         return self._work.forward(self._stages[chunk], received, microbatch)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Sleeps for a backward pass: for B, and also for W unless W is a separate action."""
+        """Sleeps for a backward pass: for B, and also for W unless W is a separate action.
+
+        Returns the gradient of the chunk's input, or ``None`` on the first stage.
+        """
         stage = self._stages[chunk]
         result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
         return result if stage else None

@@ -197,7 +197,8 @@ class TrainingRank(GptRank):
     ) -> tuple[float, float]:
         """Runs ``work`` on all ranks at once.
 
-        Returns the elapsed seconds and this rank's CPU seconds, both divided by ``steps``.
+        Returns the elapsed seconds and the CPU seconds, both divided by ``steps``. ``processor_s``
+        returns the CPU seconds used so far.
         """
         import torch.distributed as dist
 

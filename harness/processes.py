@@ -85,9 +85,10 @@ def train(
     limit_s: float,
     variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs a training job like :func:`run_ranks`, and returns its parsed progress file.
+    """Runs a training job, and returns its parsed progress file.
 
-    The job writes the file to ``folder``. The result has one dictionary for each line.
+    The arguments are those of :func:`run_ranks`. The job writes the file to ``folder``. The result
+    has one dictionary for each line.
     """
     run_ranks([*command, "--progress-dir", str(folder)], ranks, limit_s, variables)
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]

@@ -108,7 +108,7 @@ def measured(what: str, samples: Sequence[float], **fields: Any) -> Row:
 
 
 def missing(what: str, reason: str, **fields: Any) -> Row:
-    """Returns a row named ``what`` that has no value, but a note with the reason.
+    """Returns a row named ``what`` that has no value, but has the note ``reason``.
 
     ``fields`` are further fields of :class:`Row`.
     """
@@ -192,7 +192,7 @@ def others_busy(seconds: float = 1.0) -> float:
 
 
 def attempt(name: str, part: Callable[[], Result]) -> Result:
-    """Runs ``part`` and returns its result.
+    """Runs ``part``, which has the name ``name``, and returns its result.
 
     If the part raises an error, the result is a row that contains the error and misses its goal.
     """

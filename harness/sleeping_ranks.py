@@ -75,28 +75,28 @@ class IdleStages:
     _nothing = torch.zeros(1)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Returns a tensor with one element."""
+        """Returns a tensor with one element without computing anything."""
         return self._nothing
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Returns a tensor with one element."""
+        """Returns a tensor with one element without computing anything."""
         return self._nothing
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Does nothing."""
+        """Does nothing, because no activations are stored."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns 1."""
+        """Returns 1, although no activations are stored."""
         return 1
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns 1."""
+        """Returns 1, although nothing is retained."""
         return 1
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Does nothing."""
+        """Does nothing, because there are no weights."""
 
 
 class Channels:

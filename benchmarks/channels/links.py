@@ -11,7 +11,7 @@ WINDOW = 4
 
 
 class Posted:
-    """A link over gloo or MPI, which posts its receives before messages arrive.
+    """A link over gloo or MPI, which starts to receive before messages arrive.
 
     Args:
         make_buffer: Function that allocates a payload with the given number of bytes.
@@ -37,7 +37,7 @@ class Posted:
         self._nbytes = self._left = self._next = 0
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Posts the receives of the first of ``count`` messages (see ``Link``)."""
+        """Starts to receive the first of ``count`` messages of ``nbytes`` bytes (see ``Link``)."""
         assert not self._receives
         if nbytes not in self._buffers:
             # Allocate one more buffer than there are posted receives, because the caller holds a
@@ -78,7 +78,10 @@ class Posted:
 
 
 def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens a link to ``peer`` with the MPI library that ``mpiexec`` uses."""
+    """Opens a link to the process ``peer`` with the MPI library that ``mpiexec`` uses.
+
+    ``make_buffer`` allocates a buffer with the given number of bytes.
+    """
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -91,7 +94,10 @@ def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
 
 
 def open_gloo(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens a link to ``peer`` over gloo. Both processes must make this call."""
+    """Opens a link to the process ``peer`` over gloo. Both processes must make this call.
+
+    ``make_buffer`` allocates a buffer with the given number of bytes.
+    """
     import torch.distributed as dist
 
     group = dist.new_group([0, 1], backend="gloo")

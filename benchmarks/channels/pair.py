@@ -102,7 +102,11 @@ class Process:
             link.close()
 
     def _copy(self, kind: str, targets: Sequence[Any], sources: Sequence[Any]) -> float:
-        """Returns the mean time of a copy of uncached memory within this process, in seconds."""
+        """Returns the mean time of a copy of uncached memory within this process, in seconds.
+
+        Each of ``sources`` is copied to the same element of ``targets``. ``kind`` is ``plain`` or
+        ``streaming``.
+        """
         function, nbytes = getattr(self._copies, kind), sources[0].nbytes
         addresses = [
             (self._address(target), self._address(source))
@@ -115,7 +119,10 @@ class Process:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Runs process ``rank`` with torch, and returns the measured seconds by name."""
+    """Runs process ``rank`` with torch, and returns the measured seconds by name.
+
+    ``plan`` contains the settings of the run (see :class:`Process`).
+    """
     import torch
 
     from harness.transport_link import TransportLink

@@ -87,12 +87,19 @@ class InstantTransport:
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:
-        """Delivers all activations of the step ``step`` if this is the last stage."""
+        """Delivers all activations of the step ``step`` if this is the last stage.
+
+        The step has ``microbatches`` microbatches.
+        """
         for microbatch in range(microbatches if self._rank else 0):
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Delivers the gradient of a sent activation to the first stage, and discards gradients."""
+        """Delivers the gradient of each activation that the first stage sends.
+
+        The ``label`` of the activation identifies its microbatch. Gradients that are sent are
+        discarded.
+        """
         if self._rank == 0:
             self._put(Label(label.step, Action(ActionKind.B, 0, label.action.microbatch)))
 

@@ -47,7 +47,10 @@ class Competitor:
         return Placement(num_ranks=num_ranks, num_chunks=self.num_chunks, kind=self.kind)
 
     def cap_for(self, num_ranks: int, num_microbatches: int) -> float | None:
-        """Returns the cap in microbatches of a whole rank, or ``None`` for a fixed order."""
+        """Returns the memory limit in microbatches of a whole rank, or ``None`` for a fixed order.
+
+        The pipeline has ``num_ranks`` ranks, and a step has ``num_microbatches`` microbatches.
+        """
         if not self.is_policy:
             return None
         if self.cap is None:
@@ -55,7 +58,12 @@ class Competitor:
         return self.cap * num_ranks
 
     def policies(self, num_ranks: int, num_microbatches: int) -> tuple[Policy, ...]:
-        """Returns a policy for each rank, for the executor and the simulator of this project."""
+        """Returns a policy for each of ``num_ranks`` ranks.
+
+        This project's executor and simulator use the policies.
+
+        A step has ``num_microbatches`` microbatches.
+        """
         return make_policies(
             self.schedule,
             self.placement(num_ranks),

@@ -77,7 +77,10 @@ class EmulatedChunk(torch.nn.Module):
         self.check_sum(self.weight.grad, num_microbatches)
 
     def check_sum(self, gradient: torch.Tensor | None, num_microbatches: int) -> None:
-        """Checks ``gradient``, the gradient of a weight (see :meth:`check_gradient`)."""
+        """Checks that ``num_microbatches`` microbatches have contributed to ``gradient``.
+
+        This is the gradient of a weight (see :meth:`check_gradient`).
+        """
         if gradient is None or not bool((gradient == num_microbatches).all()):
             raise WorkError(
                 f"stage {self.stage}: the gradient is {gradient} after {num_microbatches} "
@@ -85,7 +88,7 @@ class EmulatedChunk(torch.nn.Module):
             )
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a scalar from which the backward pass of the last stage starts."""
+        """Returns a scalar for ``output`` from which the backward pass of the last stage starts."""
         return _apply(_Loss, output)
 
 

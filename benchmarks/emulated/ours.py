@@ -52,7 +52,7 @@ class OurRunner:
         self._step = stages, self._policies[count], state
 
     def run(self) -> None:
-        """Runs the step."""
+        """Runs the prepared step, which is the only work that is measured."""
         assert self._step is not None
         self._channels.executor.run(*self._step)
 

@@ -41,12 +41,15 @@ class StepChunk(EmulatedChunk):
         self.received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Sets the stage's input, which is the output of the previous stage."""
+        """Sets the stage's input to the output of the previous stage, which is in ``tensors``."""
         self.received = tensors[0]
 
 
 def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> TransformerConfig:
-    """Returns megatron-core's configuration for an emulated pipeline of ``num_ranks`` ranks."""
+    """Returns megatron-core's configuration of ``competitor`` in a pipeline of ``num_ranks`` ranks.
+
+    ``more`` contains additional settings.
+    """
     several = competitor.num_chunks > 1
     return TransformerConfig(
         num_layers=num_ranks * competitor.num_chunks,
@@ -104,13 +107,16 @@ class MegatronRunner(StepRunner):
         )
 
     def run(self) -> None:
-        """Runs the step."""
+        """Runs the prepared step, which is the only work that is measured."""
         groups = {"p2p_communicator": self._communicator, "pg_collection": self._groups}
         self._function(**self.call, **groups)
 
 
 def forward_step(iterator: Iterator[torch.Tensor], chunk: StepChunk) -> tuple[torch.Tensor, Any]:
-    """Runs a forward pass as a user's script would. Returns the output and the loss function."""
+    """Runs a forward pass of ``chunk`` as a user's script would.
+
+    ``iterator`` returns the data of the first stage. Returns the output and the loss function.
+    """
     received = next(iterator) if chunk.is_first else chunk.received
     assert received is not None
 

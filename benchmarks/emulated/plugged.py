@@ -43,13 +43,13 @@ class _Call(LayerCall):
     is_first: bool
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Runs F if this is the first call."""
+        """Runs F on ``inputs`` if this is the first call. Returns the output."""
         if not self.is_first:
             return inputs.clone()
         return self._work.forward(self.chunk.stage, inputs, number_of(inputs))
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Runs B if this is the first call."""
+        """Runs B on ``gradient`` if this is the first call. Returns the gradient of the input."""
         if not self.is_first:
             return gradient
         stage, number = self.chunk.stage, number_of(gradient)
@@ -59,7 +59,7 @@ class _Call(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Runs the part of W that belongs to this call."""
+        """Runs the part of W that belongs to this call. Yields the weight and its gradient."""
         self._work.weights(self.chunk.stage, number_of(gradient), 1 / _PARTS)
         yield self.weight, _SHARE
 
@@ -82,7 +82,7 @@ class _Layer(DeferringRowParallelLinear):
         self._call = _Call(chunk, self.weight, number == 0)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the call that belongs to this layer."""
+        """Runs the call that belongs to this layer on ``received``. Returns the output."""
         assert self.weight_gradient_store is not None
         return defer(self._call, received, self.weight_gradient_store)
 
@@ -96,7 +96,7 @@ class _Chunk(StepChunk):
         self.layers = torch.nn.ModuleList(_Layer(self, number) for number in range(_PARTS))
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the calls of all layers one after another."""
+        """Runs the calls of all layers in order, first on ``received``. Returns the output."""
         if not received.requires_grad:
             received = received.detach().requires_grad_()
         for layer in self.layers:
@@ -111,7 +111,10 @@ class _Chunk(StepChunk):
             weight.main_grad = torch.zeros_like(weight)
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks the gradient of the weight of each call."""
+        """Checks that the gradient of each call has contributions of all microbatches.
+
+        There are ``num_microbatches`` microbatches.
+        """
         for weight in self._weights():
             self.check_sum(weight.main_grad, num_microbatches)
 
@@ -143,7 +146,7 @@ class PluggedRunner(StepRunner):
         self._engines = Engines(placed)
 
     def run(self) -> None:
-        """Runs the step."""
+        """Runs the prepared step, which is the only work that is measured."""
         engine = self._engines.engine_of(self.call["model"], self._settings, None)
         engine.run(self.call)
 

@@ -61,7 +61,10 @@ Table = Mapping[tuple[str, str], Steps]
 
 
 def simulated_s(competitor: Competitor, draws: Draws) -> float:
-    """Returns the simulated seconds of a step in which only the drawn work takes time."""
+    """Returns the simulated seconds of a step of ``competitor`` with the durations ``draws``.
+
+    Only the drawn work takes time.
+    """
     ranks, microbatches = draws.num_ranks, draws.num_microbatches
     result = simulate(
         competitor.placement(ranks),
@@ -122,7 +125,10 @@ def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
 
 
 def speedup(table: Table, name: str, scenario: str) -> float | None:
-    """Returns the median speed-up over the baseline, or ``None`` if steps are missing."""
+    """Returns how many times as fast as the baseline the competitor ``name`` is in ``scenario``.
+
+    The result is the median over all repetitions, or ``None`` if ``table`` lacks these steps.
+    """
     steps, base = table.get((name, scenario)), table.get((BASELINE, scenario))
     if steps is None or base is None:
         return None
@@ -130,7 +136,7 @@ def speedup(table: Table, name: str, scenario: str) -> float | None:
 
 
 def markdown(table: Table) -> str:
-    """Returns the speed-ups as a Markdown table with a row for each competitor."""
+    """Returns the speed-ups in ``table`` as a Markdown table with a row for each competitor."""
     scenarios = list(dict.fromkeys(scenario for _, scenario in table))
     lines = [
         f"| | memory | {' | '.join(scenarios)} | simulated / measured |",
@@ -149,7 +155,11 @@ def markdown(table: Table) -> str:
 
 
 def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
-    """Returns rows that compare steps with simulated bounds, and rules with fixed orders."""
+    """Returns rows that compare steps with simulated bounds, and rules with fixed orders.
+
+    ``table`` contains the steps of a pipeline with ``ranks`` ranks and ``microbatches``
+    microbatches per step.
+    """
     rows = [_gain(table, *gain) for gain in GAINS if {(gain[0], gain[2]), gain[1:]} <= set(table)]
     of_executor = [steps for steps in table.values() if steps.competitor.engine == "ours"]
     if of_executor:
@@ -174,7 +184,10 @@ def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
 
 
 def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
-    """Returns a row with the measured gain of ``policy`` divided by its simulated gain."""
+    """Returns a row with the measured gain of ``policy`` divided by its simulated gain.
+
+    The gain is relative to the competitor ``rival`` in ``scenario``.
+    """
     fast, slow = table[policy, scenario], table[rival, scenario]
     measured = ratio(slow.measured_s, fast.measured_s)
     simulated = ratio(slow.simulated_s, fast.simulated_s)
@@ -184,7 +197,10 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
-    """Yields the gain over each fixed order that holds at most ``cap`` microbatches."""
+    """Yields the gain of ``policy`` over each fixed order that holds at most ``cap`` microbatches.
+
+    Each gain is yielded with the names of the order and the scenario.
+    """
     for (name, scenario), steps in table.items():
         if steps.competitor.is_policy or steps.peak > cap + 1e-6:
             continue
@@ -198,7 +214,10 @@ def _least(title: str, value: float, goal: float, note: str) -> Row:
 
 
 def chart(table: Table, title: str, path: Path) -> None:
-    """Draws the speed-ups as bars, grouped by scenario. The bars of rules have an outline."""
+    """Draws the speed-ups in ``table`` as bars titled ``title``, and saves them to ``path``.
+
+    The bars are grouped by scenario. The bars of rules have an outline.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -99,7 +99,10 @@ class Rank:
         return OurRunner(competitor, self._channels[placement], self._rank, self._num_ranks)
 
     def _round(self, scenario: str, num_microbatches: int, repetition: int) -> list[dict[str, Any]]:
-        """Runs one step of every competitor with the same random durations."""
+        """Runs a step of each competitor with equal durations, and returns a record of each.
+
+        The step ``repetition`` of the scenario ``scenario`` has ``num_microbatches`` microbatches.
+        """
         draws = Draws(
             scenario=SCENARIOS[scenario],
             num_ranks=self._num_ranks,
@@ -123,7 +126,10 @@ class Rank:
         ]
 
     def _step(self, name: str, draws: Draws) -> dict[str, float]:
-        """Runs a step of the competitor ``name``, and returns its makespan and peak memory."""
+        """Runs a step of the competitor ``name``, and returns its makespan and peak memory.
+
+        ``draws`` contains the durations of the step.
+        """
         runner = self._runners[name]
         work = RankWork(
             runner.placement,
@@ -154,7 +160,7 @@ class Rank:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs one rank, and returns its records (see :class:`Rank`)."""
+    """Runs rank ``rank`` as described by ``plan``, and returns its records (see :class:`Rank`)."""
     if not sharpen_timers() and rank == 0:
         print(
             "warning: no permission for real-time priority, so other programs may slow down "

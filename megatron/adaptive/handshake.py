@@ -64,7 +64,7 @@ def new_secret() -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Atomically writes ``text`` to the file ``path``, which other users can never read.
+    """Writes ``text`` atomically to the file ``path``, which other users can never read.
 
     Raises:
         OSError: The file cannot be written.

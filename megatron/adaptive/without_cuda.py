@@ -141,7 +141,7 @@ def install_for_trainer() -> bool:
 
 
 def include_program(namespace: dict[str, Any]) -> None:
-    """Also gives the substitutes to the modules of a program that uses Megatron-LM.
+    """Gives the substitutes also to the modules of a program that uses Megatron-LM.
 
     The program consists of the calling module, the modules in the same folder, and the modules in
     the folder that contains Megatron-LM (such as ``gpt_builders.py``). A module gets the

@@ -26,13 +26,19 @@ def keepers() -> Iterator[list[SnapshotKeeper]]:
 
 
 def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
-    """Returns the newest step that can be restored from the snapshots of ``keepers``."""
+    """Returns the newest step that can be restored from the snapshots of ``keepers``.
+
+    Each keeper gets ``within_s`` seconds to finish its transfers.
+    """
     kept = [(str(index), keeper.inventory(within_s)) for index, keeper in enumerate(keepers)]
     return newest(kept)
 
 
 def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:
-    """Writes the snapshot ``source`` to ``folder`` as a checkpoint, like nodes of a real job."""
+    """Writes the snapshot ``source`` to ``folder`` as a checkpoint, like nodes of a real job.
+
+    ``is_pipeline`` states whether a ``Pipeline`` took the snapshot.
+    """
     common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
     common["lease"] = 0
     restore._folder(common).begin(source.step)

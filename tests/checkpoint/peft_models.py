@@ -40,7 +40,10 @@ MODELS: dict[str, tuple[str, Any]] = {
 
 
 def make(folder: Path, family: str, targets: Any) -> None:
-    """Writes a model, its adapters, and the results of training these to ``folder``."""
+    """Writes a model of ``family``, its adapters, and PEFT's training results to ``folder``.
+
+    ``targets`` selects the layers that get adapters.
+    """
     further = {"num_nextn_predict_layers": 1} if folder.name == PREDICTING else {}
     tiny_models.make(folder, family, **further)
     torch.manual_seed(1)

@@ -104,11 +104,14 @@ def test_four_ranks_train_as_peft_does(models: Path) -> None:
     compare(models, [("llama", both), ("gpt2", sharded)], 4)
 
 
-# ---- files
+# The following tests read and write files with adapters.
 
 
 def _train(folder: Path, flags: str, world_size: int = 2) -> list[str]:
-    """Trains a model with ``flags``, and returns the printed loss of each iteration."""
+    """Trains with ``flags`` on ``world_size`` ranks, and returns the loss of each iteration.
+
+    The log is written to ``folder``.
+    """
     log = folder / "train.log"
     command = ["-m", "megatron.adaptive", "train", "rank", *shlex.split(flags)]
     assert run_ranks(command, world_size=world_size, log=log, limit_s=120.0) == 0, tail(log)

@@ -83,7 +83,7 @@ def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointF
 
 
 def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool:
-    """Writes a checkpoint in a child process, which is killed at file operation number ``moment``.
+    """Writes checkpoint ``iteration`` in a child, which is killed at file operation ``moment``.
 
     Returns whether the child was killed before it had finished.
     """

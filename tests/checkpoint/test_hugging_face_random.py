@@ -40,7 +40,10 @@ class Answering:
         self._starts = itertools.count()
 
     def gaps(self, model: Path, flags: list[str]) -> dict[str, float]:
-        """Returns the largest relative errors of the logits and the gradients of ``model``."""
+        """Returns the largest relative errors of the logits and the gradients of ``model``.
+
+        The ranks load the model with ``flags``.
+        """
         if self._ranks is None:
             self._here = self._folder / f"start{next(self._starts)}"
             self._here.mkdir(parents=True)
@@ -94,7 +97,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
 
 
 def shapes(name: str, ranks: int) -> list[list[str]]:
-    """Returns flags for each combination of parallel sizes that family ``name`` supports."""
+    """Returns flags for all parallel sizes of family ``name`` with up to ``ranks`` ranks."""
     listed = []
     for pipeline, tensor in itertools.product((4, 2, 1), (2, 1)):
         if tensor * pipeline > ranks or (ranks == 8 and pipeline < 4):
@@ -114,7 +117,10 @@ def shapes(name: str, ranks: int) -> list[list[str]]:
 
 
 def drawn(name: str, ranks: int, draw: random.Random) -> tuple[int, list[str]]:
-    """Draws a number of layers and parallel sizes, and returns the number and the flags."""
+    """Draws a number of layers, and parallel sizes for up to ``ranks`` ranks, with ``draw``.
+
+    Returns the number of layers of the model of family ``name``, and flags with the sizes.
+    """
     every = shapes(name, ranks)
     first = [*tiny_models.FAMILIES].index(name)
     flags = draw.choice(every) if EXAMPLES else every[first % len(every)]

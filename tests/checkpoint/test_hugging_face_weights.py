@@ -206,7 +206,7 @@ def test_shards_and_index_are_those_of_transformers(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(models / "qwen2")
-    # transformers writes a configuration that was loaded from a file in alphabetical order.
+    # If a configuration was loaded from a file, transformers writes its keys in alphabetical order.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
@@ -357,7 +357,10 @@ def _lengthen(folder: Path) -> None:
 
 
 def _overlap(folder: Path) -> None:
-    """Makes two matrices of the same shape overlap in the file, and removes the unused bytes."""
+    """Makes two matrices of the same shape overlap in the file in ``folder``.
+
+    Also removes the unused bytes.
+    """
     raw = (folder / SINGLE).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
@@ -549,9 +552,7 @@ def test_a_size_that_contradicts_the_folder_is_named(flag: str, value: int, mode
 def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
     models: Path, tmp_path: Path
 ) -> None:
-    """Checks that an unsuitable folder is rejected before a model of 600 billion parameters is
-    built.
-    """
+    """Checks that an unsuitable folder is rejected before a huge model is built."""
     folder = tmp_path / "model"
     shutil.copytree(models / "llama", folder)
     sizes = {"hidden_size": 16384, "num_hidden_layers": 128, "intermediate_size": 65536}

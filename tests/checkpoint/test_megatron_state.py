@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Groups:
-    """Replaces an optimizer. One of its two groups has a different learning rate."""
+    """Replaces an optimizer with two parameter groups, whose learning rates differ."""
 
     def __init__(self) -> None:
         self.param_groups = [

@@ -41,7 +41,11 @@ class Sender:
     def send(
         self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
     ) -> bool:
-        """Sends the step ``step``. Returns whether the keeper confirms that it was stored."""
+        """Sends ``step`` from ``slot``, and returns whether the keeper confirms that it was stored.
+
+        ``extra`` is the size of the extra bytes. ``wrong`` changes the MAC of the message. If
+        ``whole`` is false, the message is truncated.
+        """
         body = b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
         try:
             self.sealed.send(struct.pack("<QQQ", step, slot, extra))

@@ -167,7 +167,10 @@ WEIGHT, OTHER = ("weight", (0, 0)), ("other", (0,))
 
 
 def rank(node: str, *parts: str, **changes: object) -> RankParts:
-    """Returns what a rank on ``node`` stores of the state. Its buddy is the node ``z``."""
+    """Returns the parts ``parts`` of the state, as stored by a rank on ``node``.
+
+    The buddy of the node is ``z``. ``changes`` replaces other attributes.
+    """
     parts_of_rank = RankParts(
         node=node,
         domain=node,

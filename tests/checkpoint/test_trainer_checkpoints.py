@@ -197,7 +197,7 @@ def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = N
 
 
 def test_common_values_beside_the_tensors_are_read(make: Make, tmp_path: Path) -> None:
-    """Checks that values can be read that megatron-core 0.19 stores as an object, not in a file."""
+    """Checks that values can be read if megatron-core 0.19 stored them in an object, not a file."""
     flags: dict[str, str | None] = {"attention_dropout": "0", "hidden_dropout": "0"}
     run = make(**flags)
     run.learn(0, 3)

@@ -51,7 +51,7 @@ def _random_states() -> Iterator[None]:
 
 
 def contents(folder: Path, iteration: int) -> dict[str, bytes]:
-    """Returns the content of each file of the checkpoint of ``iteration``, by file name."""
+    """Returns the content of each file of checkpoint ``iteration`` in ``folder``, by file name."""
     path = CheckpointFolder(folder).complete_path(iteration)
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
@@ -91,7 +91,7 @@ def test_a_later_checkpoint_is_that_of_a_run_which_saves_for_the_first_time(
     once.checkpoints.save(worker.progress(3))
     often, expected = (contents(tmp_path / name, 3) for name in ("often", "once"))
     assert often.keys() == expected.keys()
-    # The other files contain the path of --save, which differs.
+    # The two excluded files contain the path of --save, which differs.
     for name in expected.keys() - {"manifest.json", "common.pt"}:
         assert often[name] == expected[name], name
     if "no_save_optim" not in flags:

@@ -123,7 +123,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
-    """Writes a random model of family ``name``, its logits and its gradients to ``folder``."""
+    """Writes a random model of family ``name``, its logits and its gradients to ``folder``.
+
+    ``seed`` selects the weights, and ``more`` replaces settings of the model.
+    """
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -218,7 +221,10 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, An
 
 
 def random_sizes(name: str, draw: random.Random, layers: int) -> dict[str, Any]:
-    """Draws random model sizes that two ranks can share, and returns them by name."""
+    """Returns sizes of a model of family ``name`` with ``layers`` layers, drawn with ``draw``.
+
+    Two ranks can share each layer.
+    """
     heads = draw.choice((2, 4, 6))
     width = draw.choice((4, 8, 10, 16))
     sizes: dict[str, Any] = {

@@ -17,7 +17,11 @@ def unmarked(template: str) -> str:
 
 
 def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> str:
-    """Returns a template with [INST] turns. The system's text is in the first turn of the user."""
+    """Returns a template with [INST] turns, which contain ``system``, ``user`` and ``answer``.
+
+    The system's text is in the first turn of the user. If ``strict``, user and assistant must take
+    turns.
+    """
     check = (
         "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('user and assistant take turns') }}{% endif %}"
@@ -35,7 +39,10 @@ def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> s
 
 
 def _headed(begin: str, head: str, end: str, *, said: str = "{{ m.content }}") -> str:
-    """Returns a template whose turns begin with a header for the role and end with ``end``."""
+    """Returns a template whose turns begin with a header for the role and end with ``end``.
+
+    ``begin`` starts the text, ``head`` is the header, and ``said`` is the content of a turn.
+    """
     asked = head.replace("m.role", "'assistant'")
     return (
         f"{begin}{{% for m in messages %}}{head}"
@@ -72,7 +79,11 @@ _TOOL_RESULTS = (
 
 
 def _tagged(answer: str, prompt: str, before: str = "") -> str:
-    """Returns a template that writes tools and their results in tags, as Qwen and Hermes do."""
+    """Returns a template that writes tools and their results in tags, like Qwen and Hermes.
+
+    ``answer`` writes an answer, ``prompt`` ends the generation prompt, and ``before`` precedes the
+    messages.
+    """
     return (
         f"{_TOOLS_IN_TAGS}{before}{{% for m in messages %}}"
         "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}"

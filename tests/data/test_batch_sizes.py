@@ -20,7 +20,10 @@ def sizes_of(
 
 
 def batches(sizes: BatchSizes, train_samples: int) -> list[int]:
-    """Returns the batch sizes that a training loop would use one after another."""
+    """Returns the batch sizes that a training loop would use one after another.
+
+    The loop follows ``sizes``, and trains at most ``train_samples`` samples.
+    """
     drawn: list[int] = []
     while sum(drawn) + sizes.global_batch_size_at(sum(drawn)) <= train_samples:
         drawn.append(sizes.global_batch_size_at(sum(drawn)))

@@ -82,7 +82,10 @@ class Reference:
     def text(
         self, conversation: Given, *, count: int | None = None, asks: bool = False
     ) -> str | None:
-        """Returns the text of the first ``count`` messages, or ``None`` if they are rejected."""
+        """Returns the text of the first ``count`` messages, or ``None`` if they are rejected.
+
+        If ``asks`` is true, the generation prompt follows.
+        """
         whole = joined(copy.deepcopy(conversation))
         if not (messages := whole.pop("messages")[:count]):
             return None  # transformers also rejects a conversation without messages.

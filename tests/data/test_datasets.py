@@ -39,7 +39,8 @@ def _build(
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
     """Returns the datasets of one or more prefixes for training, validation and test.
 
-    ``samples`` are their numbers of samples. ``changes`` are settings of the data.
+    ``samples`` contains the number of samples of each dataset. ``changes`` replaces settings of the
+    data.
     """
     seed = changes.pop("seed", 7)
     settings: dict[str, Any] = {
@@ -53,7 +54,10 @@ def _build(
 
 
 def _train(prefix: object, tmp_path: Path, samples: int, **changes: Any) -> Samples:
-    """Returns training samples of all documents, built without validation and test samples."""
+    """Returns ``samples`` training samples of all documents in the files ``prefix``.
+
+    There are no validation and test samples.
+    """
     settings: dict[str, Any] = {"split": "1", **changes}
     train, _, _ = _build(prefix, tmp_path, NullTokenizer(200), (samples, 0, 0), **settings)
     assert train is not None
@@ -65,7 +69,10 @@ def _tokens(dataset: Samples) -> list[list[int]]:
 
 
 def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
-    """Returns documents that are filled with their index. So each token identifies its document."""
+    """Returns ``count`` documents of ``length`` tokens, each filled with its index.
+
+    The indices start at ``first``, so each token identifies its document.
+    """
     return [[first + number] * length for number in range(count)]
 
 

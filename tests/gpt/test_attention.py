@@ -44,7 +44,11 @@ def make_attention(backend: str, **settings: Any) -> LocalAttention:
 def make_inputs(
     dtype: torch.dtype, *, length: int = 12, samples: int = 2, groups: int = HEADS, values: int = 16
 ) -> list[torch.Tensor]:
-    """Returns random queries, keys and values, with shapes ``[s, b, heads, width]``."""
+    """Returns random queries, keys and values of ``dtype``, with shapes ``[s, b, heads, width]``.
+
+    The sequences have ``length`` tokens. ``samples`` is the number of sequences, ``groups`` is the
+    number of heads of keys and values, and ``values`` is the width of values.
+    """
     generator = torch.Generator().manual_seed(3)
     shapes = [(HEADS, WIDTH), (groups, WIDTH), (groups, values)]
     return [
@@ -56,7 +60,7 @@ def make_inputs(
 def outcome(
     module: LocalAttention, inputs: list[torch.Tensor], mask: Any = None, **options: Any
 ) -> list[torch.Tensor]:
-    """Returns a list with the output of ``module`` and the gradients of ``inputs``."""
+    """Returns the output of ``module`` with ``mask``, and the gradients of all ``inputs``."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     output = module(*leaves, mask, **options)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
@@ -71,7 +75,10 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, *, shares: bool = False) -> None:
-    """Makes all attention layers use the kernel ``kernel``, as they would on a GPU."""
+    """Makes all attention layers use the kernel ``kernel``, as they would on a GPU.
+
+    If ``shares`` is true, the kernel accepts fewer heads of keys than heads of queries.
+    """
 
     def choose(case: AttentionCase) -> Kernel:
         # Instead of the masked kernel, packed rows use the causal kernel for each document

@@ -55,7 +55,10 @@ class Link(TransportLink):
 
 
 def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
-    """Runs ``program``, and returns the median and the mean time of the C++ channel in seconds."""
+    """Runs ``program``, and returns the median and the mean time of the C++ channel in seconds.
+
+    The program on node ``rank`` uses ports from ``port`` on.
+    """
     options = options_for(SIZES[0], rank)
     addresses = os.environ["LAB_ADDRS"].split(",")
     done = subprocess.run(

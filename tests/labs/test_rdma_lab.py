@@ -40,7 +40,10 @@ lab = pytest.fixture(scope="module", autouse=True)(rdma_lab_or_skip)
 
 
 def shell(script: str, *, nodes: int = 2, timeout_s: float = 60.0) -> Result:
-    """Runs the shell script ``script`` on all nodes, and returns the result."""
+    """Runs the shell script ``script`` on ``nodes`` nodes, and returns the result.
+
+    The run fails after ``timeout_s`` seconds.
+    """
     return run(["sh", "-c", script], nodes=nodes, timeout_s=timeout_s)
 
 

@@ -54,7 +54,10 @@ def programs() -> CppTests:
 
 
 def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
-    """Returns an object that builds C++ tests in ``folder``, or skips the test without verbs."""
+    """Returns an object that builds C++ tests in ``folder``, or skips the test without verbs.
+
+    ``flags`` contains additional flags of the compiler.
+    """
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("needs a C++ compiler and libibverbs-dev")
@@ -63,7 +66,11 @@ def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
 
 
 def on_nodes(script: str, *, nodes: int, timeout_s: float, **more: str) -> Result:
-    """Runs the shell script ``script`` on all nodes. ``$PYTHON`` is this interpreter."""
+    """Runs the shell script ``script`` on ``nodes`` nodes, and returns the result.
+
+    In the script, ``$PYTHON`` is this interpreter. The run fails after ``timeout_s`` seconds.
+    ``more`` contains additional environment variables.
+    """
     return run(
         ["sh", "-ec", script],
         nodes=nodes,

@@ -140,7 +140,7 @@ class Training:
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
-        # Without --save-local, the first checkpoint reserves the folder given by --save.
+        # Without --save-local, the first checkpoint reserves the folder of --save.
         has_local = self.config.checkpoint.save_local is not None
         self.local = prepare_folder(job, self.config) if has_local else None
         run: Any = self
@@ -213,7 +213,10 @@ class Training:
 
 
 def _real(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of ``value`` without the rows that only pad the vocabulary."""
+    """Returns a copy of the tensor ``value`` without rows that only pad the vocabulary.
+
+    ``name`` is the name of the tensor.
+    """
     value = value.detach().clone()
     if value.dim() == 2 and ("word_embeddings" in name or "output_layer" in name):
         first = parallel_state.get_tensor_model_parallel_rank() * len(value)
@@ -292,7 +295,10 @@ def reshape(
 
 
 def scenario_reshape(jobs: Jobs, folder: Path) -> None:
-    """Checks models and optimizers in many shapes, including uneven and empty partitions."""
+    """Checks that models and optimizers of many shapes can be resharded.
+
+    Some partitions are uneven or have empty stages. All jobs write to ``folder``.
+    """
     empty = shape(1, 4, partition="0-3-1-0")
     # The last ranks have no layers, and one of these ranks has no parameters.
     hollow = shape(1, 4, partition="0-4-0-0")
@@ -343,7 +349,10 @@ def refused(save: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
-    """Simulates a full disk if ``here``, by limiting the size of files that this rank can write."""
+    """Simulates a full disk if ``here``, by limiting the size of files that this rank can write.
+
+    The limit is ``limit_bytes``.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
@@ -352,7 +361,7 @@ def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
 
 
 def scenario_failures(jobs: Jobs, folder: Path) -> None:
-    """Checks that a failed write makes the save fail on all ranks and leaves no files behind."""
+    """Checks that a failed write makes the save fail on all ranks and leaves no files."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     rank = dist.get_rank()
     run.step(2)
@@ -377,7 +386,7 @@ def scenario_failures(jobs: Jobs, folder: Path) -> None:
 
 
 def scenario_killed(jobs: Jobs, folder: Path) -> None:
-    """Kills rank 1 while it writes a checkpoint."""
+    """Kills rank 1 while the rank writes a checkpoint to ``folder``."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     run.step(2)
     run.checkpoints.save(progress(1))
@@ -438,7 +447,7 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
 
 
 def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
-    """Kills rank 1 while a checkpoint is copied to shared storage."""
+    """Kills rank 1 while a checkpoint is copied from a local disk to shared storage."""
     run = Training(jobs, with_disks(folder))
     run.step()
     run.checkpoints.save(progress(1))

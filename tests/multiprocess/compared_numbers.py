@@ -19,7 +19,10 @@ Outcome = Callable[[Case], dict[str, Any]]
 
 
 def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
-    """Returns the losses under ``key``, which all ranks of the last stage must report equally."""
+    """Returns the losses under ``key``, which all ranks of the last stage must report equally.
+
+    ``seen`` contains the reports of all ranks of the job ``case``.
+    """
     reports = [values for values in seen[key] if values]
     assert len(reports) == case.tp * case.dp * case.cp
     assert all(report == reports[0] for report in reports)
@@ -28,7 +31,10 @@ def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[flo
 
 
 def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
-    """Returns the norms that the ranks report under ``key``, which must be equal on all ranks."""
+    """Returns the norms under ``key``, which all ranks must report equally.
+
+    ``seen`` contains the reports of all ranks of a job.
+    """
     first: list[float] = seen[key][0]
     assert all(norms == pytest.approx(first, rel=1e-6, abs=0) for norms in seen[key])
     return first
@@ -81,7 +87,10 @@ def differences(numbers: Numbers, expected: Numbers) -> Numbers:
 
 
 def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """Returns how much each value may differ from the value of ``reference`` due to rounding."""
+    """Returns how much each value may differ from the value of ``reference`` due to rounding.
+
+    The other arguments are those of :func:`steps_of`.
+    """
     expected = numbers_of(reference, outcome, further)
     spreads = [
         differences(numbers_of(other, outcome, further), expected)
@@ -100,7 +109,10 @@ def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def too_far(numbers: Numbers, expected: Numbers, limits: Numbers) -> list[str]:
-    """Returns a line for each value that differs from ``expected`` by more than its limit."""
+    """Returns a line for each of ``numbers`` that differs too much from ``expected``.
+
+    ``limits`` contains the maximum difference of each value.
+    """
     lines = []
     for name, values in differences(numbers, expected).items():
         for step, (value, limit) in enumerate(zip(values, limits[name], strict=False), 1):

@@ -93,7 +93,10 @@ class Loaded:
         return gather_from_tensor_model_parallel_region(hidden)
 
     def _both_logits(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Runs ``model``, which returns only losses, and returns the logits of its output layer."""
+        """Runs ``model``, which returns only losses, and returns the logits of its output layer.
+
+        ``tokens`` contains the inputs, and ``places`` contains the positions of the tokens.
+        """
         outputs: list[torch.Tensor] = []
         layer = unwrap_model(model).output_layer
         hook = layer.register_forward_hook(
@@ -134,7 +137,10 @@ def cases(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def compare(meshes: Meshes, folder: Path, case: dict[str, Any]) -> None:
-    """Loads the model of ``case`` in one shape, and prints the errors of logits and gradients."""
+    """Loads the model of ``case`` in one shape, and prints the errors of logits and gradients.
+
+    ``meshes`` provides the process groups, and ``folder`` contains the model.
+    """
     model = folder / case["model"]
     expected = load_file(model / "expected.safetensors")
     tokens, logits = expected.pop("tokens"), expected.pop("logits")

@@ -249,7 +249,7 @@ def free_port() -> int:
 def wait_until(
     holds: Callable[[], object], why: Callable[[], object], limit_s: float, every_s: float = 0.05
 ) -> None:
-    """Waits until ``holds`` returns true.
+    """Waits until ``holds`` returns true, and calls it every ``every_s`` seconds.
 
     After ``limit_s`` seconds, fails with the text that ``why`` returns.
     """
@@ -414,7 +414,10 @@ def meeting() -> Any:
 def rank_variables(
     world_size: int, limit_s: float, port: int, python_path: str = str(ROOT)
 ) -> dict[str, str]:
-    """Returns the environment variables that ``torchrun`` sets to the same values on all ranks."""
+    """Returns the environment variables that ``torchrun`` sets to the same values on all ranks.
+
+    ``port`` is the port of the store. See :func:`run_ranks` for the other arguments.
+    """
     return {
         "WATCHDOG_S": str(limit_s),
         "WORLD_SIZE": str(world_size),

@@ -81,14 +81,15 @@ def shards_of_gradients(run: Run) -> Shards:
 
 
 def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) -> None:
-    """Checks that a module in front of the first adapter requires no gradient."""
+    """Checks that the output of a module before the first adapter requires no gradient."""
     assert not output.requires_grad
 
 
 def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[str, torch.Tensor]:
-    """Assembles the gradients in ``parts``, one item per rank.
+    """Assembles whole gradients from ``parts``, which contains the shards of each rank.
 
-    Returns the gradients by Hugging Face name.
+    Returns the gradients by Hugging Face name. ``core_parts`` maps the tensors of megatron-core to
+    Hugging Face tensors.
     """
     whole: dict[str, torch.Tensor] = {}
     for part in parts:
@@ -111,7 +112,7 @@ def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[st
 
 
 def microbatches(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Returns this replica's microbatches of ``tokens [n, 1, length]`` of all replicas."""
+    """Returns this replica's part of ``tokens [n, 1, length]``, as a list of microbatches."""
     replicas = parallel_state.get_data_parallel_world_size()
     length = tokens.shape[-1] - 1
     return [

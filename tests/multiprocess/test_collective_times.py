@@ -49,7 +49,10 @@ LIMIT_S = 200.0
 
 
 def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
-    """Returns a tuple for each compute slice of ``rank``: its parents' names, and its name."""
+    """Returns the names of each compute slice of ``rank`` in ``events`` and of its parents.
+
+    Each tuple begins with the outermost parent, and ends with the name of the slice.
+    """
     (thread,) = (
         (event["pid"], event["tid"])
         for event in events
@@ -69,7 +72,7 @@ def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
-    """Trains on four ranks in ``folder``, and returns the losses and gradient norms in the log."""
+    """Trains with ``flags`` on four ranks in ``folder``, and returns losses and gradient norms."""
     folder.mkdir()
     log = folder / "output.txt"
     script = folder / "pretrain_gpt.py"
@@ -84,7 +87,7 @@ def losses(folder: Path, *flags: str) -> list[str]:
 
 
 def of_group(run: RunTrace, name: str, ranks: tuple[int, ...]) -> JoinedCollectives:
-    """Returns the collectives ``name`` of the group ``ranks`` in the last iteration."""
+    """Returns the collectives ``name`` of the group ``ranks`` in the last iteration of ``run``."""
     (joined,) = (
         joined
         for joined in join_collectives(run, [3])

@@ -29,7 +29,7 @@ LIMIT_S = 200.0
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
-    """Trains on one rank in ``folder``, and returns the losses and gradient norms in the log."""
+    """Trains with ``flags`` on one rank in ``folder``, and returns losses and gradient norms."""
     folder.mkdir()
     log = folder / "output.txt"
     command = [str(ROOT / "pretrain_gpt.py"), *FLAGS, "--trace-dir", "traces", *flags]
@@ -42,7 +42,10 @@ def losses(folder: Path, *flags: str) -> list[str]:
 
 
 def fits(rank: RankTrace, iteration: int) -> None:
-    """Checks that each layer ran once per microbatch in ``iteration``, within an action."""
+    """Checks that each layer of ``rank`` ran once per microbatch, within an action.
+
+    Only ``iteration`` is checked.
+    """
     rows = rank.layers(iteration)
     assert [row[0] for row in rows] == list(range(LAYERS))
     assert [row[3] for row in rows] == [MICROBATCHES] * LAYERS
@@ -57,7 +60,10 @@ def fits(rank: RankTrace, iteration: int) -> None:
 
 
 def has_kernels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that the operators of the second iteration were recorded within their actions."""
+    """Checks that ``folder`` contains the operators of the second iteration.
+
+    Each operator must be within the action that called it.
+    """
     run = read_run(folder)
     (step,) = read_steps(run, 0)
     assert (step.iteration, step.device) == (2, "cpu")

@@ -81,7 +81,7 @@ def layers(partition: str) -> list[int]:
 
 
 def case(name: str, flags: str, steps: int, **more: Any) -> dict[str, Any]:
-    """Returns a case for ``worker.py`` that takes ``steps`` steps with ``flags``.
+    """Returns the case ``name`` for ``worker.py``, which takes ``steps`` steps with ``flags``.
 
     ``more`` replaces other entries of the case.
     """

@@ -33,7 +33,12 @@ MOVED = re.compile(
 
 
 def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, float], str]:
-    """Trains in ``folder``, and returns a dict from iteration to loss, and the log."""
+    """Trains on ``world_size`` ranks with the flags ``extra``, and returns the losses and the log.
+
+    The progress file is in ``folder``.
+
+    The losses are a dict from iteration to loss.
+    """
     log = folder.with_suffix(".txt")
     arguments = [*FLAGS.split(), "--progress-dir", str(folder), *extra]
     torchrun(TIMED_LAYERS, arguments, world_size=world_size, log=log, limit_s=LIMIT_S)

@@ -37,7 +37,7 @@ FLAGS = (
 
 
 def losses_of(folder: Path, flags: str) -> list[float]:
-    """Trains with ``flags``, and returns the losses of all iterations."""
+    """Trains with ``flags`` in ``folder``, and returns the losses of all iterations."""
     arguments = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
     torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder.with_suffix(".txt"), limit_s=LIMIT_S)
     lines = map(json.loads, (folder / PROGRESS_NAME).read_text().splitlines())

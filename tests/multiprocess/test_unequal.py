@@ -27,7 +27,9 @@ HALF = "--bf16"
 
 
 def unequal(sizes: str, schedule: str, more: str = "") -> str:
-    """Returns flags for stages with different numbers of replicas.
+    """Returns flags for ``schedule`` with different numbers of replicas for each stage.
+
+    ``more`` contains additional flags.
 
     ``sizes`` contains the number of replicas of each stage, such as ``2-1``.
     """
@@ -82,7 +84,10 @@ CHANGING = ("", UNTIED, DROPOUT, HALF, THREE)
 
 
 def case(name: str, flags: str, steps: int = STEPS, after: str | None = None) -> dict[str, Any]:
-    """Returns the case ``name`` for ``worker.py``, which also saves a checkpoint."""
+    """Returns a case for ``worker.py`` that takes ``steps`` steps and saves a checkpoint.
+
+    The case has the name ``name`` and the flags ``flags``, and continues from the case ``after``.
+    """
     all_flags = f"{BASE} {flags}".split()
     return {
         "name": name, "flags": all_flags, "steps": steps, "evaluate_after": STEPS,
@@ -116,7 +121,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
 
 
 def told(seen: dict[str, Any], key: str) -> list[float]:
-    """Returns the values that the ranks report under ``key``, which must be equal on all ranks."""
+    """Returns the values that the ranks report in ``seen`` under ``key``.
+
+    The values must be equal on all ranks.
+    """
     first, *others = [values for values in seen[key] if values]
     for other in others:
         assert other == pytest.approx(first, rel=1e-6, abs=0)

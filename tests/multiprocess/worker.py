@@ -79,7 +79,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def connect(environment: Environment) -> dist.Store:
-    """Returns a client of the store that all ranks of the job use."""
+    """Returns a client of the store that all ranks of the job in ``environment`` use."""
     assert environment.master_port is not None
     return dist.TCPStore(
         environment.master_addr,
@@ -92,7 +92,10 @@ def connect(environment: Environment) -> dist.Store:
 
 
 def write_data(prefix: Path) -> None:
-    """Writes documents in which tokens depend on previous tokens, so that losses can decrease."""
+    """Writes documents in which tokens depend on previous tokens, so that losses can decrease.
+
+    ``prefix`` is the path of the files without suffix.
+    """
     rng = np.random.default_rng(7)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(64):
@@ -112,7 +115,10 @@ class Meshes:
         self._kept: tuple[object, list[Any], TrainingJob] | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Joins a job like ``initialize.start_job``, but with a separate prefix in the store."""
+        """Joins a job with the settings ``config``, and returns the job.
+
+        This method does the same as ``initialize.start_job``, but with a separate store prefix.
+        """
         # Reference cycles keep the models and process groups of the previous case alive, so collect
         # them.
         gc.collect()
@@ -149,7 +155,7 @@ class Meshes:
         return process_groups(), job
 
     def leave(self, job: TrainingJob, run: Run) -> None:
-        """Finishes the case of ``run``, and destroys the process groups that the case created."""
+        """Finishes the case of ``run`` in ``job``, and destroys the process groups of this case."""
         take_down(run)
         dist.barrier(group=job.control_group)
         destroy_rerun_state_machine()

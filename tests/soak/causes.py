@@ -221,7 +221,11 @@ def _slow_layer(folder: Path, draw: random.Random) -> Any:
 
 @contextlib.contextmanager
 def _lossy_link(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
-    """Creates a network namespace that drops packets, with netem or else with a short queue."""
+    """Creates a network namespace whose loopback device drops packets.
+
+    Packets are dropped by netem or, if netem is missing, by a short queue. ``draw`` chooses the
+    rate.
+    """
     name = f"causes{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
     if made.returncode:
@@ -283,7 +287,7 @@ _SYMPTOMS = frozenset((("spikes", ""),))
 
 
 def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ...]]:
-    """Returns the verdict on ``findings``, and a pair of cause and counter for each finding."""
+    """Returns the verdict on ``findings`` for ``case``, and each finding's cause and counter."""
     named = tuple(
         (finding.cause, counter)
         for finding in findings
@@ -308,7 +312,8 @@ def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ..
 def run_case(name: str, seed: int, folder: Path) -> Answer | None:
     """Plants the cause ``name`` in a job, and judges the diagnosis of the job.
 
-    Returns ``None`` if this machine cannot plant the cause.
+    Returns ``None`` if this machine cannot plant the cause. ``seed`` selects the random values of
+    the cause. The job writes its files to ``folder``.
 
     Raises:
         RuntimeError: The job failed.
@@ -352,7 +357,10 @@ def _train(plant: Plant, folder: Path) -> None:
 
 
 def _launch(command: list[str], variables: Mapping[str, str], network: str, log: Path) -> None:
-    """Runs ``command`` with a launcher in the network namespace ``network``."""
+    """Launches ``command`` on two ranks in the network namespace ``network``.
+
+    The ranks get the environment variables ``variables``, and write their output to ``log``.
+    """
     launcher = ["ip", "netns", "exec", network, sys.executable, "-m", "megatron.adaptive", "job"]
     launcher += ["launch", "--standalone", "--nproc-per-node", "2"]
     with log.open("wb") as output:
@@ -399,7 +407,7 @@ def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
 
 
 def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
-    """Returns a table row for each of ``names``, and two rows that compare totals with goals."""
+    """Returns a row about each of ``names`` in ``judged``, and two rows about totals and goals."""
     rows = []
     for name in names:
         counts = Counter(answer.verdict for answer in judged if answer.name == name)
@@ -423,7 +431,7 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
 
 
 def of_causes(options: argparse.Namespace) -> Result:
-    """Runs the part ``causes``. With ``--quick``, plants each cause once."""
+    """Returns the results of the part ``causes``. With ``--quick``, each cause is planted once."""
     names = options.only or list(CASES)
     judged = answers(names, 1 if options.quick else options.runs, options.seed)
     return Result(rows_of(judged, names), {"causes": [vars(answer) for answer in judged]})

@@ -163,7 +163,10 @@ def measure(
 
 
 def _status_s(checkpoints: Path) -> float:
-    """Returns how many seconds ``train elastic --status`` takes, and checks the printed status."""
+    """Runs ``train elastic --status`` on ``checkpoints``, and returns its duration in seconds.
+
+    The printed status must be recent, and must contain machines.
+    """
     arguments = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
     state = run_module("megatron.adaptive", *arguments, limit_s=LIMIT_S)
@@ -206,7 +209,8 @@ class _Program:
     def until(self, pattern: str, limit_s: float = LIMIT_S) -> Any:
         """Waits for an output line that matches ``pattern``.
 
-        Returns the line if it is JSON, or the arrival time of the line otherwise.
+        Returns the line if it is JSON, or the arrival time of the line otherwise. Fails after
+        ``limit_s`` seconds.
         """
         end_s = time.monotonic() + limit_s
         is_over = False
@@ -220,7 +224,7 @@ class _Program:
         raise RuntimeError(f"{self.arguments[0]} printed no {pattern} within {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
-        """Waits for ``count`` different names, and returns the arrival time of each name.
+        """Waits for ``count`` names that match ``pattern``, and returns their arrival times.
 
         Returns fewer names after ``limit_s`` seconds.
         """
@@ -241,7 +245,7 @@ class _Program:
 
 
 def manage(checkpoints: Path, nodes: int) -> None:
-    """Runs the manager of a job with ``nodes`` nodes."""
+    """Runs the manager of a job with ``nodes`` nodes, which saves to ``checkpoints``."""
     spec = JobSpec(
         script=ROOT / "pretrain_gpt.py",
         arguments=(*FLAGS, "--save", str(checkpoints)),
@@ -312,7 +316,10 @@ class _Nothing:
 
 
 async def attend(checkpoints: Path, first: int, end: int) -> None:
-    """Runs agents ``first`` to ``end - 1``, and reads orders as JSON lines from standard input."""
+    """Runs agents ``first`` to ``end - 1`` of the job that saves to ``checkpoints``.
+
+    Orders are read as JSON lines from standard input.
+    """
     allow_files(1 << 16)
     owner: dict[str, Any] = {}
     parent = os.getppid()
@@ -356,7 +363,7 @@ def _print(**values: object) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the manager or the agents, depending on the first argument."""
+    """Runs the manager or the agents, depending on the first of ``arguments``."""
     checkpoints = Path(arguments[1])
     if arguments[0] == "manager":
         manage(checkpoints, int(arguments[2]))

@@ -144,7 +144,10 @@ def measure(
 
 
 def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
-    """Trains one model for each of ``shapes``, and returns two checkpoints per shape."""
+    """Trains a model of each of ``shapes``, and returns two checkpoints of each model.
+
+    The checkpoints are saved in subfolders of ``folder``.
+    """
     checkpoints = []
     for name in shapes:
         ranks, flags = _SHAPES[name]
@@ -165,7 +168,9 @@ def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
 
 @contextlib.contextmanager
 def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str], str]]:
-    """Corrupts one of the checkpoints ``every``, and restores it afterwards.
+    """Corrupts one of the checkpoints in ``every``, and restores it when the context exits.
+
+    ``seed`` selects the checkpoint and the corruption.
 
     Yields:
         Tuple of the checkpoint, the names of its corrupt files, and a description of the
@@ -239,6 +244,8 @@ def load_damaged(
     folder: Path, every: Sequence[Saved], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Loads the checkpoints that :func:`damaged` corrupts for ``seeds``, in separate processes.
+
+    The checkpoints are those in ``every``. The processes write their results to ``folder``.
 
     Returns:
         Dict for each load, with ``seed``, ``error`` (empty if the load succeeded) and

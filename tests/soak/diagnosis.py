@@ -31,21 +31,24 @@ MILLION = 1_000_000
 
 
 def of_detection(options: argparse.Namespace) -> Result:
-    """Runs the part ``detection``."""
+    """Runs the part ``detection`` with the settings ``options``."""
     results = list(cases.outcomes(40 if options.quick else 200, options.seed))
     facts = {"detection": [vars(outcome) for outcome in results]}
     return Result(rows=_rates("made-up", results), facts=facts)
 
 
 def of_real(options: argparse.Namespace) -> Result:
-    """Runs the part ``real``."""
+    """Runs the part ``real`` with the settings ``options``."""
     results = emulated.measure(7 if options.quick else 30, options.seed, limit_s=1800)
     facts = {"real": [vars(outcome) for outcome in results]}
     return Result(rows=_rates("real", results), facts=facts)
 
 
 def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
-    """Returns table rows with the fraction of right diagnoses in each group of ``outcomes``."""
+    """Returns table rows with the fraction of right diagnoses in each group of ``outcomes``.
+
+    ``kind`` describes the runs in the titles of the rows.
+    """
     rows = []
     strong = {group for group, _ in cases.GROUPS} - {WEAK}
     right_cause = "right cause and culprit"
@@ -72,7 +75,7 @@ def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
 
 
 def of_clock(options: argparse.Namespace) -> Result:
-    """Runs the part ``clock``."""
+    """Runs the part ``clock`` with the settings ``options``."""
     result = clocks.measure(4.0 if options.quick else 10.0, 1 if options.quick else 4)
     rows = [
         measured(
@@ -87,7 +90,7 @@ def of_clock(options: argparse.Namespace) -> Result:
 
 
 def of_bubble(options: argparse.Namespace) -> Result:
-    """Runs the part ``bubble``."""
+    """Runs the part ``bubble`` with the settings ``options``."""
     rows, facts = [], {}
     for title, half_s in emulated.HALF_S.items():
         errors = emulated.bubble_errors(2 if options.quick else 6, options.seed, half_s)
@@ -106,7 +109,7 @@ def of_bubble(options: argparse.Namespace) -> Result:
 
 
 def of_aggregate(options: argparse.Namespace) -> Result:
-    """Runs the part ``aggregate``. With ``--quick``, it uses fewer spans and a lower limit."""
+    """Runs the part ``aggregate``. With ``--quick``, uses fewer spans and a lower limit."""
     spans = MILLION if options.quick else 10 * MILLION
     result = aggregate.measure(spans)
     note = f"{result['spans']:.0f} spans of {aggregate.RANKS} ranks"
@@ -156,7 +159,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parses ``arguments``, or the arguments of this process if ``arguments`` is ``None``."""
     parser = parser_of(__doc__, PARTS, "fewer runs, within ten minutes")
     parser.add_argument("--seed", type=int, default=9000, help="seed of the faults and the noise")
     return parser.parse_args(arguments)

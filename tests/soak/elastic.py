@@ -78,7 +78,10 @@ def main() -> int:
 
 
 def compare(total: Result) -> None:
-    """Adds a row with the duration of a morph divided by that of a start, if both were measured."""
+    """Adds a row to ``total`` that compares a change of shape with a start of the job.
+
+    The row contains the ratio of both durations. If a duration was not measured, no row is added.
+    """
     if {"morph_s", "start_s"} <= set(total.facts):
         ratio = total.facts["morph_s"] / total.facts["start_s"]
         total.rows.append(
@@ -88,7 +91,10 @@ def compare(total: Result) -> None:
 
 
 def morphs(folder: Path, *, quick: bool) -> Result:
-    """Changes the shape of a job several times, and measures each change."""
+    """Changes the shape of a job several times, and measures each change.
+
+    The job writes its files to ``folder``. If ``quick``, its shape changes only twice.
+    """
     folder.mkdir()
     job = ElasticJob(folder, "abcd", [*ENDLESS, "--save-interval", str(SAVE_INTERVAL)])
     try:
@@ -145,7 +151,10 @@ def shape_on(job: ElasticJob, names: str) -> None:
 
 
 def start(folder: Path) -> Result:
-    """Measures how long torchrun takes to start four processes that load a checkpoint."""
+    """Measures how long torchrun takes to start four processes that load a checkpoint.
+
+    The checkpoint and the logs are in ``folder``.
+    """
     saved, command = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
     train([*command, *shape], folder / "first", 4, LIMIT_S)
@@ -159,12 +168,18 @@ def start(folder: Path) -> Result:
 
 
 def copies(folder: Path, *, quick: bool) -> Result:
-    """Kills nodes whose state was copied, and counts the training steps that the job loses."""
+    """Kills nodes whose state was copied, and counts the training steps that the job loses.
+
+    The job writes its files to ``folder``. If ``quick``, only one node is killed.
+    """
     return _lose_nodes(folder, times=1 if quick else 4)
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Kills ``times`` nodes at random moments, and replaces each node by a new node."""
+    """Kills ``times`` nodes at random moments, and replaces each node by a new node.
+
+    The job writes its files to ``folder``.
+    """
     (here := folder / "copies").mkdir()
     moments = random.Random(1)
     flags = "--train-iters 99999 --save-interval 99999".split()
@@ -198,7 +213,10 @@ def _is_present(job: ElasticJob, name: str) -> bool:
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:
-    """Makes nodes fail at random, and prints each event."""
+    """Makes nodes of a job fail at random, and prints each event.
+
+    ``options`` contains the number of events, the minutes and the seed. Logs are in ``folder``.
+    """
     events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
     minutes = options.minutes or (1.5 if options.quick else 55.0)
     return soaked(folder, events, minutes, options.seed)

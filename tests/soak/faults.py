@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def look_for_secrets(seed: int) -> Result:
-    """Plants secrets in jobs, and searches for these secrets as a different user."""
+    """Plants secrets that ``seed`` selects in jobs, and searches for them as a different user."""
     result = planted_secrets.measure(seed)
     if result["seen"] < 2 or result["arrived"] < result["jobs"]:
         raise RuntimeError(f"the jobs or the scanner did not work: {result}")

@@ -35,7 +35,9 @@ class FeatureSet:
 
     @property
     def own_flags(self) -> tuple[str, ...]:
-        """Flags that select the schedule of the reference run, by default that of megatron-core.
+        """Returns the flags that select the schedule of the reference run.
+
+        The default is the schedule of megatron-core.
 
         With ``--keyed-dropout``, megatron-core's schedule would draw different random numbers, so
         the reference is another schedule of this project's engine.
@@ -46,7 +48,7 @@ class FeatureSet:
 
     @property
     def is_v(self) -> bool:
-        """Whether the stages form a V, so that each rank sums different terms of a norm."""
+        """Returns whether the stages form a V, so that each rank sums different terms of a norm."""
         return "--first-weights" in self.flags
 
 

@@ -166,7 +166,7 @@ class Pauses:
 
 
 def compute(long_s: float) -> None:
-    """Computes for part of the time during the next ``long_s`` seconds."""
+    """Alternates between computing and sleeping for ``long_s`` seconds."""
     end_s = time.monotonic() + long_s
     while time.monotonic() < end_s:
         used_s = time.thread_time()
@@ -206,14 +206,14 @@ def keep() -> None:
 
 
 def read_for_ever(folder: str) -> None:
-    """Reads a pipe without a writer, which acts like a disk that does not respond."""
+    """Reads a pipe in ``folder`` that has no writer, like a disk that does not respond."""
     pipe = Path(folder) / f"pipe-{os.getpid()}"
     os.mkfifo(pipe)
     pipe.read_bytes()
 
 
 def choose_order() -> None:
-    """Replaces the schedule file on the rank that must hang."""
+    """Passes a different schedule file to the trainer on the rank that must hang."""
     index = sys.argv.index("--schedule-file") + 1 if "--schedule-file" in sys.argv else 0
     if index and int(os.environ["RANK"]) == json.loads(os.environ["HANG"])["rank"]:
         sys.argv[index] = sys.argv[index].replace("order.csv", "other.csv")

@@ -75,7 +75,10 @@ class Case:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """Returns ``count`` randomly drawn jobs that hang, cycling through all kinds of hangs."""
+    """Returns ``count`` randomly drawn jobs that hang, cycling through all kinds of hangs.
+
+    ``seed`` is the seed of all draws.
+    """
     draw = random.Random(seed)
     hangs = []
     for number in range(count):
@@ -151,7 +154,10 @@ def run(
 def start(
     case: Case, folder: Path, iterations: int, on_hang: str, server: Forkserver | None
 ) -> Ranks:
-    """Starts the ranks of the job ``case``, which write to ``log.txt`` in ``folder``."""
+    """Starts the ranks of the job ``case``, which write to ``log.txt`` in ``folder``.
+
+    See :func:`run` for the other parameters.
+    """
     folder.mkdir(parents=True)
     ranks, stages, tensor = case.shape
     limits = [str(case.after_s), on_hang]
@@ -217,9 +223,10 @@ def _shares(job: Ranks) -> list[float]:
 
 
 def _orders(folder: Path, stages: int, count: int) -> list[str]:
-    """Writes two valid schedules, and returns the flags that select the first schedule.
+    """Writes two valid schedules to ``folder``, and returns flags that select the first schedule.
 
-    The job deadlocks if some ranks follow the first schedule and other ranks follow the second.
+    The schedules have ``stages`` stages and ``count`` microbatches. The job deadlocks if some ranks
+    follow the first schedule and other ranks follow the second.
     """
     rows: dict[str, list[str]] = {"order": [], "other": []}
     for stage in range(stages):
@@ -234,7 +241,7 @@ def _orders(folder: Path, stages: int, count: int) -> list[str]:
 
 
 def is_named_right(case: Case, said: str) -> bool:
-    """Returns whether the line ``said`` states the right rank and reason."""
+    """Returns whether the line ``said`` states the right rank and reason for ``case``."""
     ranks = set(map(int, re.findall(r"rank (\d+) \(stage", said)))
     # If the rank that hangs is the only rank of a machine, other machines cannot know the reason.
     if not re.search(CAUSES[case.kind], said) and (
@@ -348,8 +355,11 @@ QUIET_LIMITS_S = (8.0, 12.0, 20.0)
 def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
     """Runs several jobs at a time that pause without hanging, with short hang timeouts.
 
-    Two thirds of the jobs are loops around a ``Pipeline``. The other jobs run the trainer with
-    evaluations and checkpoints.
+    ``seed`` is the seed of all draws.
+
+    The jobs run for ``minutes`` minutes in total, and write to ``folder``. Two thirds of the jobs
+    are loops around a ``Pipeline``. The other jobs run the trainer with evaluations and
+    checkpoints.
 
     Returns:
         Total minutes for which the jobs ran, and the false alarms.

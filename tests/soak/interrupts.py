@@ -357,7 +357,7 @@ def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Stops a job with SIGTERM after some steps.
+    """Stops ``job``, the job ``number`` of ``chain``, with SIGTERM after some steps.
 
     Returns the job's outcome, and the latest time at which later jobs get a signal, in seconds.
     """
@@ -456,7 +456,11 @@ def _judge(
 
 
 def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
-    """Returns descriptions of up to three losses that differ from those of an undisturbed job."""
+    """Returns descriptions of up to three ``losses`` that differ from those of a reference job.
+
+    No signals are sent to the reference job. ``losses`` contains the losses of each step of
+    ``chain``.
+    """
     alone = Chain(
         kind="launch" if chain.kind == "machines" else chain.kind,
         folder=chain.folder / "reference",

@@ -55,7 +55,7 @@ class Epoch:
 
     @property
     def last_ns(self) -> int:
-        """Unix time in nanoseconds at which the last step ended."""
+        """Returns the Unix time in nanoseconds at which the last step ended."""
         return self.steps[-1].unix_ns if self.steps else self.begun_ns
 
 
@@ -72,7 +72,7 @@ class Record:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """Incarnations that have begun, ordered by their start times."""
+        """Returns the incarnations that have begun, ordered by their start times."""
         begun = [epoch for epoch, _ in self._epochs.values() if epoch.start is not None]
         return sorted(begun, key=lambda epoch: epoch.begun_ns)
 
@@ -101,7 +101,7 @@ class Record:
 
     @property
     def last(self) -> int:
-        """Index of the last completed iteration."""
+        """Returns the index of the last completed iteration."""
         done = (epoch.steps[-1].iteration for epoch, _ in self._epochs.values() if epoch.steps)
         return max(done, default=0)
 
@@ -186,7 +186,11 @@ def faults(
 def _order(
     epochs: Sequence[Epoch], done: set[int], damaged: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Returns descriptions of steps and incarnations that are missing, repeated or out of order."""
+    """Returns descriptions of steps and incarnations that are missing, repeated or out of order.
+
+    ``epochs`` lists the incarnations, and ``done`` contains all completed iterations. An
+    incarnation need not continue from a checkpoint in ``damaged``.
+    """
     lines: list[str] = []
     for epoch in epochs:
         last = epoch.start

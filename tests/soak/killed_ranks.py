@@ -67,7 +67,10 @@ def neighbours(rank: int) -> list[int]:
 
 
 def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
-    """Runs rank ``rank``, which sends its addresses, state and error over ``connection``."""
+    """Runs rank ``rank``, which sends its addresses, state and error over ``connection``.
+
+    The rank opens channels of the transport ``kind``. ``seed`` selects its random actions.
+    """
     node = extension.require("the benchmark").Node(rank, bytes(16), seed, RANKS)
     connection.send(node.listen("unix") if kind == "shm" else node.listen("tcp", "127.0.0.1"))
     addresses = connection.recv()
@@ -94,7 +97,10 @@ def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
 def live(
     transport: NativeTransport, rank: int, draw: random.Random, connection: Connection
 ) -> None:
-    """Sends and receives random messages until ``connection`` delivers an order to stop."""
+    """Exchanges random messages over ``transport`` until ``connection`` delivers an order to stop.
+
+    ``draw`` selects the messages that ``rank`` sends to its neighbours.
+    """
     payloads = [torch.ones(size, dtype=torch.uint8) for size in SIZES]
     held: list[torch.Tensor] = []
     turn = 0
@@ -140,7 +146,7 @@ class Trial:
             self._ranks.append(process)
 
     def run(self) -> dict[str, Any]:
-        """Kills a rank, and returns when and how its neighbours reacted."""
+        """Kills a rank, and returns how its neighbours reacted and which processes are left."""
         addresses = [self._expect(rank, START_S) for rank in range(RANKS)]
         for end in self._ends:
             end.send(addresses)
@@ -253,7 +259,7 @@ def measure(count: int, kind: str) -> Result:
 
 
 def rows_of(result: dict[str, Any], title: str) -> list[Row]:
-    """Returns table rows for the trials in ``result``, which :func:`main` printed."""
+    """Returns rows titled ``title`` about the trials in ``result``, which :func:`main` printed."""
     trials = result["trials"]
     failed = [trial["failed"] for trial in trials if "failed" in trial]
     whole = [trial for trial in trials if "failed" not in trial]

@@ -56,7 +56,7 @@ class Seen:
     deposed: int = 0
 
     def add(self, other: Seen) -> None:
-        """Adds the observations in ``other``."""
+        """Adds the observations in ``other`` to these observations."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -123,7 +123,11 @@ class SmallJob:
 def run_rank(
     rank: int, folder: str, log: str, number: int, saves: int, seed: int, is_far: bool
 ) -> None:
-    """Runs the rank ``rank`` of a :class:`SmallJob`."""
+    """Runs the rank ``rank`` of a :class:`SmallJob`.
+
+    ``folder`` is the folder of checkpoints, and ``log`` is the folder for logs. See
+    :class:`SmallJob` for the other parameters.
+    """
     import torch
     import torch.distributed as dist
 
@@ -246,7 +250,10 @@ def _refused(job: SmallJob, seen: Seen) -> None:
 
 
 def pair(folder: Path, seed: int) -> Seen:
-    """Runs two jobs that start at random times on one folder, and returns the observations."""
+    """Runs two jobs that start at random times on ``folder``, and returns the observations.
+
+    ``seed`` selects the times.
+    """
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.5
     jobs = []
@@ -268,7 +275,10 @@ def pair(folder: Path, seed: int) -> Seen:
 
 
 def kill(folder: Path, seed: int) -> Seen:
-    """Kills a job that owns the folder, or only its rank 0, and checks that a second can start."""
+    """Kills a job that owns ``folder``, or only rank 0, and checks that a second job can start.
+
+    ``seed`` is the seed of all draws.
+    """
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.1
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=is_far)
@@ -283,7 +293,9 @@ def kill(folder: Path, seed: int) -> Seen:
 
 
 def pause(folder: Path, seed: int) -> Seen:
-    """Pauses a job that owns the folder until a second job takes over the folder.
+    """Pauses a job that owns ``folder`` until a second job takes over the folder.
+
+    ``seed`` is the seed of all draws.
 
     The first job must then save nothing.
     """
@@ -323,7 +335,9 @@ def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
 
 
 def trainers(folder: Path, seed: int) -> Seen:
-    """Starts two trainers with the same ``--save``, kills one, and starts a third.
+    """Starts two trainers with ``folder`` as ``--save``, kills one, and starts a third.
+
+    ``seed`` is the seed of all draws.
 
     The trainer that owns the folder is killed.
     """

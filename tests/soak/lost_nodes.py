@@ -386,7 +386,10 @@ class Soak:
         shutil.copytree(self._checkpoints, self._folder / "first")
 
     def _undisturbed(self, last: int) -> dict[int, float]:
-        """Returns the losses of a single process that continues from the first checkpoint."""
+        """Returns the losses of a single process that continues from the first checkpoint.
+
+        The process exits after the iteration ``last``.
+        """
         arguments = ["--load", str(self._folder / "first"), "--exit-interval", str(last)]
         arguments = [TRAINER, *self._alone, *arguments]
         lines = train(arguments, self._folder / "undisturbed", 1, 1800.0)
@@ -469,7 +472,10 @@ def soaked(
 
 
 def end_in_order(number: int, frame: object) -> None:
-    """Raises ``SystemExit``, so that context managers remove namespaces and mounts."""
+    """Raises ``SystemExit`` for the signal ``number``.
+
+    Context managers then remove namespaces and mounts.
+    """
     raise SystemExit(128 + number)
 
 

@@ -83,7 +83,10 @@ class Link:
 
 
 def be_rank(rank: int, connection: Connection, messages: int) -> None:
-    """Runs the process with rank ``rank``, and sends its measurements or error to the parent."""
+    """Runs rank ``rank`` until ``messages`` messages were sent or received.
+
+    The rank then sends its measurements, or an error, to ``connection``.
+    """
     try:
         link = Link(rank, connection)
         looks: list[tuple[int, int]] = []
@@ -191,7 +194,7 @@ def look() -> tuple[int, int]:
 
 
 def words_of(number: int) -> int:
-    """Returns the number of elements of message ``number``, which both processes compute."""
+    """Returns the number of elements of message ``number``. Both processes compute this number."""
     if number % 1009 == 1008:
         return PIECES_WORDS
     return WORDS[2] if number % 16 else WORDS[number // 16 % len(WORDS)]

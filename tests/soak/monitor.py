@@ -27,7 +27,7 @@ MOST_STATUS = 2.0
 
 
 def of_status(options: argparse.Namespace) -> Result:
-    """Measures how fast the monitor reads generated logs."""
+    """Measures how fast the monitor reads generated logs of ``options.gigabytes``."""
     program_s, answer_s = [], []
     with tempfile.TemporaryDirectory() as folder:
         nbytes = write_logs(Path(folder, "pods-1"), int(options.gigabytes * 1e9))

@@ -66,7 +66,7 @@ class Events:
 
     @property
     def are_over(self) -> bool:
-        """Whether all lasting events are over."""
+        """Returns whether all lasting events are over."""
         return not self._undo
 
     def do(self, name: str, node: Node) -> str | None:
@@ -153,7 +153,7 @@ class Events:
 
 
 def role(process: psutil.Process) -> str:
-    """Returns a text with the role, the ID and the state of a process of the job."""
+    """Returns a text with the role, the ID and the state of ``process``, a process of the job."""
     with contextlib.suppress(psutil.Error):
         command = process.cmdline()
         parent = process.parent()

@@ -90,7 +90,10 @@ class NoisyJob:
 
 @contextlib.contextmanager
 def noise(seed: int) -> Iterator[None]:
-    """Runs busy programs on random processors for random times, until the context ends."""
+    """Runs busy programs on random processors for random times, until the context exits.
+
+    ``seed`` selects the processors and the times.
+    """
     draw = random.Random(seed)
     done = threading.Event()
     processors = sorted(os.sched_getaffinity(0))
@@ -156,17 +159,19 @@ def _of_ranks(layers: list[int], *, is_v: bool) -> bool:
 def moving_job(
     flags: list[str], patience: int, folder: Path, seed: int
 ) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that may move layers.
+    """Trains a job with ``flags``, which may move layers.
 
-    Returns the number of moves, and descriptions of the moves that were not undone in time.
+    Returns the number of moves, and descriptions of moves that were not undone within ``patience``
+    iterations. ``seed`` selects the noise. The log is written to ``folder``.
     """
     return kept_moves(_train(flags, folder, seed), patience)
 
 
 def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that distributes microbatches.
+    """Trains a job with ``flags``, which distributes microbatches.
 
-    Returns 0, because no layers move, and a description of the shares if they are uneven.
+    Returns 0, because no layers move, and a description of the shares if they are uneven. ``seed``
+    selects the noise. The log is written to ``folder``.
     """
     path = folder / "record.json"
     _train([*flags, "--record-schedule", str(path)], folder, seed)
@@ -179,7 +184,10 @@ def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[s
 
 
 def _train(flags: list[str], folder: Path, seed: int) -> str:
-    """Trains a job with two ranks while other programs run, and returns the log of the job."""
+    """Trains a job with ``flags`` while other programs run, and returns the log of the job.
+
+    ``seed`` selects the other programs. The log is written to ``folder``.
+    """
     log = folder / "log.txt"
     command = [str(TIMED_LAYERS), *COMMON, *flags]
     variables = {"LAYER_MS": random.Random(seed).choice(LAYER_MS)}
@@ -202,7 +210,10 @@ KINDS: dict[str, Callable[[Path, int], tuple[int, tuple[str, ...]]]] = {
 
 
 def run_jobs(names: list[str], minutes: float, seed: int) -> list[NoisyJob]:
-    """Runs at least one job of each kind, and more jobs until ``minutes`` have passed."""
+    """Runs a job of each kind in ``names``, and more jobs until ``minutes`` have passed.
+
+    ``seed`` is the seed of the first job. Later jobs use the next seeds.
+    """
     jobs: list[NoisyJob] = []
     end_s = time.monotonic() + 60 * minutes
     while time.monotonic() < end_s or len(jobs) < len(names):

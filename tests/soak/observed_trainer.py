@@ -23,7 +23,10 @@ from tests.soak.slow_trainer import slow_down  # noqa: E402
 
 
 def observe(folder: Path) -> None:
-    """Makes ranks appear to be on two machines and write their clock ports to ``folder``."""
+    """Makes ranks appear to be on two machines.
+
+    Each rank writes the port of its clock server to ``folder``.
+    """
     start, serve = executor_setup.start_clock_sync, clock.ClockServer.__init__
 
     def start_between_machines(*, clock_id: str, rank: int, **more: Any) -> Any:

@@ -130,7 +130,11 @@ def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> N
 
 
 def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterator[Path]:
-    """Yields files that were modified after ``since_s`` and that other users can read."""
+    """Yields files that were modified after ``since_s`` and that other users can read.
+
+    ``folders`` are searched recursively. ``is_other`` states whether this process runs as another
+    user.
+    """
     for folder in folders:
         for parent, below, names in os.walk(folder):
             if not is_other:
@@ -202,7 +206,10 @@ class _CannotRunError(Exception):
 
 
 def _seen_in_sight(folder: Path) -> int:
-    """Puts a text into a file and a command line, and returns in how many the scanner finds it."""
+    """Returns in how many of two places, a file and a command line, the scanner finds a text.
+
+    The file is written to ``folder``.
+    """
     (folder / "in-sight").write_text("the secret is in-plain-sight")
     scanner = Scanner(["in-plain-sight"], [folder])
     with subprocess.Popen(["sleep", "60", "in-plain-sight"], stderr=subprocess.DEVNULL) as sleeper:
@@ -222,7 +229,8 @@ def _seen_in_sight(folder: Path) -> int:
 def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
     """Runs a job whose only node is reached by ssh, and whose manager has the secrets.
 
-    Returns whether the processes of the node had all variables.
+    Returns whether the processes of the node had all variables. ``planted`` contains the secrets,
+    and ``scan`` searches for them while the job runs.
     """
     if reason := sshd.why_not():
         raise _CannotRunError(reason)
@@ -278,7 +286,10 @@ def _ssh_programs(folder: Path) -> Path:
 
 
 def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
-    """Writes a ``conf.sh`` with the secrets that only this user can read, and returns its path."""
+    """Writes a ``conf.sh`` with the secrets ``planted`` to ``folder``, and returns its path.
+
+    Only this user can read the file.
+    """
     quoted = {name: value.replace("'", "'\\''") for name, value in {**planted, **PLAIN}.items()}
     path = folder / "conf.sh"
     path.touch(0o600)
@@ -289,7 +300,8 @@ def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
 def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
     """Runs a job of one pod, and creates the report page and the status of the job.
 
-    Returns whether a rank had all variables.
+    Returns whether a rank had all variables. ``planted`` contains the secrets, and ``scan``
+    searches for them while the job runs.
     """
     conf = _conf(folder, planted)
     expected = {**planted, **PLAIN}
@@ -320,7 +332,10 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
 
 
 def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Submits a job to fake Slurm programs, and returns whether ``sbatch`` had all secrets."""
+    """Submits a job to fake Slurm programs, and returns whether ``sbatch`` had all secrets.
+
+    ``planted`` contains the secrets, and ``scan`` searches for them.
+    """
     programs = folder / "bin"
     programs.mkdir()
     (programs / "sinfo").write_text("#!/bin/sh\necho 'pc|(null)|4'\n")

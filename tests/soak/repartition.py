@@ -46,7 +46,10 @@ AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
 
 
 def repartition(folder: Path, *, quick: bool) -> Result:
-    """Measures how much of a slow rank's delay is recovered, and how long moves of layers take."""
+    """Measures how much of a slow rank's delay is recovered, and how long moves of layers take.
+
+    All files are written to ``folder``. If ``quick`` is true, there are fewer rounds.
+    """
     figures = _regained(folder, rounds=3 if quick else 8) | _move(folder, moves=4 if quick else 12)
     loss = "repartition_loss_difference"
     rows = [
@@ -103,7 +106,10 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
 
 
 def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Returns the median step time by partition, in ms, without the steps that moved layers."""
+    """Returns the median step time by partition, in ms, without the steps that moved layers.
+
+    ``lines`` are lines of the progress file. ``turns`` contains the first step with each partition.
+    """
     steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
     seconds: dict[tuple[int, ...], list[float]] = {}
     for first, partition in turns["turns"]:
@@ -131,7 +137,10 @@ def _ideal() -> tuple[int, ...]:
 
 
 def _move(folder: Path, *, moves: int) -> dict[str, Any]:
-    """Moves a layer to the next rank and back several times, and returns the measured times."""
+    """Moves a layer to the next rank and back, and returns the measured times.
+
+    The layer is moved ``moves`` times in total.
+    """
     partitions = itertools.cycle(("3-1-2-2", "2-2-2-2"))
     moved = [6 + 4 * number for number in range(moves)]
     text = ",".join(f"{step}:{next(partitions)}" for step in moved)
@@ -153,6 +162,10 @@ def _move(folder: Path, *, moves: int) -> dict[str, Any]:
 def _train(
     flags: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Trains a model on four ranks, and returns the lines of the progress file as dicts."""
+    """Trains a model for ``steps`` steps on four ranks, with the flags ``flags``.
+
+    Returns the lines of the progress file in ``folder`` as dicts. ``settings`` contains additional
+    environment variables.
+    """
     flags = [str(WORKER), *COMMON, *flags, "--train-iters", str(steps)]
     return train(flags, folder, RANKS, LIMIT_S, settings)

@@ -35,9 +35,10 @@ def slow_down(seconds: float) -> None:
 
 
 def reload(iterations: Sequence[int], arguments: Sequence[str]) -> None:
-    """Loads several checkpoints into one model, one after another.
+    """Loads the checkpoints of ``iterations`` into one model, one after another.
 
-    Exits with a message if a checkpoint contains wrong progress.
+    ``arguments`` contains the flags of the trainer. Exits with a message if a checkpoint contains
+    wrong progress.
     """
     rank = GptRank(arguments)
     batch = rank.config.batch.global_batch_size

@@ -61,7 +61,10 @@ def started_lab() -> Iterator[Lab]:
 
 
 def until(holds: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
-    """Waits until ``holds()`` is true, and returns how many seconds this took."""
+    """Waits until ``holds()`` is true, and returns how many seconds this took.
+
+    Raises a TimeoutError that contains ``name`` after ``limit_s`` seconds.
+    """
     begin_s = time.perf_counter()
     while not holds():
         if time.perf_counter() - begin_s > limit_s:
@@ -83,7 +86,10 @@ def conf_in(folder: Path) -> LaunchConf:
 
 
 def submitted(lab: Lab, conf: LaunchConf) -> int:
-    """Submits the batch script that ``job submit`` would write, and returns the ID of the job."""
+    """Submits a job with the configuration ``conf`` to ``lab``, and returns the job's ID.
+
+    ``job submit`` would write the same batch script.
+    """
     settings = conf.folder / "settings.json"
     settings.write_text(settings_text(conf))
     script = conf.folder / "job.sbatch"
@@ -115,7 +121,10 @@ def finished(lab: Lab, job: int) -> None:
 
 
 def slurm_start(lab: Lab, folder: Path) -> float:
-    """Returns the time in seconds from the call of sbatch to the first iteration."""
+    """Returns the time in seconds from the call of sbatch to the first iteration.
+
+    The job runs in ``lab``, and its files are in ``folder``.
+    """
     conf = conf_in(folder)
     begin_s = time.perf_counter()
     job = submitted(lab, conf)
@@ -128,7 +137,10 @@ def slurm_start(lab: Lab, folder: Path) -> float:
 
 
 def torchrun_start(lab: Lab, folder: Path) -> float:
-    """Returns the seconds from the start of torchrun on both nodes to the first iteration."""
+    """Returns the seconds from the start of torchrun on both nodes to the first iteration.
+
+    The job runs in ``lab``, and its files are in ``folder``.
+    """
     conf = conf_in(folder)
     launcher = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
     launcher += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
@@ -149,7 +161,7 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Runs the part ``start``, which alternates between starts by Slurm and by torchrun."""
+    """Runs the part ``start``, which starts jobs alternately by Slurm and by torchrun."""
     with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
         alone, slurm = [], []
         for turn in range(options.repetitions):
@@ -200,10 +212,10 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Makes a job lose a node in the given way, a method of ``lab``.
+    """Makes a job lose a node by the method ``way`` of ``lab``.
 
     Returns the seconds until the monitor reports the node, the seconds until the job ends, and
-    descriptions of processes that are left.
+    descriptions of processes that are left. The files of the job are in ``folder``.
     """
     conf = conf_in(folder)
     job = submitted(lab, conf)
@@ -259,7 +271,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {"start": of_start, "
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parses ``arguments``, or the arguments of this process if ``arguments`` is ``None``."""
     parser = parser_of(__doc__, PARTS, "fewer turns, within ten minutes")
     parser.add_argument("--repetitions", type=int, help="repetitions of the part start, at least 3")
     options = parser.parse_args(arguments)

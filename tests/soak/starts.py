@@ -59,9 +59,9 @@ def batch() -> dict[str, Any]:
 
 
 def start_alone(folder: Path) -> tuple[float, float]:
-    """Loads the model with ``transformers`` and trains one step.
+    """Loads the model in ``folder`` with ``transformers`` and trains one step.
 
-    Returns the time of ``perf_counter`` at the end, and the loss.
+    Returns the value of ``perf_counter`` after the step, and the loss.
     """
     import torch
     import transformers
@@ -76,9 +76,9 @@ def start_alone(folder: Path) -> tuple[float, float]:
 
 
 def start_pipeline(folder: Path) -> tuple[float, float]:
-    """Loads the model as a pipeline and trains one step.
+    """Loads the model in ``folder`` as a pipeline and trains one step.
 
-    Returns the time of ``perf_counter`` at the end, and the loss.
+    Returns the value of ``perf_counter`` after the step, and the loss.
     """
     import torch
 
@@ -92,7 +92,11 @@ def start_pipeline(folder: Path) -> tuple[float, float]:
 
 
 def be_rank(kind: str, folder: str, output: str) -> None:
-    """Runs one process of a start, and writes its duration in seconds and its loss to a file."""
+    """Runs one process of a start of the model in ``folder``, and writes the result to ``output``.
+
+    The result is the duration in seconds and the loss. ``kind`` selects ``transformers`` or a
+    pipeline.
+    """
     import torch
     import transformers
 
@@ -110,7 +114,8 @@ def be_rank(kind: str, folder: str, output: str) -> None:
 def start(kind: str, folder: Path, ranks: int) -> tuple[float, float]:
     """Starts ``ranks`` processes that load the model in ``folder`` and train one step.
 
-    Returns the duration in seconds of the slowest process, and the loss of the step.
+    Returns the duration in seconds of the slowest process, and the loss of the step. ``kind``
+    selects ``transformers`` or a pipeline.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     variables = {"THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
@@ -122,7 +127,10 @@ def start(kind: str, folder: Path, ranks: int) -> tuple[float, float]:
 
 
 def starts(quick: bool) -> Result:
-    """Repeats all kinds of starts, and returns a table row for each number of processes."""
+    """Repeats all kinds of starts, and returns a table row for each number of processes.
+
+    If ``quick``, starts a small model once.
+    """
     rows: list[Row] = []
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -91,7 +91,7 @@ class Visit:
 
 
 def visits(draw: random.Random) -> Iterator[Visit]:
-    """Yields random connections of all kinds, without end."""
+    """Yields connections of all kinds, drawn with ``draw``, without end."""
     hello = Handshake("guessed", "manager", visiting=True).first
     wrong = Session(b"one", b"two")
     while True:
@@ -115,7 +115,7 @@ def visits(draw: random.Random) -> Iterator[Visit]:
 
 
 def hellos(draw: random.Random) -> Iterator[Visit]:
-    """Yields random connections to a rank that waits for its peers, without end."""
+    """Yields connections to a rank that waits for its peers, drawn with ``draw``, without end."""
     while True:
         version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
         token, purpose = draw.randbytes(16), draw.choice((b"tcp", b"shm", b"rdma", b"\xff" * 16))
@@ -135,7 +135,10 @@ def hellos(draw: random.Random) -> Iterator[Visit]:
 
 
 def _guess(shake: Handshake, answer: bytes) -> bytes:
-    """Returns the last message of a stranger that has guessed a wrong secret."""
+    """Returns the last handshake message of a client with a wrong secret.
+
+    ``shake`` is the handshake of the client, and ``answer`` is the answer of the listener.
+    """
     with contextlib.suppress(StrangerError):
         shake.advance(answer)
     return shake._prove("visitor") + Session(b"one", b"two").seal(b'{"what": "welcome"}')
@@ -242,7 +245,7 @@ class Crowd:
                 connection.shutdown(socket.SHUT_WR)
 
     def _finish(self, connection: socket.socket, visit: Visit) -> None:
-        """Sends the rest of ``visit``, and waits until the listener closes the connection."""
+        """Sends the rest of ``visit`` over ``connection``, and waits until the peer closes it."""
         try:
             answer = connection.recv(4096)
             if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
@@ -303,7 +306,13 @@ def crowds(
 def _speak(
     service: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
-    """Runs a process in which strangers connect to the listener ``service``."""
+    """Runs a process in which strangers connect to the listener ``service``.
+
+    ``seed`` is the seed of all draws.
+
+    The strangers send up to ``messages`` messages, and stop early if ``is_over`` returns true. The
+    process adds its results to ``counts``.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if service.unix:
         os.setgroups([])
@@ -335,7 +344,7 @@ def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
-    """Returns table rows with the results of :func:`measure`."""
+    """Returns table rows with the results of :func:`measure`, which takes the same arguments."""
     result = measure(messages, limit_s, seed)
     least = min(result["said"].values())
     said = ", ".join(
@@ -406,7 +415,13 @@ def _talk(
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers connect to ``places``, and calls ``then`` before the strangers stop."""
+    """Lets strangers connect to ``places``, and calls ``then`` before the strangers stop.
+
+    ``seed`` is the seed of all draws.
+
+    The strangers stop after ``messages`` messages to each listener, after ``limit_s`` seconds, or
+    if ``is_over`` returns true. Their results are added to ``result``.
+    """
     begun_s = time.monotonic()
     with crowds(places, messages, seed, result) as talking:
         while any(process.is_alive() for process in talking) and not is_over():
@@ -502,7 +517,7 @@ def _elastic(
 
 
 def _complaints(said: str, most: int) -> list[str]:
-    """Returns descriptions of tracebacks and of too many warnings in the output ``said``."""
+    """Returns descriptions of tracebacks, and of more than ``most`` warnings, in ``said``."""
     warnings = [line for line in said.splitlines() if "does not belong to this job and" in line]
     complaints = ["a traceback"] if "Traceback" in said else []
     return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
@@ -512,7 +527,10 @@ def _complaints(said: str, most: int) -> list[str]:
 def _started(
     log: Path, *command: str | Path, **variables: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the program ``command`` until the context exits."""
+    """Runs the program ``command`` until the context exits.
+
+    The program writes to ``log``, and gets the environment variables ``variables``.
+    """
     program = start(command, log, {**forking(), **variables})
     try:
         yield program
@@ -555,7 +573,10 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[s
 
 
 def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers connect to ``doctor`` while it waits for a node, then starts that node."""
+    """Lets strangers connect to ``doctor`` while it waits for a node, then starts that node.
+
+    The parameters are those of :func:`_talk`. The log is written to ``folder``.
+    """
     secret, port, log = new_secret(), free_port(), folder / "doctor.txt"
     command = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
     command += ["--master-port", str(port), "--timeout", "3000", "--json"]
@@ -577,7 +598,10 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
 
 
 def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers connect to a rank that waits for its peer, and then starts the peer."""
+    """Lets strangers connect to a rank that waits for its peer, and then starts the peer.
+
+    The ranks connect with the transport ``kind``. The other parameters are those of :func:`_talk`.
+    """
     if kind == "shm" and os.geteuid() != 0:
         return
     module, token = extension.require("this part"), os.urandom(16)

@@ -60,7 +60,7 @@ def test_a_stream_that_takes_too_long_is_ended() -> None:
 
 @contextlib.contextmanager
 def neighbour(name: str) -> Iterator[None]:
-    """Keeps creating sockets and shared memory, like a different job on the same machine."""
+    """Keeps creating sockets and shared memory with ``name`` in their names, like another job."""
     is_over = threading.Event()
     sockets: list[socket.socket] = []
     files: list[Path] = []

@@ -15,7 +15,10 @@ HITS = int(os.environ.get("INTERRUPTS", "3"))
 
 
 def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:
-    """Returns descriptions of all faults in ``chain``, each with the signal that caused it."""
+    """Returns descriptions of all faults in ``chain``, each with the signal that caused it.
+
+    ``hits`` is the number of signals, and ``seed`` is the seed of all draws.
+    """
     outcomes = run_chains(chain, seed, hits, print)
     return [f"{outcome.description}: {fault}" for outcome in outcomes for fault in outcome.faults]
 

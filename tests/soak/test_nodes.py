@@ -43,7 +43,10 @@ def told(start: int, stop: int, second: int) -> Lines:
 
 
 def judged(folder: Path, *epochs: Lines, printed: list[Step] | None = None) -> list[str]:
-    """Returns the faults of a job whose incarnations wrote the progress lines ``epochs``."""
+    """Returns the faults of a job whose incarnations wrote the progress lines ``epochs``.
+
+    ``printed`` contains the steps that the job has printed.
+    """
     record = Record(folder)
     for number, lines in enumerate(epochs, 1):
         path = folder / f"epoch-{number}-s" / "progress.jsonl"

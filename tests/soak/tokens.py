@@ -45,6 +45,8 @@ def compare(megabytes: float) -> Result:
 def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
     """Trains the tokenizers, and writes them to ``folder``.
 
+    The tokenizer of SentencePiece is trained on ``texts``.
+
     Returns the settings of each tokenizer and the encoding function of its library.
     """
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
@@ -101,7 +103,7 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
 
 
 def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Writes ``vocabulary`` in the format of tiktoken, and returns the number of tokens."""
+    """Writes ``vocabulary`` to ``path`` for tiktoken, and returns the number of tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letter_of: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
@@ -120,7 +122,10 @@ def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
 
 
 def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[Row]:
-    """Returns a row for each kind of tokenizer, with the number of documents that differ."""
+    """Returns a row for each tokenizer, with the number of ``texts`` whose tokens differ.
+
+    ``kinds`` contains the tokenizers, and ``note`` is added to each row.
+    """
     rows = []
     for kind, (settings, encode) in kinds.items():
         config = TokenizerConfig(tokenizer_type=kind, **settings)

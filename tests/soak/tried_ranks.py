@@ -75,7 +75,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[float]]:
-    """Trains a job with the plan file ``plan``.
+    """Trains a job with the plan file ``plan`` and the flags ``model`` for ``steps`` steps.
 
     Returns each rank's peak memory in bytes, and the step times in ms.
 
@@ -115,6 +115,8 @@ def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[fl
 def try_ranks(plan: Path, model: str) -> dict[str, Any]:
     """Tries each rank of the plan file ``plan`` in a separate process.
 
+    ``model`` contains the flags of the model.
+
     Returns the results, which the processes write to the plan file.
 
     Raises:
@@ -138,7 +140,10 @@ def try_ranks(plan: Path, model: str) -> dict[str, Any]:
 
 
 def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
-    """Compares a job's memory and step time with the results of ``plan --try``."""
+    """Compares a job's memory and step time with the results of ``plan --try``.
+
+    ``vocabulary`` is the vocabulary size of the job.
+    """
     model = model_of(vocabulary)
     memory: dict[int, list[float]] = {rank: [] for rank in range(RANKS)}
     steps: list[float] = []
@@ -162,9 +167,10 @@ def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
 
 
 def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> list[Row]:
-    """Returns a row with ratios of tried to real values, and a row with their distance from 1.
+    """Returns a row with ``quotients`` of tried and real values, and a row with a distance.
 
-    The distance is that of the median.
+    The distance is the difference of the median from 1, and must be at most ``goal``. The rows have
+    the title ``title`` and the note ``note``.
     """
     distance = abs(statistics.median(quotients) - 1)
     return [

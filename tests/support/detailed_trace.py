@@ -19,7 +19,10 @@ _MARKER = '{"begin_iteration": '
 
 
 def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
-    """Applies ``change`` to the marker of each iteration in the trace of ``rank``."""
+    """Applies ``change`` to the marker of each iteration in the trace of ``rank``.
+
+    A marker is the line that begins an iteration. ``folder`` contains the traces.
+    """
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     lines = path.read_text().splitlines()
     for index, line in enumerate(lines):
@@ -31,7 +34,7 @@ def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> 
 
 
 def _starts_ns(folder: Path, rank: int) -> dict[int, int]:
-    """Returns the start of each iteration in the trace of ``rank``, in nanoseconds."""
+    """Returns the start of each iteration in ns, from the trace of ``rank`` in ``folder``."""
     starts = {}
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     for line in path.read_text().splitlines():
@@ -84,7 +87,10 @@ def add_collectives(
 def _add_group(
     kind: str, members: tuple[int, ...], rows: dict[int, list[list[int]]], marker: dict[str, Any]
 ) -> None:
-    """Adds ``rows``, a rank's collectives in one group, to the ``marker`` of their iteration."""
+    """Adds ``rows``, a rank's collectives in one group, to the ``marker`` of their iteration.
+
+    The group has the kind ``kind`` and the ranks ``members``.
+    """
     kept = rows[marker["begin_iteration"]]
     group = {
         "kind": kind,

@@ -66,7 +66,11 @@ def write_enlarged(
 def _blocks(
     lines: list[str], old: int, new: int, dp_rank: int, factor: float
 ) -> list[tuple[dict[str, int], list[str]]]:
-    """Returns markers and spans for replica ``dp_rank``, with other peers and longer durations."""
+    """Returns each marker in the trace ``lines`` with its spans, changed for replica ``dp_rank``.
+
+    The number of replicas changes from ``old`` to ``new``, which changes the ranks of peers. The
+    durations of passes are multiplied by ``factor``.
+    """
     blocks: list[tuple[dict[str, int], list[str]]] = []
     for line in lines:
         if line.startswith("{"):

@@ -66,7 +66,10 @@ def read_from_disk(path: str) -> None:
 
 
 def read_mapped(path: str, group: Path) -> None:
-    """Makes each forward pass read the mapped file ``path``, which exceeds the group's memory."""
+    """Makes each forward pass read the mapped file ``path``.
+
+    The control group ``group`` has too little memory for the whole file.
+    """
     forward = MegatronStages.forward
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

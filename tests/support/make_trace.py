@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parses a fault in the format of :data:`FAULT_HELP`, and returns it.
+    """Parses ``text``, a fault in the format of :data:`FAULT_HELP`, and returns the fault.
 
     Raises:
         ConfigError: The text does not have this format.

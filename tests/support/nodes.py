@@ -95,7 +95,10 @@ class Node:
         self.mend()
 
     def boot(self, command: Sequence[str], variables: dict[str, str]) -> None:
-        """Runs ``command`` on the node, and first kills all of its processes if it is running."""
+        """Runs ``command`` on the node with the environment variables ``variables``.
+
+        First kills all processes of the node if it is running.
+        """
         self.off()
         self.mend()
         self._status.unlink(missing_ok=True)
@@ -142,22 +145,22 @@ class Node:
 
     @property
     def is_on(self) -> bool:
-        """Whether the node is powered on."""
+        """Returns whether the node is powered on."""
         return self._init is not None and self._init.poll() is None
 
     @property
     def is_running(self) -> bool:
-        """Whether the node's part of the job is running."""
+        """Returns whether the node's part of the job is running."""
         return self.is_on and self.status is None
 
     @property
     def status(self) -> int | None:
-        """Exit status of the node's part of the job, or ``None`` while it runs."""
+        """Returns the exit status of the node's part of the job, or ``None`` while it runs."""
         return int(self._status.read_text()) if self._status.exists() else None
 
     @property
     def said(self) -> str:
-        """Output of the node since its last start."""
+        """Returns the output of the node since its last start."""
         with self.log.open("rb") as log:
             log.seek(self.begun_at)
             return log.read().decode(errors="replace")

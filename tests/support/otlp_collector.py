@@ -34,7 +34,7 @@ class Collector:
 
     @property
     def spans(self) -> list[dict[str, Any]]:
-        """Spans of all stored requests."""
+        """Returns the spans of all stored requests."""
         return [
             span
             for request in [*self.requests]
@@ -45,7 +45,7 @@ class Collector:
 
     @property
     def ranks(self) -> set[str]:
-        """Values of the resource attribute ``dl.rank`` in all stored requests."""
+        """Returns the values of the resource attribute ``dl.rank`` in all stored requests."""
         return {
             attribute["value"]["intValue"]
             for request in [*self.requests]

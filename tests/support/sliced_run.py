@@ -60,13 +60,13 @@ class SlicedRun:
 
     @property
     def rows(self) -> list[list[int]]:
-        """Lengths of the documents in each row."""
+        """Returns the lengths of the documents in each row."""
         packed = first_fit(self.documents, self.tokens)
         return [[self.documents[number] for number in row] for row in packed]
 
     @property
     def cuts(self) -> list[Cut]:
-        """Objects that describe how each row is cut into slices."""
+        """Returns objects that describe how each row is cut into slices."""
         return [self._cut(row) for row in self.rows]
 
     def _cut(self, row: Sequence[int]) -> Cut:
@@ -75,7 +75,7 @@ class SlicedRun:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Number of slices of each row."""
+        """Returns the number of slices of each row."""
         return tuple(len(cut.ends) for cut in self.cuts)
 
     def _width(self, row: Sequence[int]) -> int:

@@ -26,7 +26,10 @@ class Problem(PlanInputs):
 
 
 def random_problem(seed: int) -> Problem:
-    """Returns a random problem with at most four nodes, three node types and seven layers."""
+    """Returns a random problem with at most four nodes, three node types and seven layers.
+
+    ``seed`` is the seed of all draws.
+    """
     rng, more = random.Random(seed), random.Random(-seed - 1)
     kinds = {
         name: LayerKind(
@@ -112,7 +115,10 @@ def searcher_of(problem: Problem) -> Searcher:
 
 
 def brute_force(problem: Problem) -> float:
-    """Returns the predicted step time of the best plan in seconds, or infinity if no plan fits."""
+    """Returns the predicted step time of the best plan for ``problem`` in seconds.
+
+    Returns infinity if no plan fits.
+    """
     best = float("inf")
     for plan in _plans(problem):
         prediction = predict(plan, problem)
@@ -168,7 +174,10 @@ def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def better(problem: Problem, seed: int) -> Problem:
-    """Returns a copy of ``problem`` with more memory, a faster link or a faster type of GPU."""
+    """Returns a copy of ``problem`` with more memory, a faster link or a faster type of GPU.
+
+    ``seed`` selects the change.
+    """
     rng = random.Random(seed)
     groups = list(problem.cluster.groups)
     index = rng.randrange(len(groups))

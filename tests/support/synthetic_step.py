@@ -100,7 +100,10 @@ class _Step:
         return actions
 
     def rows(self, rank: int, policy: Policy, data_ns: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns the trace rows of ``rank``: data loading, waits, receives, sends and actions."""
+        """Returns the trace rows of ``rank``: data loading, waits, receives, sends and actions.
+
+        ``policy`` chose the actions. ``data_ns`` contains the time to load each microbatch, in ns.
+        """
         placement, reasons = self._placement, REASON
         data, waits, actions = [], [], []
         receives = [

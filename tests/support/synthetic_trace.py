@@ -175,7 +175,10 @@ class SyntheticRun:
 
     @property
     def world_size(self) -> int:
-        """Number of global ranks. Replicas of the same pipeline rank have adjacent global ranks."""
+        """Returns the number of global ranks.
+
+        Replicas of the same pipeline rank have adjacent global ranks.
+        """
         return self.num_ranks * self.replicas
 
 
@@ -314,7 +317,7 @@ class _Writer:
         return tuple(work)
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
-        """Simulates a step of ``replica``. In the returned rows, peers are global ranks."""
+        """Simulates step ``iteration`` of ``replica``. In the rows, peers are global ranks."""
         run, seed = self._run, int(self._rng.integers(2**31))
         work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
         work.durations_ps[F, 0, :: run.num_slices] += np.rint(data_s * PS_PER_S).astype(np.int64)
@@ -337,7 +340,11 @@ class _Writer:
     def _iteration(
         self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
     ) -> int:
-        """Writes ``iteration`` for all ranks, and returns the start of the next iteration in ns."""
+        """Writes ``iteration`` for all ranks, and returns the start of the next iteration in ns.
+
+        The iteration begins at ``begin_ns``. ``results`` contains each replica's simulation and
+        rows.
+        """
         run = self._run
         longest_s = max(result.makespan_s for result, _ in results)
         done_ns = begin_ns + round(longest_s * 1e9)
@@ -370,7 +377,10 @@ class _Writer:
         return updated_ns + 1_000_000
 
     def _exchanges(self, host: int, at_ns: int) -> ClockSamples:
-        """Returns several samples of the clock of ``host``, some of which are delayed."""
+        """Returns several samples of the clock of ``host``, some of which are delayed.
+
+        The first sample begins at the time ``at_ns``.
+        """
         samples = []
         for number in range(SAMPLES_PER_BURST):
             there, back = 15_000 + self._rng.exponential((30_000, 30_000))

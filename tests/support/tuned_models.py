@@ -121,7 +121,10 @@ def write_text_data(path: Path) -> None:
 
 
 def write_image_data(folder: Path, count: int = 20) -> Path:
-    """Writes ``count`` conversations about colors of images. All formats of lines occur."""
+    """Writes ``count`` conversations about colors of images to a file in ``folder``.
+
+    All formats of lines occur. Returns the path of the file.
+    """
     (folder / "images").mkdir(parents=True)
     for name, color in COLORS.items():
         Image.new("RGB", (20, 12), color).save(folder / "images" / f"{name}.png")

@@ -101,7 +101,10 @@ def build_optimizer(task: Task, model: Any) -> Any:
 
 
 def load(task: Task, model: Any, optimizer: Any) -> None:
-    """Loads weights and optimizer state from a checkpoint with functions of megatron-core."""
+    """Loads ``model`` and ``optimizer`` from the checkpoint of ``task``.
+
+    This function uses only functions of megatron-core.
+    """
     inner = model.module.module if task["bf16"] else model.module
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     layout = {
@@ -163,14 +166,20 @@ def samples(task: Task) -> Any:
 
 
 def mean_loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
-    """Returns the loss of a microbatch, and a dict of values that the training loop collects."""
+    """Returns the loss of a microbatch, and a dict of values that the training loop collects.
+
+    ``mask`` contains 1 for each token to learn. ``output`` contains the losses of the tokens.
+    """
     loss = torch.sum(output.float().view(-1) * mask.view(-1)) / mask.sum()
     # Clone the loss, because the loop divides it in place.
     return loss, {"lm loss": loss.detach().clone()}
 
 
 def forward_step(batches: Any, model: Any) -> Any:
-    """Runs the next microbatch, which is a single sample, through ``model``."""
+    """Runs the next microbatch of ``batches``, which is a single sample, through ``model``.
+
+    Returns the output and the function that computes the loss.
+    """
     sample = {name: tensor[None] for name, tensor in next(batches).items()}
     length = sample["tokens"].shape[1]
     later = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
@@ -182,7 +191,10 @@ def forward_step(batches: Any, model: Any) -> Any:
 
 
 def train(task: Task, model: Any, optimizer: Any) -> list[tuple[float, float]]:
-    """Runs all steps after the first step. Returns the loss and the gradient norm of each step."""
+    """Runs all steps of ``task`` after the first step, with ``model`` and ``optimizer``.
+
+    Returns the loss and the gradient norm of each step.
+    """
     model.train()
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.finalize_model_grads_func = finalize_model_grads

@@ -108,7 +108,10 @@ def test_averages_go_on_where_another_rank_writes() -> None:
 def printed(
     *reports: IterationReport, flags: str = "", world_size: int = 1, accelerator: Accelerator = CPU
 ) -> list[str]:
-    """Returns the lines that the log prints for ``reports``, with the trainer flags ``flags``."""
+    """Returns the lines that the log prints for ``reports``.
+
+    The trainer has the flags ``flags``, ``world_size`` ranks and the device ``accelerator``.
+    """
     stream = io.StringIO()
     log = make_log(settings(flags, world_size), stream, accelerator=accelerator)
     for each in reports:
@@ -343,8 +346,9 @@ class TestTensorBoard:
 
 class TestBar:
     def open_terminal(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-        """Replaces standard error by a terminal. Returns a function that closes it and returns its
-        text.
+        """Replaces standard error by a terminal, and returns a function that reads its text.
+
+        The function closes the terminal.
 
         This is not a fixture, because pytest replaces standard error after it has set up the
         fixtures.

@@ -134,7 +134,11 @@ def cases() -> list[tuple[str, str]]:
 
 
 def run(command: list[str], ranks: int, log: Path, path: str) -> None:
-    """Runs ``command`` with the megatron-core in ``path``, and fails the test if a rank fails."""
+    """Runs ``command`` on several ranks, and fails the test if a rank fails.
+
+    ``ranks`` is the number of ranks, ``log`` is the file for their output, and ``path`` is the
+    value of PYTHONPATH with which they import megatron-core.
+    """
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)
 

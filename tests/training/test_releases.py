@@ -74,7 +74,11 @@ def path_of(release: str) -> str:
 def train(
     release: str, model: str, folder: Path, flags: str, *, rate: str = "1e-3"
 ) -> list[tuple[str, ...]]:
-    """Trains a model with ``release``. Returns the loss and the gradient norm of each step."""
+    """Trains a model with ``release``. Returns the loss and the gradient norm of each step.
+
+    ``model`` is a name in ``MODELS``, ``folder`` is the folder for the log, ``flags`` contains
+    further flags, and ``rate`` is the learning rate.
+    """
     ranks, settings = MODELS[model]
     log = folder / f"{release}.txt"
     arguments = f"{COMMON} {settings} {flags} --lr {rate}".split()

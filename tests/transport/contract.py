@@ -45,7 +45,10 @@ SHAPES = (
 
 
 def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
-    """Returns messages of every dtype and many shapes. Some are much larger than the channel."""
+    """Returns messages from rank ``sender`` of every dtype and many shapes.
+
+    Some messages are much larger than the channel.
+    """
     messages = []
     for number, dtype in enumerate(CODE_OF):
         for index, shape in enumerate(SHAPES):
@@ -75,7 +78,10 @@ def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]
 def exchange(
     rank: Rank, kind: str, crc: bool = False, shape: tuple[int, ...] | None = None
 ) -> None:
-    """Checks that messages of all dtypes and sizes arrive in order if both sides send at once."""
+    """Checks that messages of all dtypes and sizes arrive in order if both sides send at once.
+
+    ``crc`` turns checksums on. With ``shape``, all messages have this shape.
+    """
     dtype = torch.float32 if shape is None else torch.bfloat16
     transport, peer = rank.open(kind, transport_crc=crc, shape=shape, dtype=dtype)
     sent, due = (
@@ -92,7 +98,10 @@ def exchange(
 
 
 def wrap_around(rank: Rank, kind: str) -> None:
-    """Checks message sizes near slot boundaries, and receivers that release views in any order."""
+    """Checks that messages whose sizes are near slot boundaries arrive.
+
+    The receiver releases views in any order.
+    """
     transport, peer = rank.open(kind)
     rng = random.Random(5)
     around = [SLOT_BYTES * k + d for k in (1, 2, SLOTS, SLOTS + 1) for d in (-1, 0, 1)]
@@ -115,6 +124,8 @@ def far_ahead(
     rank: Rank, kind: str, count: int, nbytes: int, is_bounded: bool = False, fixed: bool = False
 ) -> None:
     """Checks that no send waits, even if the receiver takes messages only after the last send.
+
+    The sender sends ``count`` messages of ``nbytes`` bytes.
 
     With ``is_bounded``, waiting messages must not use the receiver's memory. With ``fixed``, the
     channel knows the shape in advance.
@@ -190,7 +201,10 @@ def train(rank: Rank, kind: str) -> None:
 def _backward(
     graphs: list[tuple[torch.Tensor, torch.Tensor]], transport: Transport, peer: int
 ) -> None:
-    """Runs the backward passes of ``graphs``, sends gradients to ``peer``, and clears the list."""
+    """Runs the backward passes of ``graphs``, and sends gradients to ``peer`` over ``transport``.
+
+    Also clears the list.
+    """
     for received, output in graphs:
         value = output.detach().clone()
         # megatron-core's deallocate_output_tensor and custom_backward do the same.
@@ -256,7 +270,7 @@ def reuse(rank: Rank, kind: str) -> None:
 
 
 def reserve(rank: Rank, kind: str) -> None:
-    """Checks reserved payloads that are sent or dropped, also if there are more than slots."""
+    """Checks that payloads can be reserved, sent and dropped, even if no slot is free."""
     transport, peer = rank.open(kind)
     shapes = [(1000,), (10, 20), (), (0, 3), (SLOT_BYTES,), (64, 3)]
     if rank.rank == 0:
@@ -462,6 +476,8 @@ def all_to_all(rank: Rank, kind: str) -> None:
 def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
     """Checks what happens if the test suspends a peer, first briefly and then permanently.
 
+    A peer is considered lost after ``limit_s`` seconds without a sign of life.
+
     Returns:
         Last errors on rank 1.
     """
@@ -483,7 +499,9 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
 
 
 def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
-    """Checks the errors on rank 1 if the test kills rank 0. Rank 1 sends, receives or waits.
+    """Checks the errors on rank 1 if the test kills rank 0.
+
+    ``doing`` says whether rank 1 sends, receives or waits.
 
     Returns:
         Errors on rank 1 from its queue and from further sends, and the time until the first error.
@@ -558,9 +576,9 @@ def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> None:
 
 
 def mixed(rank: Rank) -> None:
-    """Checks three ranks in a row: 0 and 1 use shm, 1 and 2 use gloo, and rank 1 has one queue.
+    """Checks that a rank can use shm with one peer and gloo with another peer.
 
-    The extension is missing on rank 2.
+    Three ranks form a row, in which only rank 2 lacks the extension. Rank 1 has a single queue.
     """
     peers = {0: [1], 1: [0, 2], 2: [1]}[rank.rank]
     rank.join_group()

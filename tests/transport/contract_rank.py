@@ -192,7 +192,10 @@ class HostNccl(NcclKind):
         return self._rank.streams
 
     def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
-        """Returns a gloo process group of two ranks instead of an NCCL group."""
+        """Returns a gloo process group of two ranks instead of an NCCL group.
+
+        This rank has the index ``index`` in the group, and ``store`` connects the two ranks.
+        """
         self._rank.num_pairs += 1
         if self._rank.fails_at == self._rank.num_pairs:
             raise RuntimeError("unhandled system error\nin a made-up library")

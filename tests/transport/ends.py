@@ -92,7 +92,7 @@ def label(number: int) -> Label:
 
 
 def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
-    """Returns the names of the events that ran within the ``record_function`` range ``mark``.
+    """Returns the names of events in ``profile`` within the ``record_function`` range ``mark``.
 
     Other events are ignored, because the profiler itself synchronizes when it stops.
     """

@@ -112,6 +112,8 @@ class Stages:
 def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -> list[list[float]]:
     """Runs ``steps`` steps, in which rank 1 is late by up to 10 ms before each action.
 
+    A step has ``microbatches`` microbatches. ``seed`` determines the delays.
+
     The other ranks are late by up to 1 ms.
 
     Returns:

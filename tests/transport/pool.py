@@ -76,7 +76,7 @@ class Pool:
             self._connections[worker].send(job)
 
     def result(self, worker: int, limit_s: float = WATCHDOG_S) -> Any:
-        """Waits until the program on ``worker`` finishes, and returns its result."""
+        """Waits up to ``limit_s`` seconds for the program on ``worker``, and returns its result."""
         connection = self._connections[worker]
         if not connection.poll(limit_s):
             self.stop()
@@ -92,7 +92,10 @@ class Pool:
         return value
 
     def status(self, worker: int, limit_s: float = WATCHDOG_S) -> int:
-        """Waits until ``worker`` exits, and returns its exit status (negative for a signal)."""
+        """Waits up to ``limit_s`` seconds until ``worker`` exits, and returns its exit status.
+
+        The status is negative if a signal killed the worker.
+        """
         process = self._processes[worker]
         process.join(limit_s)
         status = process.exitcode
@@ -135,7 +138,10 @@ class Pool:
 
 
 def run_calls(connection: Connection, port: int, output: Path | None) -> None:
-    """Runs the programs that ``connection`` requests, or one program if ``output`` is a path."""
+    """Runs the programs that ``connection`` requests, or one program if ``output`` is a path.
+
+    The programs use the store on ``port``.
+    """
     torch.set_num_threads(1)
     if output is not None:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -46,7 +46,10 @@ def refused(rank: Rank) -> None:
 
 
 def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> None:
-    """Sends the invalid ``header`` from rank 0 to rank 1, and returns the error on rank 1."""
+    """Sends the invalid ``header`` from rank 0 to rank 1, and returns the error on rank 1.
+
+    Rank 1 expects payloads of ``shape``, or of any shape if ``shape`` is ``None``.
+    """
     rank.join_group()
     group = dist.new_group(backend="gloo")
     if rank.rank == 1:
@@ -326,7 +329,10 @@ def broken(rank: Rank, port: int) -> None:
 
 
 def woken(rank: Rank, port: int, at_exit_s: int) -> None:
-    """Waits for messages in the main thread until it learns of a lost peer, and then exits."""
+    """Waits for messages in the main thread until it learns of a lost peer, and then exits.
+
+    Before the exit, the main thread holds the GIL for ``at_exit_s`` seconds.
+    """
     queue = CompletionQueue()
     calls = []
 

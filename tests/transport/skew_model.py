@@ -262,5 +262,5 @@ def _orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def standing_still(shape: Shape, seeds: int) -> int:
-    """Returns the number of seeds below ``seeds`` with which a job of this shape deadlocks."""
+    """Returns with how many of the first ``seeds`` seeds a job of the shape ``shape`` deadlocks."""
     return sum(Job(shape, seed).stands_still() for seed in range(seeds))

@@ -35,7 +35,11 @@ def port() -> Iterator[int]:
 
 
 def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host: str = "") -> None:
-    """Checks that ``text`` has exactly one error line of the survivor about rank ``dead``."""
+    """Checks that ``text`` has exactly one error line of rank ``survivor`` about rank ``dead``.
+
+    The line must contain ``pid``, the process ID of the lost rank, and the ``reason``. The lost
+    rank was on the host ``host``, or on this host if it is empty.
+    """
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
     name = f"rank {dead} (stage {dead}, pid {pid} on host {host or socket.gethostname()})"

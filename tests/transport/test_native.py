@@ -161,7 +161,7 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 def threads_of_messages(begin: Callable[[], None], number: int) -> tuple[set[str], set[str]]:
-    """Starts a communication. Returns its threads, and those that the machine counters know.
+    """Starts a communication, and returns its threads and those that the machine counters know.
 
     Args:
         begin: Function without arguments that starts the communication.

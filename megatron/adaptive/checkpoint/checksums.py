@@ -66,7 +66,7 @@ class Checksums:
                 self._block.reset()
 
     def result(self) -> FileSum:
-        """Returns the number of bytes appended so far, and their blocks' checksums."""
+        """Returns the number of appended bytes, and the concatenated checksums of their blocks."""
         hashes = list(self._done)
         if self.size % BLOCK_BYTES:
             hashes.append(self._block.hexdigest())
@@ -94,7 +94,7 @@ def sum_of_file(path: Path) -> FileSum:
 
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
-    """Writes ``data`` to the unbuffered file ``file``, and appends it to the checksums in ``sums``.
+    """Writes ``data`` to the unbuffered file ``file``, and adds its checksums to ``sums``.
 
     Returns:
         Number of bytes written.
@@ -118,8 +118,8 @@ class CheckedFile:
     Args:
         paths: Paths of copies of the file. If a block is damaged in a copy, this block and all
             later blocks are read from the next copy.
-        expected: Size of the file in bytes, and the checksums of its blocks. Without checksums, as
-            in checkpoints of earlier versions, only the size is verified.
+        expected: Size of the file in bytes, and the checksums of its blocks. Checkpoints of earlier
+            versions have no checksums, so only the size of their files is verified.
     """
 
     def __init__(self, paths: Sequence[Path], expected: FileSum) -> None:
@@ -231,7 +231,7 @@ def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
 
 
 def sealed(lines: Sequence[str]) -> str:
-    """Returns the text of a manifest that consists of ``lines`` (JSON) and their checksum."""
+    """Returns the text of a manifest with the JSON entries ``lines`` and a checksum of them."""
     text = "{\n" + ",\n".join(lines)
     return text + _seal(text.encode())
 
@@ -266,8 +266,8 @@ def find_damage(
     Args:
         folder: Folder of the files.
         files: Size in bytes of each file, by name.
-        blocks: Concatenated checksums of the blocks of each file, by name. If a file has no
-            checksums, as in checkpoints of earlier versions, only its size is compared.
+        blocks: Concatenated checksums of the blocks of each file, by name. Files of earlier
+            versions have no checksums, so only their sizes are compared.
         report: Function that is called with a line of text for each damaged file.
     """
     for name, size in files.items():

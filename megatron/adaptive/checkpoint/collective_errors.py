@@ -75,12 +75,12 @@ class RankGroup:
         return bool(is_set)
 
     def gather(self, value: _Result) -> list[_Result]:
-        """Returns a list of the values ``value`` of all ranks, ordered by rank."""
+        """Returns a list with the ``value`` of each rank, ordered by rank."""
         with naming_lost_peers():
             return gather(value, self.group)
 
     def first(self, action: Callable[[], object]) -> None:
-        """Runs ``action`` on rank 0 only. If it fails, all ranks raise its error."""
+        """Runs ``action`` on rank 0 only. If the action fails, all ranks raise its error."""
         self.together(lambda: action() if self.rank == 0 else None)
 
     def on_first(self, action: Callable[[], _Result]) -> _Result:
@@ -88,14 +88,15 @@ class RankGroup:
 
         If the action fails, all ranks raise its error.
         """
-        # Ranks other than 0 have the result None until from_first() broadcasts it.
+        # Ranks other than 0 have the result None until from_first() broadcasts the result of rank
+        # 0.
         result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
             of_first: _Result = from_first(result, self.group)
         return of_first
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
-        """Runs ``action`` on each rank. If it fails on any rank, all ranks raise an error.
+        """Runs ``action`` on each rank. If the action fails on any rank, all ranks raise an error.
 
         Args:
             action: Function to run on this rank.

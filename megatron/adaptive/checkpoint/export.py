@@ -6,9 +6,10 @@
                ──> adapter_model.safetensors, adapter_config.json
     adapter_model.safetensors ──> adapters of a built model
 
-:mod:`~megatron.adaptive.checkpoint.hugging_face_weights` maps the rows of tensors. An adapter is a
-pair of matrices (LoRA) whose product ``b @ a`` is added to a weight. ``b`` has the same rows as the
-weight. ``a`` has one block of rows for each Hugging Face tensor in the weight.
+:mod:`~megatron.adaptive.checkpoint.hugging_face_weights` defines which rows of a megatron-core
+tensor come from which Hugging Face tensor. An adapter is a pair of matrices (LoRA) whose product
+``b @ a`` is added to a weight. ``b`` has the same rows as the weight. ``a`` has one block of rows
+for each Hugging Face tensor in the weight.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ class _HuggingFaceTensors:
     Args:
         reader: Reader of the checkpoint.
         tensors: Shape and sources of each megatron-core tensor, by name.
-        copies: Name of the original tensor for each Hugging Face tensor that duplicates another
-            tensor.
+        copies: Name of the original tensor, by the name of the Hugging Face tensor that duplicates
+            it.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ def export_folder(
 
 
 def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for a model that has no adapters.
+    """Returns the tensors to export for ``exported``, a model that has no adapters.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.
@@ -261,7 +262,7 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
 
 
 def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for a model whose adapters are merged into its weights.
+    """Returns the tensors to export for ``exported``, with adapters merged into the weights.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.
@@ -291,8 +292,8 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
 def _whole(exported: _Exported) -> _HuggingFaceTensors:
     family = exported.model.family
     copies = copies_of(exported.config, family)
-    # Export a duplicate only if it is inside a layer. An output matrix (head) that is tied to the
-    # embedding is not exported.
+    # Export duplicate tensors only if they are inside a layer. An output matrix (head) that is tied
+    # to the embedding is not exported.
     copies = {copied: name for copied, name in copies.items() if family.is_in_layer(copied)}
     return _HuggingFaceTensors(exported.reader, exported.tensors, copies)
 
@@ -442,9 +443,10 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
 
 
 def _adapter_config(exported: _Exported) -> bytes:
-    """Returns the content of ``adapter_config.json`` for exported adapters.
+    """Returns the content of ``adapter_config.json`` for the adapters of ``exported``.
 
-    If the run loaded the adapters and kept their settings, this is the original file.
+    If the run loaded the adapters and kept their settings, the content of the original file is
+    returned.
     """
     lora = exported.config.lora
     loaded = None if lora.load_lora is None else Path(lora.load_lora)

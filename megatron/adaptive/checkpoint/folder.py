@@ -107,7 +107,7 @@ class StepFolders:
         self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
-        """Returns the path of the subfolder of ``step`` when it is complete."""
+        """Returns the path that the subfolder of ``step`` has once it is complete."""
         return self.path / self._name(step)
 
     def partial_path(self, step: int) -> Path:
@@ -115,7 +115,7 @@ class StepFolders:
         return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
-        """Returns the hidden path of the old subfolder of ``step`` while it is replaced."""
+        """Returns the hidden path of the old subfolder of ``step`` while a new one replaces it."""
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
@@ -157,7 +157,9 @@ class StepFolders:
         return False
 
     def begin(self, step: int) -> Path:
-        """Creates the partial folder of ``step`` and returns its path, after calling :meth:`clear`.
+        """Creates the partial folder of ``step`` and returns its path.
+
+        Calls :meth:`clear` first.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -343,8 +345,8 @@ class StepFolders:
     def verify(self, step: int) -> list[str]:
         """Reads all files of the checkpoint of ``step``, and verifies their sizes and checksums.
 
-        No process group and no torch are needed for this. It takes only slightly longer than
-        reading the files.
+        This requires neither a process group nor torch, and takes only slightly longer than reading
+        the files.
 
         Returns:
             A line of text for each damaged file. The line contains the name of the file and, if the
@@ -363,7 +365,7 @@ class StepFolders:
         return problems
 
     def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
-        """Checks the files in the subfolder ``path``, and returns the entries of its manifest.
+        """Checks the files of ``step`` in ``path``, and returns the entries of its manifest.
 
         Verifies the sizes of all files, and the checksums of all files except for shards (files
         with tensors). Checksums of shards are verified later, when the shards are read.
@@ -394,7 +396,7 @@ class StepFolders:
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
-        """Creates the error to raise if the subfolder ``path`` has no manifest."""
+        """Returns the error to raise if ``path`` has no manifest. Its text ends with ``remedy``."""
         return DamagedCheckpointError(
             f"{path} is incomplete ({self.manifest_name} is missing); {remedy}"
         )
@@ -425,7 +427,7 @@ class StepFolders:
     def _order(self, step: int) -> Mapping[str, Any]:
         """Returns additional entries for the manifest of ``step``.
 
-        They identify the checkpoint that was saved before.
+        The entries identify the checkpoint that was saved before ``step``.
         """
         return {}
 
@@ -689,7 +691,7 @@ class PipelineFolder(StepFolders):
 
 
 def is_shard(name: str) -> bool:
-    """Returns whether the file ``name`` contains tensors. Its checksums are verified on reading."""
+    """Returns whether the file ``name`` is a shard, which contains tensors."""
     return name.endswith(_SHARD)
 
 

@@ -47,7 +47,7 @@ from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.lora import MARK
 
 # Older versions of transformers saved these buffers. They are ignored, because the trainer computes
-# these buffers.
+# them again.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 COMPANION_FILES = (
     "generation_config.json",
@@ -67,7 +67,7 @@ COMPANION_FILES = (
 DESCRIPTION = "hugging_face"
 """Name of the subfolder that contains the model's configuration and tokenizer."""
 _SHARD = "__0_0.distcp"
-# These settings of megatron-core affect the results of a model with given weights.
+# These settings of megatron-core change the output of a model, even if its weights are the same.
 CORE_MEANINGS = (
     "multi_latent_attention",
     "num_moe_experts",
@@ -148,7 +148,7 @@ class _Run(NamedTuple):
 
 
 class RowRegion(NamedTuple):
-    """Part of a requested region of a core tensor, and the source of its values.
+    """Part of a region of a core tensor, and the position of its values in a Hugging Face tensor.
 
     Attributes:
         rows: Consecutive rows of the core tensor that contain the part.
@@ -164,7 +164,7 @@ class RowRegion(NamedTuple):
 
 
 class CoreTensor(NamedTuple):
-    """Shape and sources of a core tensor.
+    """Shape of a megatron-core tensor, and the rows of Hugging Face tensors that it consists of.
 
     Attributes:
         experts: Number of experts along the first axis; 0 if the tensor has no expert axis.
@@ -273,7 +273,7 @@ def _has_experts(config: TrainerConfig, layer: int) -> bool:
 
 
 def core_tensors(config: TrainerConfig, family: Family) -> dict[str, CoreTensor]:
-    """Describes the megatron-core tensors of a model, in model order, by name in a checkpoint.
+    """Returns the core tensors of a model, in model order, keyed by their names in a checkpoint.
 
     Args:
         config: Settings of the model. ``vocab_size`` is the number of rows in the Hugging Face
@@ -319,7 +319,7 @@ def _predictions(config: TrainerConfig, family: Family) -> int:
 
 
 def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
-    """Returns the name of the original tensor for each Hugging Face tensor that is a duplicate.
+    """Returns a dict from the name of each duplicate Hugging Face tensor to the original's name.
 
     Duplicates are an output matrix (head) that is tied to the embedding, and the embedding and head
     in each multi-token prediction layer.
@@ -511,9 +511,10 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Checks the tensors in the folder, and returns their names by Hugging Face name.
+        """Checks that ``folder`` has the tensors in ``shapes``, and returns their names there.
 
-        The names in the folder may lack a prefix. ``shapes`` contains the expected shapes by name.
+        ``shapes`` contains the expected shape of each tensor by Hugging Face name. The result has
+        the same keys. The names in the folder may lack a prefix.
         """
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
@@ -551,6 +552,8 @@ class HuggingFaceReader:
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
         """Returns whether the tensor ``name`` is a copy of another tensor of the model.
+
+        ``names`` contains the names in the folder by Hugging Face name.
 
         Raises:
             CheckpointError: If the values of the two tensors differ.
@@ -632,7 +635,10 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
 def _require_rows(
     rows_here: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
 ) -> None:
-    """Raises ConfigError if ``rows_here``, the rows of the run's embedding, are too few."""
+    """Raises ConfigError if the run's embedding has fewer rows than the embedding of ``reader``.
+
+    The run's embedding has ``rows_here`` rows. ``folder`` is the folder of ``reader``.
+    """
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
             f"--vocab-size {config.data.vocab_size} results in {rows_here} embedding rows, but "
@@ -641,7 +647,7 @@ def _require_rows(
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Loads weights from a Hugging Face folder into ``chunks``, the model chunks of this rank.
+    """Loads weights from the Hugging Face folder ``folder`` into this rank's model ``chunks``.
 
     Raises:
         AdaptiveError: :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
@@ -717,7 +723,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
 
 
 def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
-    """Returns the index entries of a checkpoint: one per tensor, or one per expert of a tensor.
+    """Returns the index entries of the tensors, with a separate entry for each expert.
 
     Args:
         reader: Reader of the Hugging Face folder.

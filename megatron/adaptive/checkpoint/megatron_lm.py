@@ -1,10 +1,9 @@
 """Builds a manifest for checkpoints that Megatron-LM wrote.
 
 Megatron-LM saves the command-line arguments of a run with the state that all ranks share. The
-manifest contains the arguments that determine the model's weights and how they are used. These are
-compared with the settings of the run that loads the checkpoint, as for checkpoints of this program.
-Random states are not read, because dropout depends only on the seed and the position of each
-microbatch.
+manifest contains the arguments that determine the model's weights and how the weights are used. A
+run that loads the checkpoint compares these arguments with its settings. Random states are not
+read, because dropout depends only on the seed and the position of each microbatch.
 """
 
 from __future__ import annotations

@@ -78,12 +78,12 @@ _SCHEDULE_FLAGS = {
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Returns the number of rows of the embedding. Also works on ranks without the embedding."""
+    """Returns the number of rows of the embedding, even if ``chunks`` do not contain it."""
     return int(unwrap_model(chunks[0]).vocab_size)
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """Returns the parallel sizes and the number of chunks per pipeline rank, by name."""
+    """Returns the parallel sizes in ``config`` and the number of chunks per rank, by name."""
     parallel = config.parallel
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
@@ -102,7 +102,10 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 def sharded_model(
     chunks: Sequence[torch.nn.Module], metadata: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the weights of ``chunks``, each with its position in the whole model."""
+    """Returns the weights of ``chunks``, with their positions in the whole model.
+
+    The keys are ``model0``, ``model1`` and so on. ``metadata`` selects megatron-core's format.
+    """
     return {
         f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
@@ -110,7 +113,7 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state ``whole``, which will be saved, without duplicates of this rank's tensors.
+    """Returns ``whole``, the state to save, without duplicate tensors of this rank.
 
     If the first and the last stage are on the same rank, both copies of a tied embedding, and of
     its optimizer state, have the same name. megatron-core selects one rank to write the tensors
@@ -155,7 +158,7 @@ def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
 def load_model(
     chunks: Sequence[torch.nn.Module], state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Copies the weights from ``state``, a loaded state, into ``chunks``.
+    """Copies the weights from ``state`` into ``chunks``.
 
     Args:
         chunks: Model chunks of this rank, one for each of its pipeline stages.
@@ -243,6 +246,8 @@ class StateParts:
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
         """Returns whether these parts can be reused for saving later steps.
 
+        ``chunks`` and ``optimizer`` are those of the run.
+
         This is the case if each tensor shares memory with a weight or with optimizer state, and all
         objects except for the random states are empty.
         """
@@ -258,7 +263,7 @@ class StateParts:
 def _is_nothing(data: Any) -> bool:
     """Returns whether ``data``, a layer's extra state, is empty.
 
-    It is empty without 8-bit formats.
+    Layers have extra state only if 8-bit formats are used.
     """
     if isinstance(data, io.BytesIO):
         return not data.getbuffer().nbytes
@@ -266,7 +271,7 @@ def _is_nothing(data: Any) -> bool:
 
 
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
-    """Returns the memory addresses of all weights and optimizer state.
+    """Returns the memory addresses of the weights of ``chunks`` and the state of ``optimizer``.
 
     If tensors have moved since the last call, the addresses differ.
     """
@@ -291,11 +296,11 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
-    """Updates the optimizer's non-tensor values in ``common``, a state that is saved again.
+    """Updates the optimizer's non-tensor values in ``common`` before the next save.
 
     Args:
         common: Part of the optimizer's state that all ranks share. It is changed in place.
-        optimizer: megatron-core's optimizer, which must not be a distributed one.
+        optimizer: megatron-core's optimizer, which must not be a distributed optimizer.
     """
     second = common.get(_second(optimizer))
     for leaf, state in zip(_leaves(optimizer), (common, second), strict=False):
@@ -427,7 +432,7 @@ def _has_muon(optimizer: Any) -> bool:
 
 
 def _second(optimizer: Any) -> str:
-    """Returns the key under which the state of the second optimizer is saved."""
+    """Returns the key under which the state of the second optimizer in ``optimizer`` is saved."""
     return _SCALARS if _has_muon(optimizer) else _EXPERTS
 
 
@@ -440,10 +445,10 @@ def _is_torch_adam(leaf: Any) -> bool:
 
 
 def fill_state(leaf: Any) -> None:
-    """Creates the optimizer state of each parameter in ``leaf``, as the first step would.
+    """Creates the state of each parameter in the optimizer ``leaf`` before the first step.
 
-    A checkpoint then has the same entries before and after the first step. With float16, no step
-    may happen in the first dozen iterations because gradients overflow.
+    A checkpoint then has the same entries before and after the first step. With float16, gradients
+    may overflow in the first dozen iterations, so that the optimizer skips these steps.
     """
     inner = leaf.optimizer
     if leaf.init_state_fn is not None:
@@ -498,7 +503,7 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
 
 
 def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
-    """Loads this rank's shards of the distributed optimizer's main weights and moments.
+    """Loads ``shards``, this rank's main weights and moments, into the sharded optimizer ``leaf``.
 
     megatron-core copies each entry of a parameter's state. With torch's Adam, this state includes
     the step count, which is not among the saved entries. megatron-core would also use the same step
@@ -514,7 +519,7 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
 
 def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Sets the schedules of learning rate and weight decay to the progress in ``saved``.
+    """Sets the learning rate and weight decay of ``scheduler`` to the progress in ``saved``.
 
     Raises:
         CheckpointError: The schedule differs from the schedule in the checkpoint, and no flag

@@ -16,7 +16,7 @@
 A checkpoint can be loaded once it is complete in shared storage. After that, the node's local disk
 is a faster source of the same files. The local disk also allows a new run to finish an upload that
 the previous run did not finish. Each rank uploads some of the files on its node. About once per
-second, all ranks exchange errors, and whether they have more files to upload.
+second, all ranks exchange whether an error occurred, and whether they have more files to upload.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-# The newest checkpoint is kept by default, and the previous checkpoint until the newest is
-# complete.
+# Two checkpoints are kept by default, because the previous checkpoint is needed until the newest
+# checkpoint is complete.
 _KEPT = 2
 _LOOK_S = 10.0
 _END_S = 5.0  # An abandoned upload gets this number of seconds to stop.
@@ -177,7 +177,7 @@ class LocalDisk:
         return upload.path
 
     def finish_former(self, latest: Callable[[], int | None]) -> None:
-        """Finishes the upload of a previous run's checkpoint if the disks have all of its files.
+        """Finishes the upload of a previous run's checkpoint if its files are on the local disks.
 
         Args:
             latest: Function that is called on rank 0. It returns the newest step in shared storage,
@@ -210,7 +210,7 @@ class LocalDisk:
                 self._warn("%s; resuming from iteration %d", error, newest)
                 return
             if upload.failure is None:
-                # Remove the entry, because this run did not write the checkpoint itself.
+                # Remove the checkpoint from the queue, because this run did not write it.
                 self.done.get()
                 return
 
@@ -248,7 +248,9 @@ class LocalDisk:
     def _write(
         self, step: int, state: TakenState, save_id: str, ranks: RankGroup
     ) -> tuple[Stored, list[list[str]]]:
-        """Writes the checkpoint of ``step`` to the local disks.
+        """Writes the checkpoint of ``step``, which contains ``state``, to the local disks.
+
+        ``save_id`` is the identifier of this save.
 
         Returns:
             Manifest of the checkpoint, and the names of the files that each rank has to upload.
@@ -384,7 +386,7 @@ class BackgroundWrite(threading.Thread):
     Attributes:
         step: Step of the checkpoint.
         path: Path of the checkpoint, or ``None`` until the checkpoint is complete.
-        failure: Error because of which writing failed, or ``None`` if there was no error.
+        failure: Error that made the write fail, or ``None`` if there was no error.
     """
 
     def __init__(self, write: Callable[[], Path | None], step: int, done: Done) -> None:
@@ -456,7 +458,7 @@ def hold(
 def writing(
     folder: StepFolders, step: int, job: Job, ranks: RankGroup, message: str
 ) -> Iterator[None]:
-    """Creates the folder of ``step`` for the context, and removes it if the context fails.
+    """Creates the partial folder of ``step``, and removes it if the ``with`` block fails.
 
     All ranks must call this together.
 
@@ -478,7 +480,10 @@ def writing(
     except BaseException as error:
 
         def clear(text: str = str(error)) -> str:
-            """Removes the partial folder, and returns the most likely cause of the failure."""
+            """Removes the partial folder, and returns the cause of the failure.
+
+            The cause is that another job has taken over the folder, or otherwise ``text``.
+            """
             if folder.lease is not None:  # Without a lease, the folder may belong to another job.
                 folder.abandon(step)
                 try:
@@ -628,7 +633,7 @@ def share_out(
 
     Returns:
         Names of the files that each rank has to upload. The files are divided evenly among the
-        ranks of a node. ``None`` if no node has one of the files.
+        ranks of a node. ``None`` if there is a file that no node has.
     """
     shares: list[list[str]] = [[] for _ in held]
     for number, (name, size) in enumerate(sorted(files.items())):
@@ -640,9 +645,10 @@ def share_out(
 
 
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """Returns a key that is equal on two ranks exactly if they use the same local folder.
+    """Returns a key that is equal on two ranks exactly if they use the same local folder ``base``.
 
-    The key contains the folder's device and inode, because two machines may have the same name.
+    ``node`` is the name of the node. The key contains the folder's device and inode, because two
+    machines may have the same name.
     """
     identity: tuple[int, ...] = ()
     with contextlib.suppress(OSError):
@@ -653,7 +659,10 @@ def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Returns the size of each file in ``folder`` except the manifest. Empty without a folder."""
+    """Returns the size of each file in ``folder``, except for the manifest.
+
+    The result is empty if the folder does not exist.
+    """
     with contextlib.suppress(FileNotFoundError):
         files = (file for file in folder.iterdir() if file.name != _MANIFEST)
         return {file.name: file.stat().st_size for file in files}
@@ -661,6 +670,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Copies blocks for about a second, and returns whether more blocks may be left."""
+    """Runs the copy ``pieces`` for about a second, and returns whether blocks may be left."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

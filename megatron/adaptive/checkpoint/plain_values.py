@@ -27,8 +27,8 @@ from megatron.adaptive.config.input_files import parse_json
 
 _KIND = "!"
 _ALIGN = 64
-# The line is padded to a multiple of this length, so that the position of the bytes after it rarely
-# changes.
+# The JSON line is padded to a multiple of this number of bytes, so that the position of the data
+# after the line rarely changes.
 _LINE = 256
 _LONG = 16  # Shorter lists of integers are written as JSON.
 _PLAIN = (bool, int, float, str, type(None))

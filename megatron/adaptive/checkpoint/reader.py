@@ -213,7 +213,7 @@ class CheckpointReader:
         return list(self._guarded(file, lambda: read(data)))
 
     def read_values(self, name: str, former: str) -> Any:
-        """Returns the content of a file of plain values, or of a corresponding older file.
+        """Returns the content of the file ``name``, or of ``former`` in older checkpoints.
 
         Args:
             name: Name of the file with plain values.
@@ -264,7 +264,10 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Reads ``region`` from a saved part, starting at the index ``start`` within that part."""
+        """Reads ``region`` from the saved ``part``, starting at the index ``start`` within it.
+
+        The part was saved with the type ``dtype``.
+        """
         if part.pickled is not None:
             data = self._bytes(part.file, part.begin, part.pickled)
             saved = self._guarded(part.file, lambda: _unpickled(data))
@@ -310,7 +313,10 @@ class CheckpointReader:
         return data
 
     def _guarded(self, name: str, action: Callable[[], _Result]) -> _Result:
-        """Runs ``action``, which parses a file, and converts errors to DamagedCheckpointError."""
+        """Runs ``action``, which parses the file ``name``, and returns its result.
+
+        An unexpected error becomes a DamagedCheckpointError.
+        """
         try:
             return action()
         except (DamagedCheckpointError, OSError, MemoryError):
@@ -405,8 +411,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # The objects of this module record which rank wrote which data, which is not needed for
-        # reading.
+        # The objects of this module record which rank wrote which data. A reader does not need
+        # this.
         if module == _PLANS:
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
@@ -415,7 +421,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Loads a value that ``torch.save`` wrote, with torch's restricted unpickler."""
+    """Loads the value ``data``, which ``torch.save`` wrote, with torch's restricted unpickler."""
     array = np.array(0, np.uint32)
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)

@@ -187,7 +187,10 @@ class TensorFolder:
         return target
 
     def _factors(self, name: str, row: int, count: int, width: int) -> torch.Tensor:
-        """Returns the scale factors ``[count, width]`` of ``count`` rows, starting at ``row``."""
+        """Returns the scale factors ``[count, width]`` of ``count`` rows of the tensor ``name``.
+
+        The rows start at ``row`` and have ``width`` elements.
+        """
         stored = self._scales[name]
         whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         self._fill(stored, 0, whole)
@@ -316,7 +319,7 @@ def split_shards(
 
 
 def shard_name(number: int, count: int) -> str:
-    """Returns the name of one of the files of a model that consists of several files.
+    """Returns the name of file ``number`` of a model that is split into ``count`` files.
 
     Args:
         number: Index of the file, from 0.

@@ -151,7 +151,8 @@ class CheckpointSaver:
     def completed(self) -> tuple[int, Path] | None:
         """Returns (step, path) of a checkpoint that was completed in the background, or ``None``.
 
-        Each completed checkpoint is returned once. The result is ``None`` if there are no others.
+        Each completed checkpoint is returned once. The result is ``None`` after all of them were
+        returned.
         """
         queues = [self._done] if self.local is None else [self._done, self.local.done]
         for queue in queues:
@@ -233,7 +234,12 @@ class CheckpointSaver:
         message: str,
         keep: int | None,
     ) -> Path | None:
-        """Writes a checkpoint and returns its path, or ``None`` if it is only on local disks."""
+        """Writes the checkpoint ``step`` of ``state`` to ``folder``. All ranks must call this.
+
+        Only the newest ``keep`` checkpoints are kept, or all if this is ``None``. An error has the
+        text ``message``, in which ``{}`` stands for the cause. Returns the path of the checkpoint,
+        or ``None`` if it is only on local disks.
+        """
         local = self.local
         if (
             local is not None
@@ -260,7 +266,7 @@ class CheckpointSaver:
 def load_first_whole(
     steps: Sequence[int], load: Callable[[int], _Result], ranks: RankGroup
 ) -> _Result:
-    """Loads the first checkpoint in ``steps`` that is undamaged, and returns the result.
+    """Loads the first undamaged checkpoint in ``steps``, and returns the result of ``load``.
 
     All ranks must call this together.
 
@@ -313,10 +319,10 @@ class _HostCopy:
         self._copies: list[torch.Tensor] = []
 
     def take(self, state: TakenState) -> TakenState:
-        """Copies the tensors of ``state``, and returns a state with the copies. Blocks.
+        """Copies the tensors of ``state``, and returns a state with the copies.
 
-        If all tensors have the same types and shapes as in the previous call, the copies of that
-        call are overwritten.
+        Blocks until the copies are complete. If all tensors have the same types and shapes as in
+        the previous call, the copies of that call are overwritten.
         """
         tensors = [piece.tensor for piece in state.pieces.values()]
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
@@ -338,7 +344,10 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Allocates memory for copies of ``tensors``, in one block of host memory."""
+    """Allocates memory for copies of ``tensors``, in one block of host memory.
+
+    The memory is pinned for the device ``gpu``, if this is not ``None``.
+    """
     starts = []
     end = 0
     for tensor in tensors:

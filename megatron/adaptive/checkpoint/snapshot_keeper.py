@@ -13,7 +13,7 @@ The snapshots of each rank are stored in an anonymous memory file. The system fr
 the last process that has it open exits for any reason. The rank writes steps into the two slots
 alternately. A slot is valid only if both of its marks contain the same step. So if the rank is
 killed at any moment, the older step is still complete. Another node, the buddy, also stores this
-node's snapshots: it has the same file without the last part.
+node's snapshots. The buddy's copy of the file lacks the last part.
 
 While training continues, one thread per rank sends each copied step to the buddy, in messages with
 an authentication code (MAC). The rank gets an answer once the buddy has received the whole step.
@@ -54,8 +54,8 @@ ALIGN = 64
 _PAGE = 4096
 # The two numbers are the size of the head and the size of a slot in bytes.
 _LENGTHS = struct.Struct("<QQ")
-# The three numbers are the step at the begin of a write, the step at its end, and the size of the
-# extra bytes.
+# The first number is the step, and is written when a write begins. The second number is the step
+# again, and is written when the write ends. The third number is the size of the extra bytes.
 _MARKS = struct.Struct("<QQQ")
 # The step and the checksum of its sent bytes are stored after the marks.
 _SENT = struct.Struct("<QQ")
@@ -76,7 +76,7 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
-    """Returns the size in bytes of a slot for the given sizes of extra bytes and tensors."""
+    """Returns the size of a slot for ``extra_bytes`` and ``tensor_bytes``, all in bytes."""
     return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
 
 
@@ -138,11 +138,11 @@ class SnapshotFile:
         return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
 
     def begin(self, slot: int, step: int) -> None:
-        """Marks ``slot`` as being written. It is invalid until :meth:`finish` is called."""
+        """Marks ``slot`` as invalid until :meth:`finish`, because ``step`` is being written."""
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Marks ``slot`` as complete, which makes it valid."""
+        """Marks ``slot`` as valid. It contains ``step``, with ``extra_bytes`` of other state."""
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
 
@@ -350,7 +350,7 @@ class SnapshotKeeper:
         self._start(self._guarded, sealed.socket, lambda: self._serve_buddy(sealed))
 
     def _guarded(self, connection: socket.socket, serve: Callable[[], None]) -> None:
-        """Runs ``serve`` for a connection, and then closes the connection, even after an error."""
+        """Runs ``serve``, and then closes ``connection``, even after an error."""
         with self._changed:
             self._open.add(connection)
             self._serving += 1
@@ -371,7 +371,10 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Sends each step that a rank copies to the buddy, and confirms the step to the rank."""
+        """Sends each snapshot in ``file`` to the buddy, and confirms the step over ``connection``.
+
+        The snapshots are those of the rank that ``about`` describes.
+        """
         store = _Store.of(about, "own", file)
         with self._changed:
             buddy = self._buddy
@@ -399,7 +402,7 @@ class SnapshotKeeper:
                 stream.close()
 
     def _serve_buddy(self, sealed: SealedSocket) -> None:
-        """Receives the snapshots of a rank on another node, for which this node is the buddy."""
+        """Receives the snapshots of a rank whose buddy is this node, over ``sealed``."""
         sealed.socket.settimeout(_RUN_S)
         about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:

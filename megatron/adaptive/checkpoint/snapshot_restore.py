@@ -107,8 +107,8 @@ def assemble(order: Mapping[str, Any]) -> None:
     """Completes a checkpoint after each node has written its part.
 
     Args:
-        order: Settings of the command. ``checkpoints``, ``is_pipeline``, ``step`` and ``lease`` are
-            as for :func:`write`, and ``count`` is the number of nodes.
+        order: Settings of the command. ``checkpoints``, ``is_pipeline``, ``step`` and ``lease``
+            have the same meaning as for :func:`write`, and ``count`` is the number of nodes.
 
     Raises:
         CheckpointError: If a part of a tensor is missing.
@@ -153,7 +153,7 @@ def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
-    """Opens the snapshot file of ``part`` through a file descriptor of its keeper."""
+    """Opens the snapshot file of ``part``, whose path is a descriptor of the keeper process."""
     try:
         return SnapshotFile(os.open(part["file"], os.O_RDWR))
     except OSError as error:
@@ -162,7 +162,7 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
-    """Returns the first line of the extra bytes of ``slot``, which is JSON, and all other bytes."""
+    """Returns the extra bytes of ``slot`` in ``file``: the JSON in the first line, and the rest."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 

@@ -245,9 +245,10 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Plans which parts this rank copies, and creates its file.
+        """Plans which ``pieces`` of the state this rank copies, and creates its snapshot file.
 
-        All ranks must call this together.
+        The file has room for more than twice ``extra_bytes`` extra bytes. All ranks must call this
+        together.
         """
         job = self._job
         settings = self._settings
@@ -293,7 +294,10 @@ class Snapshots(NoSnapshots):
         self._announce(sum(plan.sent_bytes), sum(plan.tensor_bytes))
 
     def _open(self, head: bytes, generation: int) -> None:
-        """Creates the snapshot file, and passes its file descriptor to the keeper."""
+        """Creates the snapshot file with ``head``, and passes its file descriptor to the keeper.
+
+        ``generation`` distinguishes this file from earlier files of the run.
+        """
         self._file = SnapshotFile.create(head, whole=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_KEPT_S)
@@ -307,7 +311,10 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Creates the tensors into which ``tensors`` are copied, in the memory of the slots."""
+        """Creates the tensors into which ``tensors`` are copied, in the memory of the slots.
+
+        ``entries`` contains the position of each tensor within a slot.
+        """
         self._pool = ThreadPoolExecutor(
             1, "snapshots", initializer=self._job.accelerator.make_current
         )
@@ -330,7 +337,7 @@ class Snapshots(NoSnapshots):
     def _versions(self) -> list[int]:
         """Returns the version counter of each tensor.
 
-        torch increments it at each in-place change.
+        torch increments the counter at each in-place change.
         """
         return [source._version for source in self._sources]
 
@@ -447,7 +454,7 @@ class RankParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Ranks that copy a part of the state. Parts with the same ranks have equal needs.
+    """Describes which ranks copy a part of the state, and whether the copy is sent.
 
     Attributes:
         ranks: Ranks that copy the part: one rank on each node that has the part.
@@ -479,7 +486,7 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts that ``rank`` copies, starting with the parts that are also sent."""
+        """Returns the parts of ``rank_parts`` that ``rank`` copies, first those also sent."""
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 

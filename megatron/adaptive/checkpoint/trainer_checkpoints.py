@@ -222,7 +222,7 @@ class Checkpoints:
         }
 
     def load(self) -> Progress | None:
-        """Loads the checkpoint that the settings select into model, optimizer and scheduler.
+        """Loads the selected checkpoint into the model, the optimizer and the scheduler.
 
         ``--finetune`` loads only the weights and starts at iteration 0. ``--no-load-optim``
         continues at the saved iteration, but uses the learning rate of this run's settings. Random
@@ -298,7 +298,7 @@ class Checkpoints:
         return progress
 
     def _take(self, progress: Progress) -> TakenState:
-        """Returns the current state of this rank in the form that the saver expects."""
+        """Returns the state of this rank at ``progress``, in the form that the saver expects."""
         parts = self.apart(progress, is_whole=False)
         about = self.manifest(progress)
         return TakenState(
@@ -309,7 +309,7 @@ class Checkpoints:
         )
 
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
-        """Updates those ``parts`` that do not share memory with the run's state.
+        """Updates those ``parts`` that do not share memory with the run's state, for ``progress``.
 
         These parts are counters, the optimizer's parameter groups and random states.
         """
@@ -402,7 +402,7 @@ class Checkpoints:
         return bool(manifest["shape"] == state.mesh_shape(self._config))
 
     def _read(self, reader: CheckpointReader, manifest: Manifest) -> _Content:
-        """Reads this rank's part of a checkpoint. All ranks must call this together."""
+        """Reads this rank's part of the checkpoint of ``reader``. All ranks must call this."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common.get(_CONTENT) or {}  # Megatron-LM before 0.14 did not save this metadata.
         weights = state.sharded_model(self._chunks, content)
@@ -428,7 +428,7 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        # Do not add ranks to errors here, because _read_shards already adds them.
+        # Do not add rank numbers to error messages here, because _read_shards already adds them.
         loaded = self._all.together(
             lambda: self._read_shards(whole, common, reader), name_ranks=False
         )
@@ -508,7 +508,9 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns those of ``shards`` that exist. Only state for 8-bit data types may be missing.
+    """Returns those of ``shards`` that the checkpoint of ``reader`` contains.
+
+    Only state for 8-bit data types may be missing.
 
     Raises:
         CheckpointError: If any other shard is missing.
@@ -533,7 +535,7 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
 
 
 def _read_into(shards: Any, reader: CheckpointReader) -> Any:
-    """Returns the state ``shards``, in which each shard is replaced by the value read from disk."""
+    """Returns the state ``shards``, with each shard replaced by the value that ``reader`` reads."""
     parts: list[WantedPart] = []
     objects: dict[str, list[Any]] = {}
     padding: list[torch.Tensor] = []
@@ -708,7 +710,9 @@ def require_same_model(
 
 
 def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state in a checkpoint matches the optimizer of the run.
+    """Checks that the optimizer state in the checkpoint ``name`` matches the optimizer of the run.
+
+    ``manifest`` describes the checkpoint.
 
     Raises:
         CheckpointError: There is no optimizer state, or it belongs to a different type of
@@ -727,7 +731,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
 
 
 def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings, by flag, that determine which tensors an optimizer's state has."""
+    """Returns the settings in ``config`` that determine the tensors of the optimizer, by flag."""
     settings = config.optimizer
     return {
         "--optimizer": settings.optimizer,
@@ -750,7 +754,10 @@ def _given(value: bool) -> str:
 
 
 def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
-    """Returns a line of text for each setting in ``names`` that differs from the checkpoint."""
+    """Returns a line for each setting in ``names`` that differs between ``saved`` and ``settings``.
+
+    ``saved`` contains the settings of the checkpoint.
+    """
     specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
     lines = []
     for name in names:
@@ -769,7 +776,7 @@ def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
 
 
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
-    """Returns whether the setting ``name`` can be ignored when two models are compared.
+    """Returns whether to ignore the setting ``name`` in comparing ``saved`` with ``model``.
 
     It can be ignored if it has no effect on these models, or if another setting covers its effect.
     """
@@ -787,6 +794,7 @@ def _same_vocabulary(
 ) -> bool:
     """Returns whether two embeddings may have the same vocabulary and differ only in padding.
 
+    The embedding in the checkpoint has ``saved_rows`` rows, and that of the run has ``rows`` rows.
     The number of padding rows may change with the tensor parallel size.
     """
 

@@ -15,9 +15,9 @@ Megatron-LM find the tensors of a checkpoint through ``.metadata``; this program
 start processes by ``spawn`` and ``fork`` for each save, which takes seconds, and copies the sockets
 and memory mappings of the pipeline's channels into the child processes.
 
-Ranks only decide again which rank writes which parts if the layout of some rank's state has
-changed. Otherwise, a checkpoint takes one write per rank, and ranks exchange only a few numbers.
-This matters for background writes, because each line of Python then delays the training thread.
+Parts are reassigned to ranks only if the layout of a rank's state has changed. Otherwise, a
+checkpoint takes one write per rank, and ranks exchange only a few numbers. This matters for
+background writes, because each line of Python then delays the training thread.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Returns the index entry for a part of a tensor, in types that JSON can express."""
+    """Returns the index entry for ``part``, whose content is ``piece``, as values for JSON."""
     name, offset = part
     return {
         "name": name,
@@ -222,7 +222,10 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index if parts have moved within their files. All ranks must call this."""
+        """Updates the index with the positions in ``written`` that have changed.
+
+        A position is the place of a part within its file. All ranks must call this.
+        """
         is_new = len(written) != len(self._written)
         changed = {
             number: position
@@ -238,7 +241,10 @@ class ShardWriter:
             self._indices = indices_of([entry for table in self._tables for entry in table])
 
     def _share_out(self, layouts: Sequence[Sequence[Entry]], rank: int) -> None:
-        """Assigns each part in ``layouts`` to the first rank that has this part."""
+        """Assigns each part in ``layouts`` to the first rank that has this part.
+
+        ``rank`` is the index of this rank.
+        """
         taken: set[Part] = set()
         self._tables = [[] for _ in layouts]
         self._own = set()
@@ -254,7 +260,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the contents of two index files, torch's and this program's, by file name."""
+    """Returns the contents of two index files for ``entries``, torch's and ours, by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -291,7 +297,7 @@ def _torch_index(entries: Sequence[Entry]) -> bytes:
         info = filesystem._StorageInfo(entry["path"], begin, length)
         infos[MetadataIndex(name, offset)] = info
     index = Metadata(described, storage_data=infos)
-    # torch before 2.7 has no version of its checkpoints.
+    # torch before 2.7 does not define a version number for checkpoints.
     index.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     return pickle.dumps(index)
 
@@ -343,7 +349,7 @@ def write_file(
 
 
 def common_files(common: Any) -> dict[str, bytes]:
-    """Returns the contents of the files with values that all ranks share, by file name.
+    """Returns the contents of the files with the values ``common`` of all ranks, by file name.
 
     The values are written twice: as a pickle for megatron-core, and as plain values for this
     program.
@@ -372,7 +378,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor whose data are the bytes of ``memory`` that start at ``offset``."""
+    """Returns a tensor of ``dtype`` and ``size`` over the bytes of ``memory`` from ``offset``."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)

@@ -1,6 +1,7 @@
-"""Caches arrays that are slow to build in a folder, and rebuilds them if a file is damaged.
+"""Caches arrays that are slow to build, and rebuilds them if a cached file is damaged.
 
-Each array is a file in numpy's format, which other programs can read, followed by a checksum::
+Each array is stored as a file in numpy's format, which other programs can read, followed by a
+checksum::
 
     NAME.npy   | header | data | MAIDXSUM | 16 bytes: xxh3 of NAME.npy, header and data |
 
@@ -164,7 +165,10 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes each array to its file, which gets its final name only when it is on the disk."""
+    """Writes each of ``arrays`` to its file in ``paths``, under a temporary name at first.
+
+    The file gets its final name only when it is on the disk.
+    """
     for path, array in zip(paths, arrays, strict=True):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:

@@ -321,7 +321,9 @@ class _Renderer:
     def _around(
         self, conversations: Sequence[Sequence[Message]], *, asks: bool = False
     ) -> _Around | None:
-        """Renders two conversations, and returns the beginning and the end that their texts share.
+        """Returns the beginning and the end that the texts of two ``conversations`` share.
+
+        If ``asks`` is true, the texts end with a generation prompt.
 
         Returns ``None`` if a rendering fails, or if the shared texts overlap.
         """

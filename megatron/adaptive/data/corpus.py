@@ -108,7 +108,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
     Raises:
         ConfigError: ``vocab_size``, ``max_bytes`` or ``workers`` is too small.
-        DataError: There are no source files. Or the output folder is not writable, or contains
+        DataError: There are no source files, the output folder is not writable, or it contains
             other files or a corpus of a newer format.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
@@ -189,7 +189,10 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
 def _fill(
     folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
 ) -> None:
-    """Writes all files. The manifest is written last, because it marks the corpus as complete."""
+    """Writes all files of a corpus of ``documents`` with the settings ``spec`` to ``folder``.
+
+    The manifest is written last, because it marks the corpus as complete.
+    """
     for old in (folder / _MANIFEST, *folder.glob(_LEFT_BEHIND)):
         old.unlink(missing_ok=True)
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:

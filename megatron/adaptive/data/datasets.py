@@ -152,7 +152,9 @@ def _built(
     counts: tuple[int, ...],
     is_built_on_rank: Callable[[], bool],
 ) -> Any:
-    """Calls megatron-core to build the training, validation and test datasets.
+    """Calls megatron-core to build the training, validation and test datasets of ``data``.
+
+    ``counts`` contains the number of samples of each dataset.
 
     Raises:
         DataError: The shuffling index does not fit into memory.
@@ -199,7 +201,10 @@ def _is_too_much(error: BaseException | None) -> bool:
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
-    """Returns the blend of each split, and the settings that pass the blends to megatron-core."""
+    """Returns the blend of each split of ``data``, and the settings that pass it to megatron-core.
+
+    ``counts`` contains the number of samples of each split.
+    """
     if data.mock_data:
         return [], {}
     if data.data_path is not None:
@@ -266,7 +271,9 @@ def _index_cache(data: DataConfig, blends: Sequence[Blend | None]) -> str:
 
 
 def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Parses a list of datasets such as ``a``, ``a b c`` or (with weights) ``0.3 a 0.7 b``.
+    """Parses ``values``, a list of datasets such as ``a``, ``a b c`` or (weighted) ``0.3 a 0.7 b``.
+
+    ``flag`` is the name of the flag.
 
     Raises:
         ConfigError: Weights and prefixes do not alternate, or a weight is not positive.
@@ -389,7 +396,7 @@ class CachedGPTDataset(GPTDataset):
 
 
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields parts of ``array``: a small array as a whole, evenly spaced parts of a large array.
+    """Yields a small ``array`` as a whole, or evenly spaced parts of a large ``array``.
 
     The checksum has already excluded damaged bytes. But an index may still have been built from
     other data, and a few parts are enough to detect this.

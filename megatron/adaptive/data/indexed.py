@@ -67,7 +67,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
     """Checks that ``<prefix>.idx`` and ``<prefix>.bin`` are complete and match.
 
     Args:
-        prefix: Path of both files without suffix, as in ``--data-path``.
+        prefix: Path of both files without suffix, as passed to ``--data-path``.
 
     Returns:
         Integer type, number of tokens and number of sequences.
@@ -101,7 +101,10 @@ def sequence_lengths(prefix: str | Path) -> npt.NDArray[np.int32]:
 
 
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
-    """Returns the properties of a token index, after checking that the ``.bin`` file matches."""
+    """Returns the properties of the token index ``prefix``.
+
+    Checks that the files ``idx_path`` and ``bin_path`` match.
+    """
     with open_file(idx_path) as stream:
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):

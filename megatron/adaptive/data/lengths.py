@@ -24,7 +24,7 @@ from megatron.adaptive.errors import DataError
 
 _MOCK_DOCUMENTS = 100_000
 _MOCK_SIGMA = 0.8
-"""Standard deviation of the logarithm of mock documents' lengths, as in typical web corpora."""
+"""Standard deviation of the logarithm of mock documents' lengths; typical for web corpora."""
 _MOCK_MEDIAN = 0.25
 """Median length of a mock document, as a fraction of ``--seq-length``."""
 _MOST_ORDERS = 2
@@ -60,12 +60,15 @@ class DocumentDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Returns the number of documents in a file, which ``--split`` divides among the splits."""
+        """Returns the number of documents in ``low_level_dataset``, which ``--split`` divides."""
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: Any, config: Any) -> Any:
-        """Opens a token file, or JSON lines with ``--sft``; without a path, generates mock data."""
+        """Opens the file ``dataset_path``, or generates mock documents if the path is ``None``.
+
+        The file contains JSON lines with ``--sft``, and tokens otherwise.
+        """
         if dataset_path is None:
             return _MockDocuments(config.tokenizer, config.sequence_length)
         if config.sft:
@@ -100,7 +103,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Describes how many documents were truncated or skipped; empty if all are complete."""
+    """Returns a text about truncated and skipped documents of ``datasets``, or an empty text."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]
@@ -147,18 +150,21 @@ class Conversations:
         self.sequence_lengths = np.diff(ends)
 
     def get(self, index: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """Returns ``length`` token ids of a conversation, beginning at token ``offset``."""
+        """Returns ``length`` token ids of conversation ``index``, beginning at token ``offset``."""
         start = int(self._ends[index]) + offset
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns whether each of the first ``length`` tokens of a conversation is taught."""
+        """Returns whether the first ``length`` tokens of conversation ``index`` are taught."""
         start = int(self._ends[index])
         return self._taught[start : start + length]
 
     @staticmethod
     def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
-        """Returns what is wrong with the arrays, or an empty string if they are valid."""
+        """Returns what is wrong with ``arrays``, or an empty string if they are valid.
+
+        ``vocab_size`` is the number of tokens in the vocabulary.
+        """
         ids, taught, ends = arrays
         is_ids = ids.dtype == np.int32 and ids.ndim == 1
         if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
@@ -173,7 +179,7 @@ class Conversations:
 
     @staticmethod
     def read(path: str, tokenizer: Tokenizer) -> tuple[npt.NDArray[Any], ...]:
-        """Tokenizes JSON lines, each ``{"messages": [{"role": ..., "content": ...}, ...]}``.
+        """Tokenizes the JSON lines in ``path``, each ``{"messages": [{"role": ..., ...}, ...]}``.
 
         The fields ``messages``, ``tools`` and ``documents`` of a line are passed to the chat
         template; other fields are ignored.
@@ -210,7 +216,9 @@ class Conversations:
 
 
 def _conversation(line: str, where: str) -> Conversation:
-    """Parses a JSON line as a conversation.
+    """Parses ``line``, a JSON line, as a conversation.
+
+    ``where`` contains the path of the file and the number of the line.
 
     Raises:
         DataError: The line is not a conversation. The message states the file and the line.

@@ -305,7 +305,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Returns this rank's part of ``block`` from the workers, and skips earlier blocks."""
+        """Returns this rank's part of ``block`` from ``read_ahead``, and skips earlier blocks."""
         try:
             while self._read_block < block:
                 next(read_ahead)

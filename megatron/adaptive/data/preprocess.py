@@ -117,9 +117,9 @@ class _Encoded:
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """Returns the files that match file names and glob patterns, each file only once.
+    """Returns the files that match the names or globs in ``patterns``, without duplicates.
 
-    The files that match a pattern are sorted by name.
+    The files that match a glob are sorted by name.
 
     Raises:
         DataError: A file name or pattern matches no readable file.
@@ -311,7 +311,7 @@ def _encode_in_worker(batch: _Batch) -> _Encoded:
 
 
 def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
-    """Yields tokenized batches in input order, and stops the workers when it is closed."""
+    """Yields tokenized batches of ``spec`` in order, and stops the workers when it is closed."""
     if spec.workers == 1:
         yield from map(_Encoder(spec), _batches(spec.inputs))
         return

@@ -53,7 +53,7 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_s
 
     Args:
         vocab_size: Number of token ids of the tokenizer.
-        make_divisible_by: Divisor of the size per rank, the value of
+        make_divisible_by: Number by which the size per rank must be divisible, the value of
             ``--make-vocab-size-divisible-by``.
         tensor_parallel_size: Number of ranks over which the embedding is split.
 
@@ -91,7 +91,7 @@ class Tokenizer(ABC):
         return self.tokenize(f"{role}:\n")
 
     def conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Returns the token ids of a conversation, and whether each token is taught.
+        """Returns the token ids of ``conversation``, and whether each token is taught.
 
         Taught tokens are the tokens on which the loss is computed, that is, the assistant's text.
         Without a chat template, a message is tokenized as the heading of its role, its content, and
@@ -201,7 +201,9 @@ _MOSTLY = 0.9
 def _check_merges(
     vocab: dict[str, int], merges: list[tuple[str, str]], vocab_file: Path, merge_file: Path
 ) -> None:
-    """Checks that a vocabulary and its merges belong together.
+    """Checks that the vocabulary ``vocab`` and its rules ``merges`` belong together.
+
+    The texts of errors contain ``vocab_file`` or ``merge_file``.
 
     Every token of several bytes is the result of a merge rule. So if a token or a rule was changed,
     some token has no rule. In most vocabularies, ids are in the order of the rules. For these
@@ -460,7 +462,7 @@ class NullTokenizer(Tokenizer):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Returns the tokenizer that ``--tokenizer-type`` selects.
+    """Returns the tokenizer that ``config`` (``--tokenizer-type``) selects.
 
     Raises:
         ConfigError: A required flag or package is missing, or ``--vocab-size`` is less than the

@@ -52,7 +52,7 @@ with contextlib.suppress(ImportError):  # Older releases of torch do not have th
 
 
 SCORE_BLOCK = 256
-"""Minimum number of queries per block of a slice, if attention stores scores."""
+"""Minimum number of queries in a block, if attention computes a slice in blocks of queries."""
 
 
 def has_packed_kernel() -> bool:
@@ -80,7 +80,10 @@ class Documents(PackedSeqParams):
     def of(
         cls, lengths: torch.Tensor, to_device: Callable[[torch.Tensor], torch.Tensor]
     ) -> Documents:
-        """Returns the parameters for documents with ``lengths [n]``, a tensor in host memory."""
+        """Returns the parameters for documents with ``lengths [n]``, a tensor in host memory.
+
+        ``to_device`` copies a tensor to the device.
+        """
         ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         ends, longest = to_device(ends), int(lengths.max())
         return cls(
@@ -94,7 +97,7 @@ class Documents(PackedSeqParams):
 
 
 class LocalAttention(DotProductAttention):
-    """Computes attention with torch's fused kernels if possible, else as megatron-core does.
+    """Computes attention with torch's fused kernels if possible, otherwise with megatron-core.
 
     Args:
         config: megatron-core's configuration of the model.
@@ -191,6 +194,8 @@ class LocalAttention(DotProductAttention):
     ) -> torch.Tensor:
         """Computes attention of a slice, in blocks of queries if scores are stored.
 
+        The tokens of ``query`` are the last tokens of ``key`` and ``value``.
+
         A block does not compute scores with the tokens after it. Without blocks, half of a slice's
         scores with its own tokens would be computed and stored, although they are masked.
         """
@@ -221,7 +226,10 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of ``query``, the queries of the last tokens of one document."""
+        """Computes attention of ``query``, the queries of the last tokens of one document.
+
+        ``key`` and ``value`` contain all tokens of the document up to these tokens.
+        """
         pattern = None
         if self._parts > 1:
             group = parallel_state.get_context_parallel_group()
@@ -264,7 +272,10 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention within each document of a packed row."""
+        """Computes attention of ``query`` with ``key`` and ``value`` in each of the ``documents``.
+
+        The tensors contain the tokens of a packed row.
+        """
         case = self._case_of(query, value, self._own_mask, is_packed=True)
         if kernel_for(case) is Kernel.PACKED:
             return self._by_rows(
@@ -284,7 +295,10 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention within each document of a row ``[s, 1, ...]`` of whole documents."""
+        """Computes attention within each document of a row ``[s, 1, ...]`` of whole documents.
+
+        ``lengths`` contains the number of tokens of each document.
+        """
         documents = Documents.of(torch.tensor(lengths), lambda ends: ends.to(query.device))
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         return self._packed(query, key, value, documents, *more, **options)
@@ -332,14 +346,17 @@ class LocalAttention(DotProductAttention):
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Gathers all parts of a sequence in order. The backward pass sums the gradients."""
+        """Gathers all parts of the sequence ``tensor`` in order, from the ranks of ``group``.
+
+        The backward pass sums the gradients.
+        """
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 
     def _repeated(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``key`` and ``value`` repeated for each query head (grouped-query attention)."""
+        """Returns ``key`` and ``value`` repeated for each head of ``query``."""
         groups = query.shape[2] // key.shape[2]
         if groups == 1:
             return key, value
@@ -483,7 +500,10 @@ class _AttendToEarlier(torch.autograd.Function):
 
 
 def _parts_of(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[slice, bool], ...]:
-    """Returns the ranges of earlier and of recent keys, and whether each range is causal."""
+    """Returns the ranges of earlier and of recent keys, and whether each range is causal.
+
+    Recent keys are the keys of the tokens of ``query``. They are the last keys in ``key``.
+    """
     earlier = key.shape[2] - query.shape[2]
     return (slice(earlier), False), (slice(earlier, None), True)
 
@@ -543,7 +563,10 @@ class _Pattern:
 
 
 def _make_hidden(pattern: _Pattern) -> torch.Tensor:
-    """Returns the mask ``[queries, keys] bool``, true where a query must not attend to a key."""
+    """Returns the mask ``[queries, keys] bool`` of ``pattern``.
+
+    An element is true if the query must not attend to the key.
+    """
     if pattern.window is not None:
         hidden: torch.Tensor = get_sliding_window_causal_mask(
             pattern.queries, pattern.keys, pattern.window
@@ -558,7 +581,7 @@ def _make_hidden(pattern: _Pattern) -> torch.Tensor:
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``hidden`` as an additive mask: minus infinity for true, 0 for false."""
+    """Returns ``hidden`` as an additive mask of ``dtype``: minus infinity for true, 0 for false."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -torch.inf)
 

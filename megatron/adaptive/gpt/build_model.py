@@ -113,12 +113,12 @@ class KeyedInit:
         return self  # All copies of a configuration share one counter.
 
     def enter_layer(self, layer: int) -> None:
-        """Derives the following seeds from the transformer layer ``layer``."""
+        """Derives all later seeds from ``layer``, the number of a transformer layer."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Derives the following seeds for weights outside of transformer layers."""
+        """Derives all later seeds for weights outside of transformer layers."""
         self._layer = None
 
     @contextlib.contextmanager
@@ -216,7 +216,7 @@ class KeyedExperts(SequentialMLP):
 
 
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
-    """Converts the run's settings to megatron-core's configuration of the model."""
+    """Converts the settings ``config`` to megatron-core's configuration of the model."""
     model = config.model
     parallel = config.parallel
     precision = config.precision
@@ -364,7 +364,7 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
 
 
 def _communication(config: TrainerConfig) -> dict[str, Any]:
-    """Returns the settings of megatron-core's own schedule, which other schedules ignore.
+    """Returns the communication settings, which only megatron-core's schedule uses.
 
     With several chunks per rank, megatron-core's schedule must not batch messages, because gloo
     mixes up two messages between the same ranks in a batch. It must also not free outputs early,
@@ -385,7 +385,10 @@ def build_chunks(
     placement: Placement,
     padded_vocab_size: int,
 ) -> list[torch.nn.Module]:
-    """Builds this rank's chunks, each in megatron-core's data-parallel wrapper.
+    """Builds this rank's chunks of the model ``config``, each in a data-parallel wrapper.
+
+    ``core`` is megatron-core's configuration, ``placement`` is the placement of the stages, and
+    ``padded_vocab_size`` is the number of rows of the embedding.
 
     Returns:
         The wrapped chunks of this rank, in the order of their indices.
@@ -416,7 +419,7 @@ def build_chunks(
 def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Wraps each of this rank's chunks in megatron-core's data-parallel wrapper."""
+    """Wraps each of this rank's ``chunks`` in megatron-core's data-parallel wrapper."""
     parallel = config.parallel
     precision = config.precision
     settings = checked(
@@ -499,7 +502,10 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Returns the spec of multi-token prediction layers, or ``None`` without such layers."""
+    """Returns the spec of multi-token prediction layers, or ``None`` without such layers.
+
+    ``vp_stage`` is the index of the chunk, or ``None`` if there is only one chunk.
+    """
     if core.mtp_num_layers is None:
         return None
     last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
@@ -513,7 +519,7 @@ def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int |
 def _block_spec(
     config: TrainerConfig, core: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Returns megatron-core's spec of the transformer layers in a chunk."""
+    """Returns megatron-core's spec of the transformer layers in the chunk ``vp_stage``."""
     first = get_transformer_layer_offset(core, vp_stage)
     count = get_num_layers_to_build(core, vp_stage)
     specs = _layer_specs(config, core)[first : first + count]
@@ -521,7 +527,7 @@ def _block_spec(
 
 
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
-    """Returns megatron-core's specs of all transformer layers of the model."""
+    """Returns megatron-core's specs of all transformer layers of the model ``config``."""
     model = config.model
     has_engine = model.transformer_impl == "transformer_engine"
     if isinstance(core, HeterogeneousTransformerConfig):
@@ -552,7 +558,7 @@ _KEYED = {TransformerLayer: KeyedTransformerLayer, **grouped_experts.REPLACEMENT
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
-    """Builds megatron-core's optimizer for the parameters of ``chunks``.
+    """Builds megatron-core's optimizer for the parameters of ``chunks`` from ``config``.
 
     Raises:
         SetupError: If the installed packages do not support ``--optimizer muon``.
@@ -598,7 +604,9 @@ def fuse_adam(inner: Any) -> None:
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
-    """Builds megatron-core's scheduler of learning rate and weight decay.
+    """Builds megatron-core's scheduler of learning rate and weight decay for ``optimizer``.
+
+    The run trains ``train_samples`` samples.
 
     The scheduler counts the warm-up and all other lengths in samples.
     """
@@ -670,7 +678,9 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Returns the compute cost of each stage, in units of one layer without experts.
+    """Returns the compute cost of each stage of ``cfg``, in units of one layer without experts.
+
+    The logits have ``padded_vocab_size`` elements for each token.
 
     The cost includes the stage's layers, its multi-token prediction layers and, on the last stage,
     the logits. It excludes the memory traffic of the embedding and the loss.
@@ -701,7 +711,10 @@ class _ForwardFlops(NamedTuple):
 
 
 def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
-    """Counts the floating-point operations in the forward pass of one sample."""
+    """Counts the floating-point operations in the forward pass of one sample of ``cfg``.
+
+    The logits have ``padded_vocab_size`` elements for each token.
+    """
     shape = dataclasses.replace(
         trainer_shape(cfg),
         vocabulary=padded_vocab_size,
@@ -729,7 +742,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
-    """Returns the run's tokenizer, and the number of embedding rows including padding.
+    """Returns the tokenizer of ``config``, and the number of embedding rows including padding.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.

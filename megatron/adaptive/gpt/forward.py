@@ -53,7 +53,7 @@ TOKEN_NAME = "next token"
 def feed(
     microbatches: Sequence[Microbatch] | None, count: int, slices: SequenceSlices | None = None
 ) -> Iterator[Microbatch | None]:
-    """Iterates over a step's ``count`` microbatches, or over all of their slices.
+    """Iterates over the ``count`` elements of ``microbatches``, or over all of their ``slices``.
 
     On a rank without data, yields ``None`` for each microbatch or slice.
     """
@@ -246,7 +246,7 @@ class DropoutKeys:
         self._spare = torch.Generator(device=self._generator.device)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Adds a hook to every transformer layer that seeds the generators before its forward pass.
+        """Adds a hook to each layer of ``chunks``, which seeds the generators before the layer.
 
         Multi-token prediction layers also get a hook before their embedding lookup. The hook takes
         step and microbatch from the last call of :meth:`apply`, or, during recomputation, from the
@@ -319,8 +319,8 @@ class DropoutKeys:
             return
         if number is None:
             number = self._number_of(microbatch)
-        # A number with too many bits uses the keys of a distant step, so that steps do not repeat
-        # keys.
+        # If the number has too many bits, use the keys of a distant step, so that nearby steps do
+        # not share keys.
         step += (number >> _MICROBATCH_BITS) * _FAR_STEP
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)
@@ -400,7 +400,10 @@ class HalfPrecisionChunk(Float16Module):
     """
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Runs the chunk in 16 bits, and converts the inputs and outputs of the whole model."""
+        """Runs the chunk in 16 bits, and converts the inputs and outputs of the whole model.
+
+        The model's outputs are converted to 32 bits unless ``fp32_output`` is false.
+        """
         if self.module.pre_process:
             inputs = fp32_to_float16(inputs, self.float16_convertor)
         output = self.module(*inputs, **kwargs)

@@ -52,7 +52,7 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Returns whether this rank writes the log, because it is the last rank with the loss.
+        """Returns whether this rank writes the log. It is the last rank that computes the loss.
 
         If stages are placed round-robin, this is the last rank of the job, as in Megatron-LM.
         """
@@ -93,7 +93,7 @@ def start_job(
 def start_alone(
     config: TrainerConfig, environment: Environment, accelerator: Accelerator
 ) -> TrainingJob:
-    """Sets up the rank of ``environment`` like :func:`start_job`, in a job without other ranks.
+    """Sets up a rank as :func:`start_job` does, but without any other rank.
 
     The process groups use torch's fake backend, which does not send anything. So this rank's model,
     optimizer and activations have the same sizes as in the job, but sums over ranks are wrong, and
@@ -120,7 +120,7 @@ def _joined(
     accelerator: Accelerator,
     timeout: datetime.timedelta,
 ) -> TrainingJob:
-    """Creates the groups of a job that has a default process group. All ranks must call this."""
+    """Creates all other process groups of a job. All ranks must call this."""
     before = process_groups()
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
@@ -145,7 +145,7 @@ _OWN = ("trace_dir", "record_schedule", "replay_schedule", "schedule_file", "dia
 
 
 def _shared_settings(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings that must be equal on all ranks, as command-line arguments."""
+    """Returns the settings in ``config`` that must be equal on all ranks, as arguments."""
     return {
         spec.dest: f"{spec.name} {getattr(getattr(config, group), spec.dest)}"
         for group, kind in groups().items()
@@ -174,7 +174,7 @@ def _groups_of_default_backend() -> Iterator[None]:
 
 
 def set_up_mesh(config: TrainerConfig) -> None:
-    """Creates megatron-core's process groups for the parallel sizes. All ranks must call this."""
+    """Creates process groups for the parallel sizes in ``config``. All ranks must call this."""
     with _groups_of_default_backend():
         _make_mesh(config)
 
@@ -221,7 +221,7 @@ def end_job() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds the random generators before the model is built, like Megatron-LM.
+    """Seeds the random generators from ``seed`` before the model is built, like Megatron-LM.
 
     Pipeline ranks get different seeds. Ranks of one tensor-parallel group have the same seed for
     replicated tensors, and different seeds for split tensors.

@@ -46,12 +46,15 @@ if not transformer_engine.HAVE_TE:
 
 
 def bound_output(layer: torch.nn.Module, cap: float) -> None:
-    """Adds a hook that applies a soft cap to a layer's output: ``cap * tanh(output / cap)``."""
+    """Adds a hook to ``layer`` that applies a soft cap to its output.
+
+    The hook returns ``cap * tanh(output / cap)``.
+    """
     layer.register_forward_hook(functools.partial(bound_first, cap))
 
 
 def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> None:
-    """Adds a hook that multiplies a layer's output by ``factor``, rounded to ``dtype``."""
+    """Adds a hook to ``layer`` that multiplies its output by ``factor``, rounded to ``dtype``."""
     factor = float(torch.tensor(factor, dtype=dtype))
     layer.register_forward_hook(lambda _, inputs, output: output * factor)
 
@@ -131,6 +134,8 @@ class LocalLatentAttention(MLASelfAttention):
 def norm_of(config: TransformerConfig) -> Any:
     """Returns the class for normalization layers outside of transformer layers.
 
+    ``config`` is megatron-core's configuration of the model.
+
     If apex is installed, megatron-core uses the class from apex for every model, but that class
     does not support RMSNorm.
     """
@@ -150,7 +155,7 @@ class LocalNorm:
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> Any:
-        """Returns a normalization layer of torch, or a :class:`NormAroundZero`."""
+        """Returns a layer of torch or a :class:`NormAroundZero`, for width ``hidden_size``."""
         split = config.sequence_parallel
         if config.layernorm_zero_centered_gamma:
             has_mean = config.normalization == "LayerNorm"
@@ -203,7 +208,9 @@ class _GroupChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the ``topk`` experts with the best scores in the best ``group_topk`` groups.
+        """Chooses the ``topk`` experts with the best ``scores`` in the best ``group_topk`` groups.
+
+        There are ``num_groups`` groups of experts.
 
         Returns:
             Scores and indices of the chosen experts, each ``[tokens, topk]``.
@@ -265,7 +272,10 @@ class VariedLayer(TransformerLayer):
 
 
 def _normalize(norm: torch.nn.Module, block: Any, inputs: Any, output: Any) -> tuple[Any, None]:
-    """Adds a block's separate bias to its output and normalizes the sum, as a module hook."""
+    """Adds the separate bias in a block's ``output`` and normalizes the sum, as a module hook.
+
+    Returns the result of ``norm``, and ``None`` instead of a bias.
+    """
     hidden, bias = output
     return norm(hidden if bias is None else hidden + bias), None
 

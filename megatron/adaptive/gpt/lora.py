@@ -49,8 +49,9 @@ from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defe
 MARK = ".lora."
 """Text that a name in a checkpoint contains only if it belongs to an adapter."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-# Maps a layer's parallelism to the functions that communicate between its two matrices. Keys:
-# whether the layer is row-parallel, and whether sequences are split (sequence parallelism).
+# Maps a layer's parallelism to the function that communicates between the two matrices of an
+# adapter. A key states whether the layer is row-parallel, and whether sequences are split (sequence
+# parallelism).
 _JOINS = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -148,7 +149,7 @@ class Adapter(Deferring, torch.nn.Module):
         self.register_buffer("row_parts", row_parts, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the term to add to the layer's output, computed from the normalized input."""
+        """Computes the term to add to the layer's output from its normalized input ``hidden``."""
         if self.dropout and self.training:
             # Ranks with different columns of the input need different random numbers.
             is_divided = self.is_row and not self.is_split
@@ -166,7 +167,11 @@ class Adapter(Deferring, torch.nn.Module):
         return call.output(hidden)
 
     def sharded(self, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
-        """Returns the weights for a checkpoint, with their offsets in the whole model's tensors."""
+        """Returns the weights for a checkpoint, with their offsets in the whole model's tensors.
+
+        The names begin with ``prefix``. ``offsets`` and ``metadata`` are arguments of
+        megatron-core.
+        """
         weights: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -185,6 +190,9 @@ def _parts_of_rows(
 ) -> torch.Tensor:
     """Returns the index of the part to which each row of a layer's weight on this rank belongs.
 
+    The weight has ``rows`` rows here, and this is rank ``tp_rank`` of ``ranks`` ranks. ``is_gated``
+    is true for a gated layer.
+
     Parts 0, 1 and 2 are query, key and value. In a gated layer, parts 0 and 1 are gate and up.
     """
     if is_gated:
@@ -201,13 +209,13 @@ class _Adapted:
     lora: Adapter
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns the layer's output plus the adapters' term, and the layer's bias."""
+        """Returns the layer's output for ``hidden`` plus the adapters' term, and its bias."""
         layer: Any = super()
         output, bias = layer.forward(hidden, *args, **kwargs)
         return output + self.lora(self._normalized(hidden)), bias
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the matmul, which Transformer Engine may normalize first."""
+        """Returns ``hidden``, which is normalized if Transformer Engine does so in this layer."""
         layer: Any = self
         if (weight := getattr(layer, "layer_norm_weight", None)) is None:
             return hidden
@@ -219,7 +227,10 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Returns the weights of the layer and its adapters for a checkpoint, with offsets."""
+        """Returns the weights of the layer and its adapters for a checkpoint, with offsets.
+
+        The parameters are those of megatron-core's method. The names begin with ``prefix``.
+        """
         layer: Any = super()
         weights = layer.sharded_state_dict(prefix, sharded_offsets, metadata)
         base = {name: weight for name, weight in weights.items() if MARK not in name}
@@ -232,7 +243,7 @@ def _adapted(layer: type) -> type:
 
 
 def freeze(model: Any, config: TrainerConfig) -> Any:
-    """Freezes the weights of ``model`` and adds adapters, if the run trains adapters."""
+    """Freezes the weights of ``model`` and adds adapters, if ``config`` trains adapters."""
     if not config.lora.is_on:
         return model
     model.requires_grad_(False)

@@ -59,7 +59,7 @@ from megatron.adaptive.schedule.unequal_widths import Widths, chosen
 
 
 def placement_of(config: TrainerConfig) -> Placement:
-    """Returns the assignment of stages to pipeline ranks for a run's settings."""
+    """Returns the assignment of stages to pipeline ranks for the settings ``config``."""
     return Placement(
         num_ranks=config.parallel.pipeline_model_parallel_size,
         num_chunks=config.parallel.num_chunks,
@@ -68,7 +68,7 @@ def placement_of(config: TrainerConfig) -> Placement:
 
 
 def widths_of(config: TrainerConfig) -> Widths | None:
-    """Returns the number of ranks of each stage, or ``None`` if all stages have the same number."""
+    """Returns each stage's number of ranks in ``config``, or ``None`` if all numbers are equal."""
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
@@ -162,16 +162,18 @@ def stages_of(
 
 
 def layout_of(config: TrainerConfig) -> PlacedLayout:
-    """Returns the layout of a run's model for megatron-core's configuration."""
+    """Returns the layout of the model in ``config`` for megatron-core's configuration."""
     stages = stages_of(config.layers_per_stage, config.model.mtp_num_layers or 0, config.mtp_stage)
     return PlacedLayout(placement_of(config), stages)
 
 
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
-    """Returns the function with which megatron-core selects a pipeline's embedding group.
+    """Returns a function that selects the ranks of a pipeline that have a copy of the embedding.
 
-    The function takes the global ranks of a pipeline. It returns the ranks that have a copy of the
-    embedding, for the first stage, the last stage or multi-token prediction.
+    ``config`` contains the settings of the run.
+
+    megatron-core calls the function with the global ranks of each pipeline. The selected ranks need
+    the embedding for the first stage, the last stage or multi-token prediction.
     """
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
@@ -206,7 +208,7 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
 
 
 def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copies the first stage's embedding to the last stage if this rank has both stages."""
+    """Copies the first stage's embedding to the last stage if ``chunks`` contain both stages."""
     copies = local_copies(chunks)
     if copies is not None:
         embedding, output = copies
@@ -295,7 +297,10 @@ _ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
-    """Sets megatron-core's groups for stages of unequal widths. All ranks must call this."""
+    """Sets megatron-core's groups for stages of unequal ``widths``. All ranks must call this.
+
+    Collectives in the groups fail after ``timeout_minutes``.
+    """
     # Create groups for a single stage of all ranks first; the code below replaces them.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()
@@ -325,7 +330,8 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
 
 def _set(names: Sequence[str], value: Any) -> None:
     for name in names:
-        # Fail if another release of megatron-core has other names for its process groups.
+        # Fail if the installed release of megatron-core uses different names for its process
+        # groups.
         assert hasattr(parallel_state, name), f"megatron-core has no {name}"
         setattr(parallel_state, name, value)
 
@@ -351,7 +357,7 @@ def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
 
 
 def sum_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Makes megatron-core's data-parallel wrappers sum gradients instead of averaging them."""
+    """Makes the data-parallel wrappers ``chunks`` sum gradients instead of averaging them."""
     for chunk in chunks:
         wrapper: Any = chunk
         for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
@@ -365,7 +371,7 @@ def _end_ranks(widths: Widths) -> list[int]:
 
 
 def _tied_weight(chunks: Sequence[torch.nn.Module]) -> Any:
-    """Returns this rank's copy of a tied embedding, or ``None`` if it does not have a copy."""
+    """Returns the copy of a tied embedding in ``chunks``, or ``None`` if there is no copy."""
     (model,) = unwrap_model(list(chunks))
     if not model.share_embeddings_and_output_weights:
         return None

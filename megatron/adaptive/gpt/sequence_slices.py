@@ -163,7 +163,7 @@ def _sum_at_end(part: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
 
 
 class LastKeysAndValues(KeysAndValues):
-    """Stores only the keys and values that a window of later slices can see.
+    """Stores only the keys and values that are in the attention window of later slices.
 
     Args:
         like: Keys and values of a slice, for their shapes and dtypes.
@@ -263,7 +263,7 @@ class SequenceSlices:
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns the token count of each slice, or ``None`` if all cuts are equal."""
+        """Returns the token count of each slice, or ``None`` if all microbatches are cut alike."""
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
@@ -274,12 +274,12 @@ class SequenceSlices:
         return len(self._cuts)
 
     def work(self, item: int) -> tuple[int, int]:
-        """Returns the number of tokens and the number of token pairs in the slice ``item``."""
+        """Returns the numbers of tokens and of token pairs in the slice with the index ``item``."""
         microbatch, index, _ = place_of(item, self.count)
         return self._cut(microbatch).work(index)
 
     def tokens(self, item: int) -> int:
-        """Returns the number of tokens of the slice ``item``."""
+        """Returns the number of tokens in the slice with the index ``item``."""
         microbatch, index, _ = place_of(item, self.count)
         start, end = self._cut(microbatch).bounds(index)
         return end - start
@@ -295,7 +295,7 @@ class SequenceSlices:
         self._key = (chunk, microbatch)
 
     def release(self, chunk: int, item: int) -> None:
-        """Frees the keys and values of the microbatch of slice ``item`` after their last use."""
+        """Frees the keys and values of ``chunk`` for the microbatch with the slice ``item``."""
         self._kept.pop((chunk, place_of(item, self.count).microbatch), None)
 
     def finish(self) -> None:
@@ -325,7 +325,7 @@ class SequenceSlices:
         return tokens * self._bytes_per_token.get(chunk, 0.0)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Lets the layers of ``chunks`` attend to earlier slices and continue their positions.
+        """Lets the layers of ``chunks`` attend to earlier slices, and use correct token positions.
 
         Raises:
             ConfigError: If a layer's attention cannot attend to earlier slices.
@@ -365,7 +365,7 @@ class SequenceSlices:
         return (self._longest, *inputs[1:]), options
 
     def _pick_positions(self, _module: Any, _inputs: Any, output: Any) -> Any:
-        """Selects the rotary embedding of each token's position in its document."""
+        """Selects from ``output`` the rotary embedding of each token's position in its document."""
         pieces = self._pieces
         if len(pieces) == 1:
             return output
@@ -374,7 +374,7 @@ class SequenceSlices:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
             self._positions = torch.cat(ranges).to(rotation.device)
         picked = rotation[self._positions]
-        return (picked, *more) if more else picked  # YaRN also returns a factor.
+        return (picked, *more) if more else picked  # The module of YaRN also returns a factor.
 
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
@@ -405,7 +405,7 @@ class SequenceSlices:
         """Computes attention of the current slice to itself and to earlier slices.
 
         Args:
-            call: Description of the call.
+            call: Layer that computes attention, its attention functions, and its window.
             query: Queries of the slice ``[s, b, heads, width]``.
             key: Keys of the slice ``[s, b, groups, width]``.
             value: Values of the slice, in the same layout.
@@ -437,7 +437,11 @@ class SequenceSlices:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes attention of ``piece``, part of a document that extends over several slices."""
+        """Computes attention of ``piece``, part of a document that extends over several slices.
+
+        ``query``, ``key`` and ``value`` contain only the tokens of this part. The keys and values
+        of earlier parts of the document are stored for ``call.layer``.
+        """
         start, window = piece.start - piece.begin, call.window
         layers = self._kept.setdefault(self._key, {})
         kept = layers.get((id(call.layer), piece.begin))

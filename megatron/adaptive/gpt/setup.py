@@ -58,7 +58,7 @@ _SHORT = 0.5
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Creates the object that orders each rank's actions. All ranks must call this."""
+    """Returns the object that orders each rank's actions. All ranks must call this."""
     config = job.config
     settings = job.config.schedule
     orders = Orders(
@@ -82,10 +82,10 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
 
 
 def _slice_shares(config: TrainerConfig) -> list[float]:
-    """Returns the length of each slice, relative to the sequence.
+    """Returns the length of each slice in ``config``, relative to the sequence.
 
-    If microbatches are cut differently, the list assumes the largest number of slices, with equal
-    lengths.
+    If microbatches are cut in different ways, the list assumes the largest number of slices, with
+    equal lengths.
     """
     if (rule := config.slice_rule) is not None:
         most = config.num_slices
@@ -103,7 +103,7 @@ def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
 
 
 def _record_index(config: TrainerConfig) -> int:
-    """Returns the index of this rank among the action orders that are recorded for each step."""
+    """Returns the index of this rank's action order in the record of a step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
         return pp_rank  # Only the orders of one replica are recorded.
@@ -270,7 +270,10 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
 def _start_trace(
     job: TrainingJob, placement: Placement, chunks: Sequence[torch.nn.Module], rows: int
 ) -> Tracing:
-    """Opens the trace of a run. ``rows`` is the number of rows of the embedding."""
+    """Opens the trace of a run. ``rows`` is the number of rows of the embedding.
+
+    ``placement`` is the placement of the stages, and ``chunks`` are this rank's chunks.
+    """
     config = job.config
     schedule = job.config.schedule
     tracing = open_trace(
@@ -295,7 +298,10 @@ def _start_trace(
 def _add_details(
     tracing: Tracing, folder: str, job: TrainingJob, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Adds the measurements that ``--trace-detail`` requests to ``tracing``."""
+    """Adds the measurements that ``--trace-detail`` requests to ``tracing``.
+
+    Kernels are recorded in ``folder``. Layers are those of ``chunks``.
+    """
     details = job.config.schedule.trace_details
     if "layers" in details:
         tracing.layers = LayerMeter(chunks, job.accelerator.clock())
@@ -397,7 +403,7 @@ def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
 
 
 def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
-    """Returns the shape ``[s, b, h]`` of the largest tensor that is sent between stages."""
+    """Returns the shape ``[s, b, h]`` of the largest tensor that stages of ``config`` exchange."""
     longest = config.model.seq_length
     width = batching_of(config).row_tokens(config.data.pack_to or longest)
     if (rule := config.slice_rule) is not None:
@@ -475,7 +481,7 @@ def _connect_chunks(
     chunks: Sequence[torch.nn.Module],
     optimizer: Any,
 ) -> None:
-    """Adds functions of the chunks and the optimizer to megatron-core's configuration.
+    """Adds functions of ``chunks`` and ``optimizer`` to megatron-core's configuration ``core``.
 
     megatron-core's schedule and the executor call these functions to scale losses and to start or
     delay the communication of gradients and parameters. This function also enables megatron-core's
@@ -503,7 +509,7 @@ _GIB = 1 << 30
 
 
 def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
-    """Checks before the model is built that the weights of a rank fit in memory.
+    """Checks before the model is built that a rank's weights fit in the device's memory.
 
     Gradients, optimizer state and activations are not counted, so a model that passes may still not
     fit. All ranks are assumed to have equal parts of the weights.

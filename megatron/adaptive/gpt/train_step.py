@@ -89,7 +89,8 @@ class Step:
             num_microbatches: Number of microbatches of this rank.
             iteration: Index of the step, from which random numbers for dropout are derived.
             before_update: Function that is called before the optimizer changes the parameters.
-            dealt: Assignment of microbatches to replicas; ``None`` if assigned round-robin.
+            dealt: Assignment of microbatches to replicas; ``None`` if the assignment is
+                round-robin.
 
         Raises:
             AdaptiveError: If a gradient is infinite or NaN.
@@ -194,7 +195,11 @@ class Step:
     def _forward_only(
         self, microbatches: Any, num_microbatches: int, forward: NextToken | None = None
     ) -> list[Any]:
-        """Runs forward passes in evaluation mode, and returns the losses of each microbatch."""
+        """Runs forward passes in evaluation mode, and returns the losses of each microbatch.
+
+        There are ``num_microbatches`` microbatches. ``forward`` replaces the usual forward pass, if
+        it is not ``None``.
+        """
         run = self._run
         for chunk in run.chunks:
             chunk.eval()
@@ -225,7 +230,7 @@ class Step:
         if microbatches is not None:
             num_microbatches = len(microbatches)  # Packing may result in fewer microbatches.
         more: dict[str, Any] = {}
-        if run.wiring is not None:  # megatron-core's loop does not accept sizes.
+        if run.wiring is not None:  # Only this program's executor accepts sizes.
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
             more["loss_parts"] = dealt.total
@@ -281,8 +286,8 @@ class Step:
 
         Args:
             steps: Losses of each microbatch in each step.
-            dealt: Assignment of microbatches to replicas; ``None`` if assigned round-robin. It
-                requires a single step.
+            dealt: Assignment of microbatches to replicas; ``None`` if the assignment is
+                round-robin. It requires a single step.
 
         Returns:
             Mean losses by name on ranks of the last stage; empty on other ranks.
@@ -306,6 +311,9 @@ class Step:
 
     def _further_losses(self, num_microbatches: int, dealt: Dealt | None) -> dict[str, float]:
         """Returns the mean losses of multi-token prediction, under Megatron-LM's names.
+
+        The step has ``num_microbatches`` microbatches on this replica. If microbatches were
+        distributed by cost, ``dealt`` describes their distribution.
 
         All microbatches have equal weights, even if they have different numbers of tokens, as in
         Megatron-LM.
@@ -387,7 +395,7 @@ def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
 
 
 def gather_parameters(run: Run) -> None:
-    """Gathers the updated parameters immediately, instead of in the next forward pass.
+    """Gathers the updated parameters of ``run`` now, instead of in the next forward pass.
 
     With ``--overlap-param-gather``, call this before reading parameters. All ranks must call this.
     """
@@ -400,7 +408,7 @@ def gather_parameters(run: Run) -> None:
 def counted_parameters(
     run: Run, chunk: torch.nn.Module
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
-    """Yields the parameters of a chunk, for a sum over all ranks that counts each only once.
+    """Yields parameters of a chunk, so that a sum over all ranks counts each parameter once.
 
     Each rank must add ``value / copies`` for each yielded parameter.
 
@@ -427,7 +435,7 @@ def counted_parameters(
 
 
 def params_norm(run: Run) -> float:
-    """Returns the L2 norm of all parameters of the model. All ranks must call this."""
+    """Returns the L2 norm of all parameters of the model of ``run``. All ranks must call this."""
     gather_parameters(run)
     total = torch.zeros(1, dtype=torch.float64)
     for chunk in run.chunks:
@@ -445,7 +453,10 @@ _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
-    """Returns a one-line error which says that this rank's device ran out of memory."""
+    """Returns a one-line error which says that this rank's device ran out of memory.
+
+    ``error`` is the error that torch raised.
+    """
     accelerator = run.job.accelerator
     gib = 1024**3
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -22,13 +22,16 @@ class Hook:
     """
 
     def before_step(self, iteration: int) -> None:
-        """Called before each step. ``iteration`` is the number of completed iterations."""
+        """The training loop calls this method before each step.
+
+        ``iteration`` is the number of completed iterations.
+        """
 
     def after_step(self, step: TrainedStep) -> None:
-        """Called after each step, when the run's progress already includes the step."""
+        """The training loop calls this method after ``step``, which is part of the progress."""
 
     def at_end(self) -> None:
-        """Called once at the end, if training ended without an error."""
+        """The training loop calls this method once at the end, unless there was an error."""
 
     def close(self) -> None:
         """Frees the hook's resources, even after an error. Safe to call more than once."""

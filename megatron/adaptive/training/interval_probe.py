@@ -52,7 +52,7 @@ class IntervalProbe:
         self._end_s = time.perf_counter()
 
     def is_due(self, iteration: int) -> bool:
-        """Returns whether to call :meth:`run` after ``iteration``, equal on all ranks."""
+        """Returns whether to call :meth:`run` after ``iteration``; equal on all ranks."""
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
@@ -96,7 +96,7 @@ class IntervalProbe:
 
 
 def _message(run: Run) -> torch.Tensor:
-    """Returns a message with the shape and dtype of the messages between stages."""
+    """Returns a message with the shape and dtype of the messages between stages of ``run``."""
     return torch.zeros(
         *payload_shape(run.job.config),
         dtype=run.core.pipeline_dtype,

@@ -113,7 +113,7 @@ class IterationReport(TrainedStep):
 
     @property
     def is_nan(self) -> bool:
-        """Whether any loss is infinite or NaN."""
+        """Returns whether any loss is infinite or NaN."""
         return not all(math.isfinite(loss) for loss in self.losses.values())
 
 
@@ -214,7 +214,7 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Object with TensorBoard's ``add_scalar``, or ``None`` if this rank logs no metrics."""
+        """Returns an object with TensorBoard's ``add_scalar``, or ``None`` without metrics."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
@@ -349,7 +349,9 @@ class TrainingLog:
         )
 
     def _figures(self, report: IterationReport, now: _Throughput) -> list[_Figure]:
-        """Lists all values to report for an iteration, in the order of the log line.
+        """Lists all values to report for the iteration ``report``, in the order of the log line.
+
+        ``now`` is the throughput of the iteration.
 
         Source: ``training_log`` of Megatron-LM, for names, order and widths in the line up to the
         number of NaN iterations, and for TensorBoard's tags. Megatron-LM does not report the
@@ -445,7 +447,7 @@ class _Figure(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Value formatted for the log line, or an empty string if the value is unknown."""
+        """Returns the value as text for the log line, or an empty string if it is unknown."""
         return "" if self.value is None else self.form.format(self.value)
 
 
@@ -491,7 +493,10 @@ class _Curves:
         self._each(lambda logger: logger.scalar(tag, float(value), step))
 
     def note(self, name: str, content: Any) -> None:
-        """Passes ``content``, a JSON-serializable record such as a diagnosis, to every logger."""
+        """Passes ``content``, a JSON-serializable record such as a diagnosis, to every logger.
+
+        ``name`` is the name of the record.
+        """
         self._each(lambda logger: logger.note(name, content))
 
     def draw(self, traces: Path, iteration: int) -> None:
@@ -547,7 +552,7 @@ def _load_figures(load: Load | None) -> list[_Figure]:
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
-    """Returns a progress bar on standard error, which starts at ``start_iteration``."""
+    """Returns a progress bar on standard error from ``start_iteration`` to ``total_iterations``."""
     return tqdm(
         total=total_iterations,
         initial=start_iteration,

@@ -298,7 +298,7 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all training steps are completed, or training is skipped."""
+        """Returns whether all training steps are completed, or training is skipped."""
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
@@ -487,7 +487,10 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move | NextTrial, error: DeviceMemoryError) -> None:
-        """Reports that the change ``due`` needs too much memory, and keeps the current stages."""
+        """Reports that the change ``due`` needs too much memory, and keeps the current stages.
+
+        ``error`` is the error that the change caused.
+        """
         if isinstance(due, NextTrial):
             self._log.message(f"  the number of slices does not change: {error}")
             self._numbers = ()
@@ -669,7 +672,11 @@ class Validation(RunHook):
         self._live.log.validation(self._live.progress.iteration, prefix, losses)
 
     def _evaluate(self, dataset: Any, consumed_samples: int) -> dict[str, float]:
-        """Returns the mean losses over ``--eval-iters`` batches, on ranks of the last stage."""
+        """Returns the mean losses over ``--eval-iters`` batches of ``dataset``.
+
+        The first ``consumed_samples`` samples are skipped. The result is empty except on ranks of
+        the last stage.
+        """
         run = self._live.run
         config = self._live.config
         loader = make_loader(run, dataset, consumed_samples)

@@ -240,14 +240,14 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
 
 
 def _evidence(live: Any) -> dict[str, Any]:
-    """Returns what this rank is doing, for a hang report. The hang detector calls this function."""
+    """Returns the current activity of this rank in the run ``live``, for a hang report."""
     run = live.run
     inner = run.forward_backward.snapshot if run.wiring is None else run.wiring.executor.evidence
     return {**run.tracing.now(), **inner()}
 
 
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
-    """Returns a function that makes the watcher notify the channels of a run about lost ranks.
+    """Returns a function that makes ``watcher`` notify the channels of a run about lost ranks.
 
     The function also notifies the channels about ranks that were lost earlier.
     """
@@ -265,7 +265,7 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
 
 
 def expected_error(error: BaseException, rank: int) -> BaseException:
-    """Converts ``error`` to an expected error if its cause is external.
+    """Converts ``error`` of rank ``rank`` to an expected error if its cause is external.
 
     External causes are full disks, too little memory, killed data loaders and lost peers. Any other
     error is returned unchanged.
@@ -293,7 +293,10 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Prints the error of a thread. Skips full disks, because the main thread reports them."""
+    """Prints the error ``failure`` of a thread, except for a full disk.
+
+    The main thread reports full disks.
+    """
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _FULL_DISK):
         threading.__excepthook__(failure)
 
@@ -301,7 +304,10 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
 def _fail(
     error: BaseException, store: dist.Store, watcher: Watcher, environment: Environment
 ) -> NoReturn:
-    """Reports ``error`` once for the whole job, and then exits this process."""
+    """Reports ``error`` once for the whole job, and then exits this process.
+
+    The cause may be a lost rank, which ``watcher`` reports.
+    """
     expected = isinstance(error, AdaptiveError)
     follows = False
     # If the error is about a silent peer, do not wait for the watcher, which would report the same
@@ -324,7 +330,7 @@ def _fail(
 
 
 def _follow_reported_error(environment: Environment) -> None:
-    """Exits this process if another rank has reported an error; else returns.
+    """Exits this process if another rank has already reported an error.
 
     A rank that is slow to connect may lose its connection with a rank that has already failed.
     """
@@ -348,10 +354,10 @@ def _job_store() -> dist.Store:
 
 
 def _part(store: dist.Store, environment: Environment) -> None:
-    """Waits until all other ranks have read the error, if this rank serves the store.
+    """Waits until all other ranks have read the reported error, if this rank serves ``store``.
 
-    Other ranks write to the store when they have read the error. Without this wait, they would
-    report the error again, and report that they lost the connection to the store.
+    Other ranks write to the store when they have read the error. Without this wait, the store would
+    disappear too early, and the other ranks would also report a lost connection.
     """
     if environment.has_agent_store:
         return
@@ -367,7 +373,7 @@ def _part(store: dist.Store, environment: Environment) -> None:
 
 
 def _is_first(store: dist.Store) -> bool:
-    """Returns whether this rank is the first rank of the job that reports an error."""
+    """Returns whether this rank is the first rank that reports an error in ``store``."""
     try:
         return store.add("error", 1) == 1
     except RuntimeError:

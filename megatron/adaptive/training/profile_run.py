@@ -233,7 +233,9 @@ def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, 
 
 
 def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the profile for a GPU type, with means over the ranks with this GPU.
+    """Yields the rows of the profile for the GPU type ``gpu``, with means over ``samples``.
+
+    If ``alone`` is true, the samples do not include tensor-parallel communication.
 
     There is one row for each combination of layer kind, tensor-parallel size and microbatch size.
     """
@@ -436,7 +438,10 @@ def _free_memory(accelerator: Accelerator) -> None:
 def _build_chunks(
     config: TrainerConfig, core: TransformerConfig, accelerator: Accelerator, placement: Placement
 ) -> list[Any]:
-    """Builds the model of a stage, and prepares it for a forward pass in training mode."""
+    """Builds the model of a stage, and prepares it for a forward pass in training mode.
+
+    ``placement`` is the placement of the stages.
+    """
     assert config.data.vocab_size is not None
     divisor = config.model.make_vocab_size_divisible_by
     ranks = config.parallel.tensor_model_parallel_size
@@ -450,7 +455,7 @@ def _build_chunks(
 
 @contextlib.contextmanager
 def _on_stage(stage: int) -> Iterator[None]:
-    """Makes megatron-core build modules for the given stage within the ``with`` block."""
+    """Makes megatron-core build modules for the stage ``stage`` within the ``with`` block."""
     parallel_state.set_pipeline_model_parallel_rank(stage)
     parallel_state.set_pipeline_model_parallel_world_size(STAGES)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -468,7 +473,10 @@ def _on_stage(stage: int) -> Iterator[None]:
 def _keyed_forward(
     config: TrainerConfig, accelerator: Accelerator, chunks: Sequence[torch.nn.Module]
 ) -> Callable[..., Any]:
-    """Returns the forward step function of ``chunks``, with dropout seeded as in training."""
+    """Returns the forward step function of ``chunks``, with dropout seeded as in training.
+
+    ``config`` contains the settings of the run.
+    """
     dropout = DropoutKeys(
         config.run.seed,
         enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,

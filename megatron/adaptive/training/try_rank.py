@@ -109,7 +109,7 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
 
 
 def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> None:
-    """Checks that the device has the memory that the rank needs according to the planner."""
+    """Checks that ``accelerator`` has the memory that the rank needs according to the planner."""
     if accelerator.is_cuda:
         whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
@@ -170,7 +170,7 @@ class _Samples:
     largest_bytes: int = 0
 
     def add_actions(self, actions: Sequence[tuple[Action, int]]) -> None:
-        """Adds the actions of one step, each with its duration in nanoseconds."""
+        """Adds the ``actions`` of one step, each with its duration in nanoseconds."""
         sums: dict[tuple[ActionKind, int], dict[int, float]] = {}
         for action, duration_ns in actions:
             of_kind = sums.setdefault((action.kind, action.chunk), {})
@@ -181,7 +181,7 @@ class _Samples:
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
-        """Returns, for each chunk, the typical duration of a ``kind`` action in seconds.
+        """Returns the typical seconds of an action of ``kind``, for each of ``num_chunks`` chunks.
 
         The result is the median over all steps of the mean time in a step, or 0 if there are no
         times. The mean includes actions that were delayed, because they also make a step longer.
@@ -190,7 +190,7 @@ class _Samples:
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time in seconds that a step spends outside actions and optimizer."""
+        """Returns the median time in seconds a step spends outside of actions and optimizer."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -251,7 +251,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
         def mark(marks_s: list[float] = marks_s) -> None:
             marks_s.append(_now(job.accelerator))
 
-        # This mode makes operations slower, so use it in a step that is not measured.
+        # _LargestTensor makes operations slower, so use it in a step that is not measured.
         is_watched = iteration == WARM_UP and not job.accelerator.is_cuda
         watch = _LargestTensor() if is_watched else None
         with watch or contextlib.nullcontext():
@@ -314,7 +314,7 @@ def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
 
 
 def _now(accelerator: device.Accelerator) -> float:
-    """Waits for the device, and returns the value of a monotonic clock in seconds."""
+    """Waits for ``accelerator``, and returns the value of a monotonic clock in seconds."""
     accelerator.synchronize()
     return time.perf_counter()
 
@@ -369,7 +369,10 @@ def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[
 
 
 def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[ExpectedInput]:
-    """Returns the inputs that the rank needs from other ranks for ``order``, in the same order."""
+    """Returns the inputs that the rank needs from other ranks for ``order``, in the same order.
+
+    ``placement`` is the placement of the stages.
+    """
     from megatron.core import parallel_state
 
     ranks = torch.distributed.get_process_group_ranks(

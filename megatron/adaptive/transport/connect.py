@@ -298,7 +298,10 @@ class Connector:
         kinds: Mapping[int, NativeKind],
         listening: Sequence[Mapping[str, str]],
     ) -> str | None:
-        """Opens the channels to all peers, and returns the first failure, or ``None`` on success.
+        """Opens the channels of ``node`` to all peers, and returns the first failure.
+
+        Returns ``None`` on success. ``kinds`` contains the transport for each peer, and
+        ``listening`` contains the addresses of each rank by kind of link.
 
         All ranks open their channels in the same order, so that they cannot deadlock. After a
         failure, a rank continues, because its other peers wait for it.
@@ -321,7 +324,9 @@ class Connector:
         choices: Mapping[tuple[int, int], Choice],
         native: NativeTransport | None,
     ) -> Transport | None:
-        """Opens the transports that are not native, and combines them with the native transport.
+        """Opens the transports that are not ``native``, and combines them with ``native``.
+
+        ``choices`` contains the transport that was chosen for each pair of ranks.
 
         All ranks must call this method.
         """
@@ -393,7 +398,10 @@ def _native_kind(name: str) -> NativeKind | None:
 
 
 def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
-    """Listens for peers with each kind of link in ``links``, and returns the addresses by kind."""
+    """Makes ``node`` listen for each kind of link in ``links``. Returns the addresses by kind.
+
+    ``endpoint`` contains the address of this rank for TCP.
+    """
     addresses = {}
     if "unix" in links:
         addresses["unix"] = node.listen("unix")
@@ -403,7 +411,10 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns (peer, text about how its GPU tensors are copied) for each peer that reports this."""
+    """Returns pairs of a peer and a text about how its GPU tensors are copied.
+
+    Members of ``peers`` that do not report this are left out.
+    """
     paths = []
     for peer in peers:
         info = node.info(peer)

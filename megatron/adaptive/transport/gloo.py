@@ -74,7 +74,7 @@ _OF_GLOO = frozenset(
 
 @dataclass(slots=True)
 class _Posted:
-    """Posted receive. Its payload is part of the packet, or a separate gloo message."""
+    """Receive that was posted in advance. The payload is in the packet or in a separate message."""
 
     packet: Packet
     work: Any
@@ -231,7 +231,7 @@ class GlooTransport:
             raise self._lost(peer, error) from error
 
     def _reap(self, timeout: datetime.timedelta) -> None:
-        """Waits until the oldest send has finished, and then releases its tensors."""
+        """Waits at most ``timeout`` for the oldest send to finish, and releases its tensors."""
         sent = self._pending.popleft()
         try:
             for work in sent.works:
@@ -312,7 +312,10 @@ class GlooTransport:
         return header, payload
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Waits for the payload that ``header`` describes, and returns it."""
+        """Waits for the payload from ``peer`` that ``header`` describes, and returns it.
+
+        ``sequence`` is the number of the message.
+        """
         payload = torch.empty(header.shape, dtype=header.dtype)
         if payload.numel():
             tag = 2 * (sequence % DEPTH) + 1

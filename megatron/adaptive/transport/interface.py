@@ -82,7 +82,7 @@ class Transport(Protocol):
         """Returns the queue to which all channels add received messages and failures."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to send ``tensor`` to the global rank ``peer``, and returns immediately.
+        """Starts to send ``tensor`` with ``label`` to the global rank ``peer``. Returns at once.
 
         The transport keeps the tensor's storage alive until the message has been sent. After the
         call, the caller may release the tensor or replace ``tensor.data``, but must not write to
@@ -93,7 +93,7 @@ class Transport(Protocol):
         """
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor for a payload that will be sent to ``peer``.
+        """Returns an uninitialized tensor of ``shape`` and ``dtype`` to be sent to ``peer``.
 
         The tensor is in memory of the channel if a slot is free, otherwise in ordinary memory. In
         both cases, the tensor, or a view that begins at its first element, can be sent. Memory of
@@ -130,8 +130,8 @@ class Arrival:
             peer writes directly to this rank's memory, so that no thread notices the arrival.
     """
 
-    # The slots are empty because a class with slots cannot be combined with the arrival class of
-    # the C++ extension.
+    # __slots__ is empty, because a class that defines slots cannot be combined with the arrival
+    # class of the C++ extension.
     __slots__ = ()
 
     label: Label
@@ -172,7 +172,7 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived on another rank of the decision group.
+    """Reports that a message has arrived on another rank of a group that decides together.
 
     Attributes:
         label: Step and action for which the message is the input.
@@ -284,10 +284,10 @@ _PLAIN = (
     "complex128",
 )
 _FLOAT8 = len(_PLAIN)
-# These dtypes are sent as another dtype of the same size (8-bit floats as bytes). The receiver
-# views the payload as the original dtype, which the variant (a positive number) identifies. The
-# numbers must never change, because other versions read them. Dtypes that the installed torch does
-# not have are skipped.
+# These dtypes are sent as another dtype of the same size, for example 8-bit floats as bytes. The
+# receiver views the payload as the original dtype, which a positive number, the variant,
+# identifies. The numbers must never change, because other versions read them. Dtypes that the
+# installed torch does not have are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -319,7 +319,8 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
     """Returns the code and the variant that represent ``dtype`` in messages.
 
     Raises:
-        TransportError: A message cannot have this dtype or this number of dimensions.
+        TransportError: A message cannot have ``dtype``, or it cannot have ``dimensions``
+            dimensions.
     """
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:

@@ -35,7 +35,7 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes a job's messages, as far as they are known in advance. It is equal on all ranks.
+    """Describes a job's messages, as far as they are known in advance; equal on all ranks.
 
     Attributes:
         shape: Shape of the largest message, or ``None`` if unknown.
@@ -123,11 +123,13 @@ class TransportKind:
     reason: ClassVar[str] = ""
 
     def lacks(self, facts: RankFacts) -> str | None:
-        """Returns the reason why a rank cannot use this transport, or ``None`` if it can."""
+        """Returns the reason why a rank with ``facts`` cannot use this transport, or ``None``."""
         return None
 
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
         """Returns whether ``--transport auto`` tries this transport between two ranks.
+
+        The two ranks are ``first`` and ``second``.
 
         Swapping the two ranks must not change the result.
         """
@@ -135,6 +137,8 @@ class TransportKind:
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
         """Returns the reason why this transport cannot connect two ranks, or ``None`` if it can.
+
+        The two ranks are ``first`` and ``second``.
 
         This is only called for ranks that can use the transport. If the two ranks are swapped, the
         result must be ``None`` in the same cases.
@@ -216,7 +220,10 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a text about the members that ``transport`` lacks, or ``None`` if it is complete."""
+    """Returns a text about the members that ``transport`` lacks, or ``None`` if it is complete.
+
+    A transport without ``peers`` may be ``None``.
+    """
     if transport is None and not peers:
         return None
     missing = [name for name in _TRANSPORT if not hasattr(transport, name)]

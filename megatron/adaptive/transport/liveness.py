@@ -41,7 +41,7 @@ from megatron.adaptive.errors import PeerLostError
 
 _Answer = TypeVar("_Answer")
 _PERIOD_S = 2.0
-# The states of this machine's ranks are read from /proc once in this number of seconds.
+# The states of this machine's ranks are read from /proc at intervals of this number of seconds.
 _LOOK_S = 1.0
 # A silent rank is only considered lost after this additional number of seconds. During this time, a
 # channel may notice the silence, and its error message is better.
@@ -60,7 +60,7 @@ _SHOWN = "told: "
 
 
 def here(pp_rank: int) -> dict[str, Any]:
-    """Returns host, process ID, pipeline rank and machine of this process.
+    """Returns host, process ID and machine of this process, and its pipeline rank ``pp_rank``.
 
     ``machine`` is equal for ranks that can see each other's process IDs and sockets. Containers on
     the same host may have the same host name, but cannot see each other's processes.
@@ -315,8 +315,8 @@ class _Local:
         self._poll.register(wake, select.POLLIN)
         self._watched: dict[int, int] = {}
         for rank, pid in pids.items():
-            # Without a pidfd (old kernel, sandbox, process that has exited), the exit is detected
-            # by polling /proc.
+            # pidfd_open() fails on an old kernel, in a sandbox, or if the process has exited. In
+            # these cases, the exit is detected by polling /proc.
             with contextlib.suppress(AttributeError, OSError):
                 fd = os.pidfd_open(pid)
                 self._watched[fd] = rank
@@ -480,7 +480,7 @@ class _Board:
             return None
 
     def _run(self, store: dist.Store) -> None:
-        """Runs jobs, and calls :meth:`_tick` once per interval. Runs in the store's thread."""
+        """Runs jobs, and calls :meth:`_tick` once per interval. Runs in the thread of ``store``."""
         try:
             # Use a separate connection, because other calls may block the job's connection for a
             # long time.
@@ -505,7 +505,7 @@ class _Board:
             self._hear(_STORE, f"the job's store does not answer: {reason}")
 
     def _tick(self, store: dist.Store) -> None:
-        """Sends a heartbeat, and reads the notice and the heartbeats of other machines."""
+        """Sends a heartbeat to ``store``, and reads the notice and other machines' heartbeats."""
         store.add(f"beat/{self._own_machine}", 1)
         notice = _notice(store)
         if notice is not None:

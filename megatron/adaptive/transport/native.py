@@ -134,7 +134,10 @@ class NativeTransport:
             self._send_odd(peer, label, tensor)
 
     def _send_odd(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Sends a tensor of uncommon dtype or memory layout, or any tensor with an older torch."""
+        """Sends ``tensor`` with ``label`` to ``peer``, if its dtype or memory layout is uncommon.
+
+        With an older torch, this method sends all tensors.
+        """
         action = label.action
         if not tensor.is_cpu:
             raise TransportError(
@@ -204,7 +207,9 @@ class NativeTransport:
     def _drain(self, end_s: float) -> None:
         """Sends all messages and releases arrivals.
 
-        A peer that closes its channels waits for its slots.
+        Raises the error of :meth:`flush` if this takes until the time ``end_s``.
+
+        Arrivals must be released, because a peer that closes its channels waits for its slots.
         """
         while True:
             try:
@@ -222,6 +227,8 @@ class NativeTransport:
 @lru_cache(maxsize=1)
 def _arrival_class(module: ModuleType) -> type[Any]:
     """Returns the class of received messages whose payload is in memory of the channel.
+
+    ``module`` is the extension.
 
     The extension creates the objects of this class, and implements most methods of
     :class:`Arrival`.
@@ -304,7 +311,10 @@ class DeviceArrival(Arrival):
 
 
 def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor``, viewed as its original dtype if it was sent as a different dtype."""
+    """Returns ``tensor``, viewed as its original dtype if it was sent as a different dtype.
+
+    ``native`` is the received message.
+    """
     variant = native.variant
     return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 
@@ -319,7 +329,10 @@ def _label_of(native: Any) -> Label:
 
 @lru_cache(maxsize=1 << 16)
 def _action(kind: int, chunk: int, microbatch: int) -> Action:
-    """Returns an action from a cache, because creating an action takes as long as a small send."""
+    """Returns an action from a cache, because creating an action takes as long as a small send.
+
+    ``kind`` is the code of the action's kind.
+    """
     if kind >= len(KINDS):
         raise TransportError(
             f"a message of kind {kind} arrived, which is not an input of an action; run the same "
@@ -398,7 +411,7 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
-        """Converts ``item``, which the node received, for the executor. Raises errors."""
+        """Converts ``item`` from the node for the executor, or raises it if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
         # All other items were added to the queue by a Python thread.

@@ -174,7 +174,11 @@ class NcclTransport(GlooTransport):
         self._senders[peer].do(functools.partial(self._deliver, peer, header, payload, computed))
 
     def _deliver(self, peer: int, header: Header, payload: torch.Tensor, computed: Moment) -> None:
-        """Sends a message, and blocks the thread of the channel until the send has finished."""
+        """Sends a message to ``peer``, and blocks the channel's thread until the send has finished.
+
+        The message consists of ``header`` and ``payload``. Sending begins after the moment
+        ``computed``.
+        """
         if peer in self._failures:
             return
         computed.synchronize()
@@ -201,7 +205,7 @@ class NcclTransport(GlooTransport):
             yield
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
-        """Waits for the payload that ``header`` describes, and returns it."""
+        """Waits for the payload from ``peer`` that ``header`` describes, and returns it."""
         # Allocate the payload in the stream of this thread, so that the receive does not wait for
         # earlier computations.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
@@ -235,7 +239,7 @@ def free(group: Any, *, is_idle: bool) -> None:
 
 
 class Moment(Protocol):
-    """Point in a stream, after all work that was submitted to the stream before."""
+    """Point in a stream, after all work that has been submitted so far."""
 
     def synchronize(self) -> None:
         """Blocks until the device has reached this point, without holding the GIL."""
@@ -400,7 +404,10 @@ class NcclKind(TransportKind):
         )
 
     def _open_channel(self, opening: Opening, store: dist.Store, sender: int, receiver: int) -> Any:
-        """Creates a communicator for a one-way channel, and sends a first message over it."""
+        """Creates a communicator for the channel from rank ``sender`` to rank ``receiver``.
+
+        Also sends a first message over the channel.
+        """
         me = dist.get_rank()
         index = int(me == max(sender, receiver))
         group = self.pair_group(opening, dist.PrefixStore(f"{sender}-{receiver}", store), index)

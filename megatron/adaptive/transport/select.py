@@ -53,7 +53,7 @@ class Choice:
 
 
 def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
-    """Returns the reason why ``kind`` cannot connect two ranks, or ``None`` if it can."""
+    """Returns why ``kind`` cannot connect ``first`` and ``second``, or ``None`` if it can."""
     for end in (first, second):
         lack = end.lacks.get(kind)
         if lack is not None:
@@ -62,7 +62,10 @@ def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
 
 
 def candidates(end: Endpoint, other: Endpoint) -> tuple[str, ...]:
-    """Returns the transports to try for a pair of ranks, best first. The last always works."""
+    """Returns the transports to try between ``end`` and ``other``, best first.
+
+    The last transport always works.
+    """
     return tuple(name for name in by_preference() if transport_kind(name).is_candidate(end, other))
 
 
@@ -98,7 +101,7 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
 
 
 def _reason(kind: str, missed: list[str]) -> str:
-    """Returns the reason for choosing ``kind``, and the reasons against better transports."""
+    """Returns the reason for ``kind``, and the reasons ``missed`` against better transports."""
     reason = transport_kind(kind).reason
     return "; ".join([reason, *missed] if reason else missed)
 
@@ -118,8 +121,8 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorts pairs of ranks into the order in which all ranks connect them.
 
     The order consists of rounds in which no rank occurs twice. Each pair is in the first round that
-    contains neither of its ranks. A chain or ring of ranks takes two or three rounds, whatever its
-    length. A rank that connects its pairs in this order only waits for pairs of earlier rounds.
+    contains neither of its ranks. A chain or ring of ranks takes two or three rounds, regardless of
+    its length. A rank that connects its pairs in this order only waits for pairs of earlier rounds.
 
     Args:
         pairs: Pairs of ranks to connect, with the lower rank first.

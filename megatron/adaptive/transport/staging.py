@@ -56,7 +56,7 @@ class Staging:
     ) -> None:
         self._node = node
         self._send_from_host = send_from_host
-        # Type and index of the device in the numbering of DLPack.
+        # DLPack identifies a device by its type and index.
         self._dlpack_device = _DLPACK_HOST
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -87,7 +87,10 @@ class Staging:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to copy ``tensor`` to the host. A worker then sends the copy to ``peer``."""
+        """Starts to copy ``tensor`` to the host. A worker then sends the copy to ``peer``.
+
+        The message has the label ``label``.
+        """
         payload = settled(tensor.detach())
         code, variant = code_of(payload.dtype, payload.dim())
         if peer in self._slot_bytes:
@@ -120,7 +123,7 @@ class Staging:
         self._committing.do(commit)
 
     def _send_between_gpus(self, peer: int, label: Label, payload: torch.Tensor) -> None:
-        """Sends a tensor through the extension.
+        """Sends ``payload`` with ``label`` to ``peer`` through the extension.
 
         The tensor is first copied to the host if it does not fit into a slot.
         """
@@ -213,7 +216,7 @@ class Staging:
         make_current(self._device)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all copies have been made and sent. Returns False after the timeout."""
+        """Waits until all copies are made and sent. Returns False after ``timeout_s`` seconds."""
         end_s = time.monotonic() + timeout_s
         return self._committing.flush(end_s) and self._releasing.flush(end_s)
 
@@ -233,7 +236,7 @@ class Staging:
         yield
 
     def _pin(self, peer: int, info: Mapping[str, Any]) -> None:
-        """Pins the memory of a channel's slots, if ``info`` contains their addresses."""
+        """Pins the slots of the channel to ``peer``, if ``info`` contains their addresses."""
         with torch.cuda.device(self._device):
             for direction in ("send", "receive"):
                 address = info.get(f"{direction}_address")

@@ -1,4 +1,4 @@
-"""Simulates the channels of a rank whose peers do not exist, as in ``plan --try``.
+"""Simulates the channels of a rank whose peers do not exist, for ``plan --try``.
 
 Messages of this rank are not sent to any other rank. Its inputs are random numbers, which are
 created in the order in which the rank needs them::
@@ -77,7 +77,7 @@ class _Slots:
         self._slots = itertools.cycle(slots.copy_(values).unbind())
 
     def next(self) -> torch.Tensor:
-        """Returns the next slot, even if it is in use, because no rank reads its content."""
+        """Returns the next slot, even if it is in use. This is safe, because no rank reads it."""
         return next(self._slots).detach()
 
 
@@ -156,7 +156,7 @@ class StandIn:
         return HeldArrival(label, entry.peer, tensor.nbytes, lambda: tensor)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Copies ``tensor`` into a slot, as a shared-memory channel would do."""
+        """Copies ``tensor`` into a slot for ``peer``, as a shared-memory channel would do."""
         slot = self._outgoing[peer].next()
         slot.view(-1)[: tensor.numel()].copy_(tensor.detach().reshape(-1))
 

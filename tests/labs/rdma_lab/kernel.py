@@ -105,7 +105,10 @@ def _build(folder: Path) -> None:
 
 
 def _archive(work: Path) -> Path:
-    """Returns the source archive of the kernel's package. Downloads the package if necessary."""
+    """Returns the source archive of the kernel's package.
+
+    Downloads the package to the folder ``work`` if it is not installed.
+    """
     installed = Path("/usr/src", f"{SOURCE}.tar.xz")
     if installed.exists():
         return installed

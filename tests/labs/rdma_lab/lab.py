@@ -58,7 +58,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Exit statuses and output of all nodes as readable text."""
+        """Returns the exit statuses and the output of all nodes as readable text."""
         said = [
             f"[{rank}] {line}"
             for rank, part in enumerate(self.output)
@@ -218,7 +218,12 @@ def _watch(nodes: list[_Node], deadline_s: float) -> int:
 
 
 def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Writes the files that nodes read when they boot, and creates the files that they write."""
+    """Writes the files that nodes read at boot, and creates files for the output of nodes.
+
+    ``boot`` describes how nodes are started, and ``nodes`` is the number of nodes.
+
+    The nodes run ``command`` with the environment variables ``env``.
+    """
     addresses = [f"10.77.0.{rank + 1}" for rank in range(nodes)]
     variables = {
         **os.environ,
@@ -250,7 +255,12 @@ def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[s
 
 
 def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
-    """Connects node 0 to each other node, and returns the sockets of each node's links."""
+    """Connects node 0 to each of the other ``nodes - 1`` nodes.
+
+    Returns the sockets of each node's links.
+
+    ``stack`` closes the sockets.
+    """
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
@@ -281,7 +291,11 @@ def _processors(machine: str) -> list[set[int]]:
 def _start(
     boot: _Boot, rank: int, nodes: int, links: list[socket.socket], processors: set[int]
 ) -> subprocess.Popen[bytes]:
-    """Starts node ``rank`` on ``processors``. The node dies when the calling thread exits."""
+    """Starts node ``rank`` on ``processors``. The node dies when the calling thread exits.
+
+    ``boot`` describes how nodes are started, and ``links`` contains the sockets of this node's
+    links.
+    """
 
     def prepare() -> None:
         os.sched_setaffinity(0, processors)
@@ -319,7 +333,10 @@ def _start(
 def _user_mode_linux(
     boot: _Boot, variables: Sequence[str], links: Sequence[socket.socket]
 ) -> list[str]:
-    """Returns the command that starts a node as User-mode Linux."""
+    """Returns the command that starts a node as User-mode Linux.
+
+    The node has the kernel variables ``variables`` and the sockets ``links``.
+    """
     command = [str(boot.kernel), f"mem={boot.memory_mib}M"]
     command += "root=/dev/root rootfstype=hostfs rootflags=/ ro quiet panic=-1".split()
     command += [

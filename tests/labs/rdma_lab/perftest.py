@@ -73,7 +73,10 @@ def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> 
 
 
 def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[float]:
-    """Runs ``tool``, and returns the numbers that follow size and count in its table."""
+    """Runs ``tool``, and returns the numbers that follow size and count in its table.
+
+    ``tool`` makes ``count`` transfers of ``size_bytes`` bytes within ``timeout_s`` seconds.
+    """
     rank, result = int(os.environ["RANK"]), Path(os.environ["LAB_SHARE"], "perftest-result")
     if rank > 1:
         raise PerftestError(f"{tool} runs only on nodes 0 and 1, but this is node {rank}")
@@ -99,7 +102,10 @@ def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[f
 
 
 def _run(tool: str, size_bytes: int, count: int, deadline_s: float) -> list[str]:
-    """Runs ``tool`` as soon as node 0 listens, and returns the values in its table."""
+    """Runs ``tool`` as soon as node 0 listens, and returns the values in its table.
+
+    The other arguments are those of :func:`_measure`.
+    """
     mark = Path(os.environ["LAB_SHARE"], "perftest-listens")
     command = [tool, "-d", os.environ["LAB_RDMA_DEV"], "-x", os.environ["LAB_RDMA_GID"], "-F"]
     command += ["-s", str(size_bytes), "-n", str(count), "-p", str(_PORT)]

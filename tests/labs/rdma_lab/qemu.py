@@ -93,7 +93,7 @@ def _make(kernel: Path) -> None:
 
 
 def _fetch(work: Path, tree: Path) -> None:
-    """Downloads the package that :data:`KERNEL` depends on, and unpacks it to ``tree``."""
+    """Downloads the dependency of :data:`KERNEL` to ``work``, and unpacks it to ``tree``."""
     try:
         listed = packages.call("apt-cache", "depends", "--important", KERNEL).decode().split()
         package = next(word for word in listed if word.startswith("linux-image-6.12."))
@@ -104,7 +104,10 @@ def _fetch(work: Path, tree: Path) -> None:
 
 
 def _copy_modules(tree: Path, version: str, target: Path) -> None:
-    """Copies modules and their dependencies to ``target``, with names in the order of loading."""
+    """Copies modules and their dependencies to ``target``, with names in the order of loading.
+
+    ``tree`` is the unpacked package of the kernel ``version``.
+    """
     files: dict[str, None] = {}
     for module in MODULES:
         shown = packages.call(

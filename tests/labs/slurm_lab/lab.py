@@ -75,7 +75,7 @@ class LabError(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """Group of equal nodes. They form a partition that has the name of the group."""
+    """Group of identical nodes, which form a partition with the name of the group."""
 
     name: str
     nodes: int
@@ -83,7 +83,10 @@ class Kind:
 
 
 def why_not(*, accounting: bool = False) -> str | None:
-    """Returns the reason why the lab cannot run on this machine, or ``None`` if it can run."""
+    """Returns the reason why the lab cannot run on this machine, or ``None`` if it can run.
+
+    If ``accounting`` is true, the lab also needs the programs for accounting.
+    """
     if os.geteuid() != 0:
         return "the Slurm lab needs root for its namespaces"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -146,14 +149,17 @@ class Lab:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of the lab's programs."""
+        """Returns the environment variables of the lab's programs."""
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
     def run(
         self, command: Sequence[str], *, on: str = "ctl", timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Runs ``command`` on the host ``on``, and returns the finished process."""
+        """Runs ``command`` on the host ``on``, and returns the finished process.
+
+        Raises ``subprocess.TimeoutExpired`` after ``timeout_s`` seconds.
+        """
         return subprocess.run(
             [*self.enter(on, str(self.folder)), *command],
             env=self.variables,

@@ -54,7 +54,7 @@ class Outcome:
 
 
 def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
-    """Returns the settings of a random run without a fault."""
+    """Returns random settings of a run of ``replicas`` replicas without a fault, from ``rng``."""
     schedule, chunks = rng.choice(SCHEDULES)
     forward_s = rng.uniform(0.005, 0.02)
     head = rng.choice((0.0, 0.0, rng.uniform(0.3, 1.5)))
@@ -86,7 +86,10 @@ def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
 
 
 def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
-    """Returns a random fault of the kind ``group``, which may begin in a later iteration."""
+    """Returns a fault of the kind ``group`` for the run ``run``, drawn with ``rng``.
+
+    The fault may begin in a later iteration.
+    """
     replicas = run.replicas
     rank = rng.randrange(run.world_size)
     first = 1
@@ -118,7 +121,7 @@ def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]
     """Compares the diagnosis ``said`` with ``fault``, the fault of the run.
 
     If the last stage also computes a large output layer (the head), the stages really are uneven. A
-    finding that says so is ignored.
+    finding that says so is ignored. ``group`` and ``case`` are stored in the result.
     """
     headlines = tuple(finding.headline for finding in said.findings)
     uneven = case.get("head", 0.0) > 0

@@ -60,6 +60,11 @@ def sample(
 ) -> dict[str, Any]:
     """Starts a process with a wrong clock, and returns the clock samples and the start time.
 
+    The clock is wrong by ``offset_s`` seconds at first, and drifts by ``drift_ppm`` parts per
+    million.
+
+    The process samples the clock of ``server`` for ``seconds`` seconds.
+
     Raises:
         RuntimeError: The process failed.
     """
@@ -68,7 +73,10 @@ def sample(
 
 
 def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
-    """Returns what a wrong clock shows at the times ``true``, in nanoseconds."""
+    """Returns what a wrong clock shows at the times ``true``, in nanoseconds.
+
+    The clock is off by ``offset_s`` at ``start_ns``, and then drifts by ``drift_ppm``.
+    """
     return true + round(offset_s * 1e9) + ((true - start_ns) * drift_ppm * 1e-6).astype(np.int64)
 
 

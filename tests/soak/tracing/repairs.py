@@ -51,7 +51,7 @@ class Done:
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted step time."""
+        """Returns the relative error of the predicted step time."""
         return abs(self.predicted_s / self.real_s - 1)
 
 
@@ -152,7 +152,7 @@ def _run(run: SyntheticRun) -> tuple[float, Any]:
 
 
 def ordered_right(done: list[Done]) -> tuple[int, int]:
-    """Compares the repairs of each job in pairs.
+    """Compares the repairs in ``done`` of each job in pairs.
 
     Returns the number of pairs whose predicted order is the actual order, and the number of pairs.
     """

@@ -192,7 +192,9 @@ class Rank:
 def draw_dealt(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int
 ) -> tuple[Workload, Any]:
-    """Draws the durations of a step of ``replica``.
+    """Draws the durations of the step ``iteration`` of ``replica``.
+
+    ``placement`` is the placement of the stages.
 
     If ``run.is_dealt``, microbatches are distributed over the replicas by cost.
     """
@@ -222,7 +224,7 @@ def draw_dealt(
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
-    """Runs rank ``rank``, and returns each rank's action times in each iteration."""
+    """Runs rank ``rank`` of ``plan``, and returns each rank's action times in each iteration."""
     sharpen_timers()
     faults = tuple(Fault(**fault) for fault in plan["run"]["faults"])
     run = SyntheticRun(**{**plan["run"], "faults": faults})

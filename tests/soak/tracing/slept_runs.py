@@ -95,7 +95,9 @@ def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
 
 
 def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
-    """Returns the bubble in a trace minus the true bubble, in percentage points.
+    """Returns the bubble in the trace in ``folder`` minus the true bubble, in percentage points.
+
+    ``truths`` contains the true times of the actions of each rank, by iteration.
 
     This is the median over iterations of the mean over ranks.
     """

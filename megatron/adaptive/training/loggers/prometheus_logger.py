@@ -57,7 +57,7 @@ class _Gauges:
             self._by_name[name].set(number)
 
     def write(self, path: Path) -> None:
-        """Atomically replaces the file ``path`` by a file with the current values."""
+        """Replaces the file ``path`` atomically by a file with the current values."""
         self._package.write_to_textfile(str(path), self.registry)
 
     def application(self) -> Callable[..., Iterable[bytes]]:
@@ -99,7 +99,7 @@ class PrometheusEndpoint(Logger):
 
     @property
     def port(self) -> int:
-        """Port of the endpoint."""
+        """Returns the port number of the endpoint."""
         return self._server.server_port
 
     def scalar(self, tag: str, value: float, step: int) -> None:

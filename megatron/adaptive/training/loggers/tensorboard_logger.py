@@ -21,7 +21,7 @@ _CURVES_S = 5.0
 class TensorBoard(Logger):
     """Writes scalars to an event file for TensorBoard.
 
-    The event file tolerates write errors. TensorBoard's own writer would stop permanently once the
+    Write errors are tolerated, whereas TensorBoard's own writer would stop permanently once the
     disk is full.
     """
 
