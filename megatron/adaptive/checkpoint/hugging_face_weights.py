@@ -635,10 +635,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
 def _require_rows(
     rows_here: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
 ) -> None:
-    """Raises ConfigError if the run's embedding has fewer rows than the embedding of ``reader``.
-
-    The run's embedding has ``rows_here`` rows. ``folder`` is the folder of ``reader``.
-    """
+    """Raises ConfigError if ``rows_here``, the rows of the run's embedding, are too few."""
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
             f"--vocab-size {config.data.vocab_size} results in {rows_here} embedding rows, but "

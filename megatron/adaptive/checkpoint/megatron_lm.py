@@ -70,7 +70,6 @@ _COMPARED = {
 }
 _SHARDING = "distrib_optim_sharding_type"
 _RESHARDABLE = "fully_reshardable"
-_RESHARDABLE = "fully_reshardable"
 
 
 def make_manifest(

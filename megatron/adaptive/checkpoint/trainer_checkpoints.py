@@ -508,9 +508,7 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns those of ``shards`` that the checkpoint of ``reader`` contains.
-
-    Only state for 8-bit data types may be missing.
+    """Returns those of ``shards`` that exist. Only state for 8-bit data types may be missing.
 
     Raises:
         CheckpointError: If any other shard is missing.
@@ -710,9 +708,7 @@ def require_same_model(
 
 
 def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state in the checkpoint ``name`` matches the optimizer of the run.
-
-    ``manifest`` describes the checkpoint.
+    """Checks that the optimizer state in a checkpoint matches the optimizer of the run.
 
     Raises:
         CheckpointError: There is no optimizer state, or it belongs to a different type of
@@ -754,10 +750,7 @@ def _given(value: bool) -> str:
 
 
 def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
-    """Returns a line for each setting in ``names`` that differs between ``saved`` and ``settings``.
-
-    ``saved`` contains the settings of the checkpoint.
-    """
+    """Returns a line of text for each setting in ``names`` that differs from the checkpoint."""
     specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
     lines = []
     for name in names:
@@ -794,7 +787,6 @@ def _same_vocabulary(
 ) -> bool:
     """Returns whether two embeddings may have the same vocabulary and differ only in padding.
 
-    The embedding in the checkpoint has ``saved_rows`` rows, and that of the run has ``rows`` rows.
     The number of padding rows may change with the tensor parallel size.
     """
 
