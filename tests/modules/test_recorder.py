@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint
 from megatron.adaptive.modules.cutting import slice_tape
 from megatron.adaptive.modules.recordings import BufferUse, CutForwards
+from megatron.adaptive.modules.segments import check_replay
 from megatron.adaptive.schedule.stage_placement import Placement
 
 from .ranks import Case, assert_same
@@ -353,6 +355,71 @@ def test_changes_of_tensors_that_keep_their_values_are_replayed(body: Body) -> N
     case = case_of(body)
     check(case)
     assert len(case.model.table) == 4
+
+
+HOST_MEMORY: dict[str, Callable[[], torch.Tensor]] = {
+    "as_tensor": lambda: torch.as_tensor(numpy.zeros(4, numpy.float32)),
+    "asarray": lambda: torch.asarray(memoryview(array.array("f", [0.0] * 4))),
+    "bytes": lambda: torch.asarray(bytearray(16)).view(torch.float32),
+    "from_numpy": lambda: torch.from_numpy(numpy.zeros(4, numpy.float32)),
+    "frombuffer": lambda: torch.frombuffer(bytearray(16), dtype=torch.float32),
+    "list": lambda: torch.tensor([0.0] * 4),
+}
+
+
+@pytest.mark.parametrize("kind", HOST_MEMORY)
+def test_memory_of_python_objects_is_new_for_each_microbatch(kind: str) -> None:
+    def body(model: Model, x: torch.Tensor) -> torch.Tensor:
+        x = model.cuts[0](model.first(x))
+        scale = HOST_MEMORY[kind]()
+        if model.training:
+            scale.add_(1.0)
+            scale[:2].mul_(3.0)
+        x = model.cuts[1](model.middle(x) * (scale + 1))
+        shift = HOST_MEMORY[kind]()
+        shift[1:].sub_(2.0)
+        return model.last(x * shift)
+
+    case = case_of(body)
+    check(case)
+    check(case)
+    check_replay(case.forward, case.forwards, case.microbatch(1))
+
+
+def test_an_array_that_a_call_changes_is_recorded_as_it_was() -> None:
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weights: numpy.ndarray) -> torch.Tensor:
+            weights *= 2
+            return x * torch.tensor(weights)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+            return gradient * 2, None
+
+    def body(model: Model, x: torch.Tensor) -> torch.Tensor:
+        x = Doubling.apply(model.first(x), numpy.ones(4, numpy.float32))
+        return model.last(model.cuts[1](model.middle(model.cuts[0](x))))
+
+    check(case_of(body))
+
+
+def test_a_view_of_the_batch_may_be_changed() -> None:
+    def body(model: Model, x: torch.Tensor) -> torch.Tensor:
+        x[:, 0].mul_(2)  # This line must not change the user's batch.
+        return model.last(model.cuts[1](model.middle(model.cuts[0](model.first(x)))))
+
+    case = case_of(body)
+    before = case.batch["x"].clone()
+    check(case)
+    torch.testing.assert_close(case.batch["x"], before, rtol=0, atol=0)
+
+
+def test_constants_that_do_not_change_are_not_copied() -> None:
+    constant = torch.ones(4)
+    case = case_of(lambda model, x: plain(model, x * constant))
+    values = case.forwards.training.values
+    assert [value.tensor for value in values if value.source == "constant"] == [constant]
 
 
 def test_values_may_be_taken_as_the_samples() -> None:
