@@ -135,12 +135,12 @@ def test_a_measured_optimizer_can_read_attributes_of_parameters() -> None:
 def test_a_key_seeds_the_generators_of_device_and_cpu(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = torch.default_generator if device == "cpu" else torch.Generator()
-    monkeypatch.setattr(random_key, "default_generator", lambda device: own)
+    of_device = torch.default_generator if device == "cpu" else torch.Generator()
+    monkeypatch.setattr(random_key, "default_generator", lambda device: of_device)
     key = random_key.RandomKey(7, torch.device(device))
 
     def draw() -> torch.Tensor:
-        return torch.stack([torch.rand(4), torch.rand(4, generator=own)])
+        return torch.stack([torch.rand(4), torch.rand(4, generator=of_device)])
 
     before = key.states()
     following = draw()

@@ -22,7 +22,7 @@ def copied(part: Any) -> Any:
     if isinstance(part, numpy.ndarray):
         return part.copy(order="K")
     if isinstance(part, memoryview):
-        return memoryview(numpy.array(part))
+        return numpy.array(part).data
     if isinstance(part, (bytearray, array.array)):
         return part[:]
     return part

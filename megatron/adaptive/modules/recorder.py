@@ -410,8 +410,8 @@ class CallRecorder(TorchFunctionMode):
         """
         for tensor in tensors:
             key = id(tensor)
-            known = (self._numbers, self._names, self._constants, self._attribute_ids)
-            if not any(key in numbers for numbers in known):
+            listed = (self._numbers, self._names, self._constants, self._attribute_ids)
+            if not any(key in numbers for numbers in listed):
                 self._constants.add(tensor, self._copy(tensor))
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

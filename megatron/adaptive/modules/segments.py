@@ -475,11 +475,15 @@ def _check_mode(
     with torch.no_grad(), undisturbed(forward.model, device):
         _, replayed = program.forward(other, [], random=lambda call: None)
     before = host_random_state()
-    with torch.set_grad_enabled(training), undisturbed(forward.model, device):
-        with mode_of(forward.model, training=training), forward.under_autocast():
-            expected = float(forward(copies_of(other)).detach())
+    with (
+        torch.set_grad_enabled(training),
+        undisturbed(forward.model, device),
+        mode_of(forward.model, training=training),
+        forward.under_autocast(),
+    ):
+        expected = float(forward(copies_of(other)).detach())
     if host_random_state() != before:
-        # With slicing="record", the numbers that the model drew for the sample may be used.
+        # The model draws numbers with Python or numpy, which slicing="record" allows.
         return
     assert replayed is not None
     halves = forward.autocast is not None or any(
