@@ -607,6 +607,10 @@ CHANGES: dict[str, tuple[Callable[[Changing], Any], str]] = {
         lambda model: model.first.register_forward_hook(lambda module, args, out: out * 2),
         "first has other forward hooks than when the Pipeline was created",
     ),
+    "one of two": (
+        lambda model: vars(model).update(epoch=4, temperature=2.0),
+        "temperature is 2.0, but was 1.0",
+    ),
     "nothing": (lambda model: None, ""),
     "modes": (lambda model: model.eval(), ""),
     "unused": (lambda model: setattr(model, "epoch", 4), ""),

@@ -28,6 +28,8 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 _ABSENT = object()
+# Maximum number of changed attributes that are tried separately, to name an attribute that matters.
+_MOST_TRIED = 16
 
 Settings = dict[tuple[str, str], Any]
 """Values of plain attributes and hooks, by the names of module and attribute."""
@@ -126,12 +128,17 @@ class ModuleSettings:
             former = {key: first.get(key, _ABSENT) for key in changed}
             if any(attribute == "training" for _, attribute in changed):
                 former |= {key: first[key] for key in first if key[1] == "training"}
-            # The second recording must begin with the same counters as the first.
-            former |= {key: before.get(key, _ABSENT) for key in by_forward}
-            with _with_settings(self._model, former):
-                is_same = _makes(record, forwards.tapes[mode], mode)
-            if not is_same:
-                raise ConfigError(_message(min(changed), before, first))
+            # A further recording must begin with the same counters as the first.
+            counters = {key: before.get(key, _ABSENT) for key in by_forward}
+
+            def matters(settings: Settings) -> bool:
+                with _with_settings(self._model, {**settings, **counters}):
+                    return not _makes(record, forwards.tapes[mode], mode)
+
+            if matters(former):
+                tried = sorted(changed)[:_MOST_TRIED]
+                alone = (key for key in tried if matters({key: former[key]}))
+                raise ConfigError(_message(next(alone, tried[0]), before, first))
         return forwards
 
 
