@@ -402,6 +402,7 @@ def test_another_order_of_the_data_is_a_warning(
     with caplog.at_level(logging.WARNING):
         make(load=saved).checkpoints.load()
         make(load=saved, seed=7, finetune=None).checkpoints.load()
+        make(load=saved, seed=7, skip_train=None).checkpoints.load()
         assert "order of the training samples" not in caplog.text
         make(load=saved, seed=7).checkpoints.load()
     (record,) = caplog.records

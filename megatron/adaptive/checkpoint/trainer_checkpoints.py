@@ -384,7 +384,7 @@ class Checkpoints:
     def _warn_about_data(self, path: Path, manifest: Manifest) -> None:
         """Warns if the run continues in the middle of data that is in a different order."""
         used = manifest["progress"].get("consumed_train_samples", 0)
-        if self._settings.finetune or not used:
+        if self._settings.finetune or self._config.run.skip_train or not used:
             return
         name = f"--load {path}"
         if changes := data_changes(manifest, self._config, self._samples.train, name):
