@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.checkpoint.folder import Manifest
-from megatron.adaptive.checkpoint.trainer_checkpoints import (
+from megatron.adaptive.checkpoint.match_settings import (
+    data_changes,
     require_same_model,
     require_same_optimizer,
 )
@@ -24,7 +25,7 @@ def settings(extra: str = "", *, world_size: int = 1) -> TrainerConfig:
     for flag, value in (("--num-layers", 4), ("--max-position-embeddings", 16)):
         if flag not in text:
             text += f" {flag} {value}"
-    return parse(text.split(), world_size=world_size)
+    return parse(text.split(), world_size=world_size, last_wins=True)
 
 
 def manifest(
@@ -117,6 +118,21 @@ def test_a_checkpoint_without_optimizer_is_refused_where_one_is_needed() -> None
     with pytest.raises(CheckpointError, match="contains no optimizer state"):
         require_same_optimizer(manifest(settings(), optimizer=False), settings(), "x")
     require_same_optimizer(manifest(settings()), settings(), "x")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        ("", "", ""),
+        ("", "--split 9,1,0", "--split is 969,30,1 in the checkpoint, but 9,1,0 here"),
+        ("", "--seed 7", "--seed is 1234 in the checkpoint, but 7 here"),
+        ("--seq-length 8", "", "--seq-length is 8 in the checkpoint, but 16 here"),
+        ("", "--train-iters 20 --eval-iters 1", ""),
+    ],
+)
+def test_another_order_of_the_data_is_named(before: str, now: str, text: str) -> None:
+    changes = data_changes(manifest(settings(before)), settings(now), None, "x")
+    assert changes == [text] * bool(text)
 
 
 def test_settings_of_another_version_are_refused() -> None:

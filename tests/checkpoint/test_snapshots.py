@@ -55,7 +55,7 @@ class Copying:
         settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
         values = {**settings, "limit_bytes": None, "address": keeper.address, **changes}
         parts = {name: getattr(training, name) for name in ("chunks", "optimizer", "scheduler")}
-        run: Any = SimpleNamespace(job=training.job, **parts)
+        run: Any = SimpleNamespace(job=training.job, samples=None, **parts)
         state = RunState(run, lambda: self._progress)
         self._progress: Any = None
         self.now = Snapshots(
@@ -107,6 +107,38 @@ def test_training_goes_on_bit_for_bit_from_copies(
     rel = 1e-4 if training.job.accelerator.is_cuda else 0.0
     assert resumed.learn(3, 8) == pytest.approx(expected, rel=rel, abs=0.0)
     assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_buffer_that_changes_before_the_update_does_not_end_copies(
+    make: Make, worker: Any, keepers: list[SnapshotKeeper]
+) -> None:
+    """Checks that a router's bias, which changes before the optimizer does, is copied at once."""
+    flags: dict[str, Any] = {"num_experts": 4, "moe_router_enable_expert_bias": None}
+    flags |= {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none"}
+    training, log = make(**flags, **STILL), Log()
+    biases = [
+        buffer
+        for name, buffer in training.chunks[0].named_buffers()
+        if name.endswith("expert_bias")
+    ]
+    assert len(biases) == 4
+    copies = Copying(training, keepers[0], log)
+    for step in (1, 2):
+        copies.take(worker.progress(step))
+        copies.now.before_update()
+        copies.now.settle(step + 1)
+    assert copies.now._pool is not None
+    gate = threading.Event()
+    copies.now._pool.submit(gate.wait)
+    copies.take(worker.progress(3))
+    for bias in biases:
+        bias += 1
+    gate.set()
+    copies.now.before_update()
+    copies.now.settle(4)
+    assert copies.now._failure == ""
+    assert "warning" not in log.said
+    copies.now.close()
 
 
 def test_a_step_that_is_not_whole_does_not_count(

@@ -396,6 +396,22 @@ def test_other_padding_of_the_vocabulary_is_told_with_the_way_to_keep_it(
         assert "rows in the embedding" not in caplog.text
 
 
+def test_another_order_of_the_data_is_a_warning(
+    make: Make, worker: Any, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        make(load=saved).checkpoints.load()
+        make(load=saved, seed=7, finetune=None).checkpoints.load()
+        make(load=saved, seed=7, skip_train=None).checkpoints.load()
+        assert "order of the training samples" not in caplog.text
+        make(load=saved, seed=7).checkpoints.load()
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "--seed is 1234 in the checkpoint, but 7 here; this changes the order of the" in text
+    assert "samples may repeat or never be used" in text
+    assert "\n" not in text
+
+
 def test_another_model_and_damage_are_refused(make: Make, saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^--load .*: --num-layers is 4 in the checkpoint"):
         make(load=saved, num_layers="2").checkpoints.load()

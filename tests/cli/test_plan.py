@@ -325,6 +325,29 @@ def test_a_bad_request_is_named(flags: str, message: str, cluster: Path) -> None
     assert "\n" not in str(info.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{PLAN} --rank 1", "--rank 1 requires --try PLAN.json"),
+        (f"{PLAN} --world-size=2", "--world-size 2 requires --try PLAN.json"),
+        ("--compare plan.json", "--compare does not use --cluster; remove one"),
+        ("--discover", "--discover does not use --cluster; remove one"),
+        ("--try plan.json --precision fp16", "--try does not use --cluster; remove one"),
+        (f"{PLAN} --pareto front --output plan.json", "--pareto does not use --output; remove"),
+        (f"{PLAN} --json --explain", "--json does not use --explain; remove one"),
+    ],
+)
+def test_options_that_a_mode_ignores_are_refused(flags: str, message: str, cluster: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as info:
+        run(cluster, flags)
+    assert "\n" not in str(info.value)
+
+
+def test_runs_to_check_may_follow_an_equals_sign(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pass the folder with the traced runs"):
+        main([f"--check={tmp_path / 'no'}", "--rows"])
+
+
 def test_two_limits_that_exclude_each_other_are_named(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

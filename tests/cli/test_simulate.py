@@ -101,6 +101,26 @@ def test_an_unknown_schedule_is_never_left_out(capsys: pytest.CaptureFixture[str
     assert "'fifo'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--profile p.json --forward 1", "--forward cannot be combined with --profile; set forwa"),
+        ("--profile p.json --jitter 0", "--jitter cannot be combined with --profile; set action_"),
+        ("--profile p.json --exchanges 4", "--exchanges cannot be combined with --profile; set"),
+        ("--profile p.json --slow-rank 0:2", "--slow-rank cannot be combined with --profile; set"),
+        ("--exchanges 4", "--exchanges 4 requires --exchange, the time of all-to-alls; add"),
+        ("--schedules forward-only", "schedule 'forward-only' has no backward passes"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(f"{SMALL} {flags}") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def test_help_shows_no_empty_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         simulate("--help")
@@ -108,6 +128,9 @@ def test_help_shows_no_empty_defaults(capsys: pytest.CaptureFixture[str]) -> Non
     assert "(default: 20)" in text
     assert "default: None" not in text
     assert "default: []" not in text
+    assert "(default: [1])" not in text
+    assert "several numbers to compare (default: 1)" in text
+    assert "forward-only" not in text
 
 
 def test_slices_show_efficiency_and_memory(

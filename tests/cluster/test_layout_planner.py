@@ -106,10 +106,27 @@ def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: 
     kept = Planning(files, dropping, unequal=True).plan(nodes("abc"))
     assert kept.micro_batch == 1
     assert sorted(kept.widths) == [1, 2]
-    # The trainer does not support stages of unequal width with this schedule. So the planner
-    # chooses another layout.
-    refusing = (*model, "--pipeline-schedule", "zb-h1")
-    assert Planning(files, refusing, unequal=True).plan(nodes("abc")).widths == ()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-schedule zb-h1",
+        "--trace-dir traces",
+        "--use-distributed-optimizer",
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --repartition auto",
+    ],
+)
+def test_flags_that_unequal_stages_do_not_support_are_refused(flags: str, tmp_path: Path) -> None:
+    files = [cluster_file(tmp_path, {"fast": ""}), profile_file(tmp_path, {"fast": 0.004})]
+    model = (*DRY, "--num-layers", "4", "--global-batch-size", "16", *flags.split())
+    flag = " ".join(flags.split()[-2:])
+    with pytest.raises(ConfigError, match=f"^--unequal: .*{flag}") as caught:
+        Planning(files, model, unequal=True)
+    assert "\n" not in str(caught.value)
+    assert "remove --unequal" in str(caught.value)
+    Planning(files, model)
 
 
 def test_what_would_change_losses_stays(tmp_path: Path) -> None:

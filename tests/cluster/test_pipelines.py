@@ -245,6 +245,7 @@ def test_what_is_the_trainers_is_refused(tmp_path: Path) -> None:
         main([str(SCRIPT)])
     for arguments, text in (
         (["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py trains a Pipeline, "),
+        (["--unequal"], "--unequal: pipeline_script.py trains a Pipeline, "),
     ):
         with pytest.raises(ConfigError, match=text):
             main([*arguments, "--checkpoint", str(tmp_path), str(SCRIPT)])

@@ -18,7 +18,13 @@ import torch
 from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.cache import cached_arrays
 from megatron.adaptive.data.corpus import Corpus
-from megatron.adaptive.data.datasets import Blend, Samples, build_datasets, parse_blend
+from megatron.adaptive.data.datasets import (
+    Blend,
+    Samples,
+    build_datasets,
+    has_other_epochs,
+    parse_blend,
+)
 from megatron.adaptive.data.loader import MicrobatchLoader
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer, NullTokenizer, Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
@@ -141,6 +147,17 @@ def test_one_pass_holds_every_token_once(write_tokens: Write, tmp_path: Path) ->
     assert len(train) == 49
     assert tokens.bincount(minlength=20).max() == 40
     assert tokens.bincount(minlength=20).sum() == 784
+
+
+def test_another_number_of_epochs_changes_the_order(write_tokens: Write, tmp_path: Path) -> None:
+    prefix = write_tokens(_numbered(20, 9))
+    sizes = (2, 8, 21, 40, 44, 61, 65)
+    made = {size: _train(prefix, tmp_path, size) for size in sizes}
+    for before in sizes:
+        for now in sizes:
+            least = min(before, now)
+            same = _tokens(made[before])[:least] == _tokens(made[now])[:least]
+            assert has_other_epochs(made[now], before, now) is not same, (before, now)
 
 
 def test_weights_decide_the_mixture(write_tokens: Write, tmp_path: Path) -> None:

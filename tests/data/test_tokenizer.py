@@ -354,6 +354,33 @@ def test_tiktoken_is_as_megatron_core_builds_it(pattern: str, tmp_path: Path) ->
         _build("TikTokenizer", file, **settings | {"vocab_size": 300})
 
 
+def test_special_tokens_of_tiktoken_are_passed_on_and_checked(tmp_path: Path) -> None:
+    pytest.importorskip("tiktoken")
+    from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import SPECIAL_TOKENS
+
+    ranks = [
+        {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": ""}
+        for i in range(256)
+    ]
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps(ranks))
+    sizes = {"vocab_size": 275, "tiktoken_num_special_tokens": 19}
+    plain = _build("TikTokenizer", file, **sizes)
+    tokens = ("<|user|>", *SPECIAL_TOKENS[::-1])
+    chosen = _build("TikTokenizer", file, **sizes, tiktoken_special_tokens=tokens)
+    assert chosen.tokenize("<|user|></s>") == [0, chosen.eod] == [0, tokens.index("</s>")]
+    assert chosen.unique_identifiers != plain.unique_identifiers
+    for wrong, message in (
+        (tokens[:-1], "must contain <unk> .*; add <unk>"),
+        ((*tokens, "<|user|>"), "contains a token twice"),
+        ((*tokens, *"abcdefghijkl"), "contains 20 tokens, but --tiktoken-num-special-tokens is 19"),
+    ):
+        with pytest.raises(ConfigError, match=f"--tiktoken-special-tokens .*{message}"):
+            _build("TikTokenizer", file, **sizes, tiktoken_special_tokens=wrong)
+    with pytest.raises(ConfigError, match="requires --tokenizer-type TikTokenizer, got Llama2"):
+        _build("Llama2Tokenizer", file, tiktoken_special_tokens=tokens)
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for package, kind in (("tiktoken", "TikTokenizer"), ("sentencepiece", "Llama2Tokenizer")):
         monkeypatch.setitem(sys.modules, package, None)

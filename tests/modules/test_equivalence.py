@@ -34,7 +34,7 @@ SCHEDULES: list[tuple[str, int | None]] = [
     ("examples.own_schedule.eager_1f1b:eager_1f1b", None),
     ("examples.own_schedule.oldest_first:oldest_first", 2),
 ]
-TRIED = {"forward-only", *(name for name, _ in SCHEDULES)}
+TRIED = {name for name, _ in SCHEDULES}
 # Also test schedules that are added to the table of policies later.
 SCHEDULES += [(name, None) for name in policy_names() if name not in TRIED]
 NO_DROPOUT: dict[str, Any] = {

@@ -97,7 +97,10 @@ def test_kernels_are_recorded_unless_another_profiler_runs(
         ({"trace_interval": 0}, "trace_interval must be an integer of at least 1, got 0"),
         ({"trace_iterations": 0}, "trace_iterations must be an integer of at least 1, got 0"),
         ({"profile_ranks": 0}, "profile_ranks must be a list of ranks such as [0], got 0"),
-        ({"profile_ranks": [-1]}, "profile_ranks must be a non-negative integer, got -1"),
+        (
+            {"profile_ranks": [0, -1]},
+            "each rank in profile_ranks must be a non-negative integer, got -1",
+        ),
         ({"profile_step_end": -1}, "profile_step_end must be an integer of at least 0, got -1"),
         ({"profile_step_start": 12}, "profile_step_end must be greater than profile_step_start"),
         ({"trace_otlp": "localhost:4318"}, "trace_otlp localhost:4318: give a URL such as"),

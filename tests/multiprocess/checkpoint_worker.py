@@ -21,6 +21,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.adaptive import accelerator
@@ -140,6 +141,7 @@ class Training:
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
+        self.samples = SimpleNamespace(train=None)
         # Without --save-local, the first checkpoint reserves the folder of --save.
         has_local = self.config.checkpoint.save_local is not None
         self.local = prepare_folder(job, self.config) if has_local else None

@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--beside", type=int, default=1, help="number of concurrent hanging jobs (1)"
     )
-    parser.add_argument("--hangs", type=int, help="number of hangs (100; 8 with --quick)")
+    text = f"number of hangs (100; {len(hangs.KINDS)} with --quick)"
+    parser.add_argument("--hangs", type=int, help=text)
     parser.add_argument(
         "--quiet-min", type=float, help="minutes without hangs (1000; 1 with --quick)"
     )
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         jobs, real = ((16, 8), 1) if quick else ((200, 100), 3)
         talk = (20_000, 30.0) if quick else (1_000_000, 900.0)
         minutes, every_s = (1.0, 5.0) if quick else (10.0, 60.0)
-        still = (8, 1.0) if quick else (100, 1000.0)
+        still = (len(hangs.KINDS), 1.0) if quick else (100, 1000.0)
         hanging = still[0] if options.hangs is None else options.hangs
         quiet_min = still[1] if options.quiet_min is None else options.quiet_min
         events, limit_min = (6, 1.5) if quick else (100, 55.0)

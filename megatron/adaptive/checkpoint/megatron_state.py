@@ -278,6 +278,12 @@ def addresses(chunks: Any, optimizer: Any) -> list[int]:
     return [tensor.data_ptr() for tensor in _state_tensors(chunks, optimizer)]
 
 
+def buffer_storages(chunks: Any) -> set[int]:
+    """Returns the memory addresses of the storages that hold the buffers of ``chunks``."""
+    buffers = (buffer for chunk in chunks for buffer in unwrap_model(chunk).buffers())
+    return {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer.numel()}
+
+
 def _state_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
     for inner in (leaf.optimizer for leaf in _leaves(optimizer)):
         for state in inner.state.values():

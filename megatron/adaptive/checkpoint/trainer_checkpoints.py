@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,12 +48,12 @@ from megatron.adaptive.checkpoint.hugging_face_weights import (
     check_folder,
     load_weights,
 )
-from megatron.adaptive.checkpoint.megatron_lm import (
-    MEANINGS,
-    SHAPES,
-    make_manifest,
-    require_reshardable,
+from megatron.adaptive.checkpoint.match_settings import (
+    data_changes,
+    require_same_model,
+    require_same_optimizer,
 )
+from megatron.adaptive.checkpoint.megatron_lm import make_manifest, require_reshardable
 from megatron.adaptive.checkpoint.node_local import LocalDisk, prepare
 from megatron.adaptive.checkpoint.reader import CheckpointReader, WantedPart
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, load_first_whole
@@ -67,11 +67,10 @@ from megatron.adaptive.checkpoint.writer import (
     TakenState,
     common_files,
 )
-from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.process_context import Job
-from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.gpt.lora import MARK
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.gpt.train_step import gather_parameters
@@ -83,18 +82,6 @@ _REMEDY = "Free space there or choose another folder with --save"
 # Transformer Engine saves state for 8-bit data types under names with this suffix. A checkpoint may
 # lack this state, because this trainer does not use 8-bit data types.
 _SCRATCH = "_extra_state"
-
-# These settings of megatron-core determine which weights a model has.
-_PARTS = (
-    "multi_latent_attention",
-    "num_moe_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-)
-_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
-_FLAGS = {"query_groups": "--num-query-groups"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +105,8 @@ class Checkpoints:
     """Saves and loads the checkpoints of one run. All ranks must call each method together.
 
     Args:
-        run: Run with a built model. This object keeps references only to the model, optimizer and
-            scheduler.
+        run: Run with a built model. This object keeps references only to the model, optimizer,
+            scheduler and datasets.
         local: Local disk of the node, to which checkpoints are written first, or ``None`` to write
             them directly to ``--save``.
         config: Settings to use, or ``None`` for the settings of the run. ``config.checkpoint``
@@ -144,6 +131,7 @@ class Checkpoints:
         self._chunks = run.chunks
         self._optimizer = run.optimizer
         self._scheduler = run.scheduler
+        self._samples = run.samples
         self._all = RankGroup(run.job.rank, run.job.control_group)
         self.saver = CheckpointSaver(run.job, local) if saver is None else saver
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
@@ -390,7 +378,24 @@ class Checkpoints:
             )
         if self._loads_optimizer:
             require_same_optimizer(manifest, self._config, f"--load {path}")
+        self._warn_about_data(path, manifest)
         return path, manifest
+
+    def _warn_about_data(self, path: Path, manifest: Manifest) -> None:
+        """Warns if the run continues in the middle of data that is in a different order."""
+        used = manifest["progress"].get("consumed_train_samples", 0)
+        if self._settings.finetune or self._config.run.skip_train or not used:
+            return
+        name = f"--load {path}"
+        if changes := data_changes(manifest, self._config, self._samples.train, name):
+            text = printable(f"{name}: {'; '.join(changes)}")
+            _LOG.warning(
+                "WARNING: %s; this changes the order of the training samples, and the run skips "
+                "the first %d, so samples may repeat or never be used; use the settings of the "
+                "checkpoint to avoid this",
+                text,
+                used,
+            )
 
     @property
     def _loads_optimizer(self) -> bool:
@@ -649,6 +654,14 @@ class RunState(SnapshotState):
         progress = self._progress()
         former = self._parts
         parts = self._parts = self._checkpoints.apart(progress, is_whole=True)
+        # Copy buffers immediately, because some change before the optimizer does, such as the
+        # expert bias of routers.
+        buffers = state.buffer_storages(self._run.chunks)
+        copied = {
+            part: dataclasses.replace(piece, tensor=piece.tensor.clone())
+            for part, piece in parts.pieces.items()
+            if piece.tensor.numel() and piece.tensor.untyped_storage().data_ptr() in buffers
+        }
         for name in parts.objects:
             if f"{_SCRATCH}/" not in name:
                 raise TypeError(
@@ -656,145 +669,11 @@ class RunState(SnapshotState):
                 )
         line = json.dumps({"progress": dataclasses.asdict(progress)}).encode()
         extra = line + b"\n" + plain_values.dumps(parts.common)
-        return None if parts is former else parts.pieces, extra
+        is_unmoved = parts is former and not copied
+        return None if is_unmoved else {**parts.pieces, **copied}, extra
 
     def head(self) -> Mapping[str, Any]:
         return {
             "has_common": state.has_parameters(self._run.optimizer),
             "manifest": self._checkpoints.manifest(self._progress()),
         }
-
-
-def require_same_model(
-    manifest: Manifest, config: TrainerConfig, padded_vocab_size: int, name: str
-) -> None:
-    """Checks that a checkpoint contains the model that the settings of the run describe.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        config: Settings of the run.
-        padded_vocab_size: Number of rows of the run's embedding.
-        name: Name of the checkpoint, for the error message.
-
-    Raises:
-        CheckpointError: The checkpoint contains a different model. The message lists the settings
-            that differ.
-    """
-    saved = _saved_config(manifest, name)
-    names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
-    different = _differences(saved.model, config.model, names)
-    different += _differences(saved.core, config.core, _PARTS)
-    if saved.lora.is_on and config.lora.is_on:
-        different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
-    elif saved.lora.is_on:
-        different.append(
-            "it has adapters, but the run has none (--lora-rank); use hf export --merge-lora to "
-            "merge them into the model"
-        )
-    elif config.lora.is_on and not config.checkpoint.finetune:
-        different.append(
-            "it has no adapters to continue; use --finetune to start with new adapters"
-        )
-    if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
-        different.append(
-            f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "
-            f"{padded_vocab_size} here, a larger difference than padding explains"
-        )
-    if different:
-        raise CheckpointError(
-            f"{name} belongs to a different model: {'; '.join(different)}. Use the settings with "
-            "which it was trained, or choose another folder with --load"
-        )
-
-
-def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state in a checkpoint matches the optimizer of the run.
-
-    Raises:
-        CheckpointError: There is no optimizer state, or it belongs to a different type of
-            optimizer.
-    """
-    remedy = "load only the weights with --no-load-optim or --finetune"
-    if not manifest["has_optimizer"]:
-        raise CheckpointError(f"{name} contains no optimizer state (--no-save-optim); {remedy}")
-    before = _optimizer_of(_saved_config(manifest, name))
-    for flag, now in _optimizer_of(config).items():
-        if before[flag] != now:
-            raise CheckpointError(
-                f"{name} contains the state of a different optimizer ({flag} is {before[flag]} "
-                f"in the checkpoint, but {now} here); use the same setting, or {remedy}"
-            )
-
-
-def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings in ``config`` that determine the tensors of the optimizer, by flag."""
-    settings = config.optimizer
-    return {
-        "--optimizer": settings.optimizer,
-        "type of parameters": config.precision.dtype_name,
-        "--use-distributed-optimizer": _given(config.parallel.use_distributed_optimizer),
-        "--sgd-momentum": _given(settings.optimizer == "sgd" and settings.sgd_momentum != 0),
-        "--decoupled-lr": _given(settings.decoupled_lr is not None),
-    }
-
-
-def _saved_config(manifest: Manifest, name: str) -> TrainerConfig:
-    try:
-        return TrainerConfig.from_dict(manifest["config"])
-    except ConfigError as error:
-        raise CheckpointError(f"{name}: {error}") from None
-
-
-def _given(value: bool) -> str:
-    return "given" if value else "not given"
-
-
-def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
-    """Returns a line of text for each setting in ``names`` that differs from the checkpoint."""
-    specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
-    lines = []
-    for name in names:
-        if _is_without_effect(name, saved, settings):
-            continue
-        before = getattr(saved, name)
-        now = getattr(settings, name)
-        if before == now:
-            continue
-        spec = specs.get(name)
-        flag = _FLAGS[name] if spec is None else spec.name
-        if spec is not None and spec.is_switch:
-            before, now = _given(before != spec.default), _given(now != spec.default)
-        lines.append(f"{flag} is {before} in the checkpoint, but {now} here")
-    return lines
-
-
-def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
-    """Returns whether to ignore the setting ``name`` in comparing ``saved`` with ``model``.
-
-    It can be ignored if it has no effect on these models, or if another setting covers its effect.
-    """
-    if name == "add_qkv_bias":
-        return bool(saved.add_bias_linear or model.add_bias_linear)
-    if name == "max_position_embeddings":
-        return bool(model.position_embedding_type != "learned_absolute")
-    if name == "rope_scaling_factor":
-        return not model.use_rope_scaling
-    return name.startswith(("rotary_", "use_rope")) and model.position_embedding_type != "rope"
-
-
-def _same_vocabulary(
-    saved: TrainerConfig, saved_rows: int, config: TrainerConfig, rows: int
-) -> bool:
-    """Returns whether two embeddings may have the same vocabulary and differ only in padding.
-
-    The number of padding rows may change with the tensor parallel size.
-    """
-
-    def fewest(config: TrainerConfig, rows: int) -> int:
-        multiple = (
-            config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-        )
-        return rows - multiple + 1
-
-    largest = min(saved_rows, rows)
-    return max(fewest(saved, saved_rows), fewest(config, rows)) <= largest

@@ -109,9 +109,10 @@ _CONNECT_S = 5.0
 _PURPOSE = "doctor"
 _MEETING_S = 120.0
 _PROBE_S = 0.05
+_PIPELINE = "pipeline_model_parallel_size"
 _SIZES = (
     "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
+    _PIPELINE,
     "context_parallel_size",
     "expert_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
@@ -436,7 +437,10 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=number(float, 0.001, 60), default=_PROBE_S, help=text)
     for spec in fields_of(ParallelConfig):
         if spec.dest in _SIZES:
-            group.add_argument(*spec.names, **spec.options())
+            settings = spec.options()
+            if spec.dest == _PIPELINE:
+                settings["help"] = f"{spec.help_text} (default: all ranks if no size is set, or 1)"
+            group.add_argument(*spec.names, **settings)
     transport = parser.add_argument_group("transport of the probe, as in training")
     for spec in fields_of(TransportConfig):
         transport.add_argument(*spec.names, **spec.options())
@@ -494,13 +498,13 @@ def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
     sizes = {name: value for name, value in vars(options).items() if name in _SIZES}
     # If the user has not set any size, probe a pipeline of all ranks, so that a link of each rank
     # is measured.
-    sizes = sizes or {"pipeline_model_parallel_size": world_size}
+    sizes = sizes or {_PIPELINE: world_size}
     return ProbeLayout(
         world_size=world_size,
         tensor=sizes.get("tensor_model_parallel_size", 1),
         context=sizes.get("context_parallel_size", 1),
         expert=sizes.get("expert_model_parallel_size", 1),
-        pipeline=sizes.get("pipeline_model_parallel_size", 1),
+        pipeline=sizes.get(_PIPELINE, 1),
         chunks=sizes.get("num_virtual_stages_per_pipeline_rank", 1),
     )
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from megatron.adaptive.cli.plan_inputs import (
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cli.try_plan import try_plan
 from megatron.adaptive.cli.validate import main as check_runs
-from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, flags_in, number
 from megatron.adaptive.config.input_files import read_text
 from megatron.adaptive.config.plan_file import load_plan
 from megatron.adaptive.config.schedule import parse_partition
@@ -69,15 +70,33 @@ _WHOLE = selectable_names(
 )
 """Names of the schedules that compute weight gradients as part of the backward pass."""
 
+_OF_TRY = ("--rank", "--world-size")
+_USED_IN_MODE = {
+    "--compare": (),
+    "--discover": (),
+    "--try": (*_OF_TRY, "--model", "--attention", "--output", "--json"),
+}
+"""Further options that each mode uses, by the option that selects the mode."""
+_UNUSED_BESIDE = {
+    "--pareto": ("--output", "--conf", "--json", "--export", "--explain", "--page"),
+    "--export": ("--json", "--explain"),
+    "--json": ("--explain",),
+}
+"""Options of the output that have no effect beside another option of the output."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Searches for the best plans, prints them, and writes the files that ``argv`` requests."""
-    if "--check" in argv:
-        return check_runs(["--data" if argument == "--check" else argument for argument in argv])
+    if any(argument.partition("=")[0] == "--check" for argument in argv):
+        data = re.compile("--check(?==|$)")
+        return check_runs([data.sub("--data", argument) for argument in argv])
     is_standalone = any(
         argument.startswith(("--compare", "--discover", "--try")) for argument in argv
     )
     options = _parser(required=not is_standalone).parse_args(argv)
+    names = [f"--{name.rstrip('_').replace('_', '-')}" for name in vars(options)]
+    # An argument with spaces is a value, such as the trainer's flags in --model.
+    _check_modes(names, flags_in([argument for argument in argv if " " not in argument]))
     if options.try_ is not None:
         return try_plan(options)
     if options.discover is not None:
@@ -120,6 +139,38 @@ def main(argv: Sequence[str]) -> int:
     if options.conf is not None:
         write_plan(documents[0], options.conf, as_conf=True)
     return 0
+
+
+def _check_modes(names: Sequence[str], values_of: Mapping[str, Sequence[str]]) -> None:
+    """Checks that no option is ignored because of the mode that another option selects.
+
+    Args:
+        names: Names of all options of ``plan``.
+        values_of: Values of the options in the command line, by name.
+
+    Raises:
+        ConfigError: The selected mode does not use an option.
+    """
+    mode = next((mode for mode in _USED_IN_MODE if mode in values_of), None)
+    if mode is not None:
+        unused = set(names) - {mode, *_USED_IN_MODE[mode]}
+        _check_unused(mode, [name for name in values_of if name in unused])
+        return
+    for name in _OF_TRY:
+        if name in values_of:
+            text = " ".join([name, *values_of[name]])
+            raise ConfigError(
+                f"{text} requires --try PLAN.json, the plan of the rank to run; add --try, or "
+                f"remove {name}"
+            )
+    for other, ignored in _UNUSED_BESIDE.items():
+        if other in values_of:
+            _check_unused(other, [name for name in ignored if name in values_of])
+
+
+def _check_unused(name: str, unused: Sequence[str]) -> None:
+    if unused:
+        raise ConfigError(f"{name} does not use {unused[0]}; remove one of them")
 
 
 def _discover(files: Sequence[Path]) -> int:

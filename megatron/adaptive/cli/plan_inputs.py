@@ -68,7 +68,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     add("--cluster", type=Path, required=required, metavar="FILE", help=text)
     text = "profile with measured durations (default: estimates)"
     add("--profile", type=Path, nargs="+", metavar="FILE", help=text)
-    text = "precision of training; default: the best that all GPUs support"
+    text = "precision of training; default: that of --profile, or the best that all GPUs support"
     add("--precision", choices=("fp32", "fp16", "bf16"), help=text)
     add("--fp8", action="store_true", help="run matmuls in fp8, as with --fp8-format hybrid")
     length = number(int, 1, 100_000_000)

@@ -244,6 +244,11 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
             f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes; remove the "
             "flag, or add --runs trainer"
         )
+    if options.unequal:
+        raise ConfigError(
+            f"--unequal: {reason}, and all stages of a Pipeline have the same number of replicas; "
+            "remove the flag, or add --runs trainer"
+        )
     if options.plan_with:
         raise ConfigError(
             f"--plan-with: {reason}, and its layouts are planned from its own measurements; "

@@ -17,7 +17,13 @@ from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.config.sequence_slices import SLICE_CUTS
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_candidate, policy_names
+from megatron.adaptive.schedule.catalog import (
+    Candidate,
+    is_rule,
+    make_candidate,
+    policy_names,
+    schedule_names,
+)
 from megatron.adaptive.schedule.choose_by_simulation import CandidateOutcome, evaluate, pace_of
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
@@ -27,6 +33,19 @@ _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
 """Maximum number of forward passes to simulate per schedule. A million take up to 30 s."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
+_PROFILE_KEYS = {
+    "forward": "forward_s",
+    "backward": "backward_s",
+    "weight": "weight_s",
+    "exchange": "exchange_s",
+    "exchanges": "exchanges",
+    "latency": "latency_s",
+    "occupancy": "occupancy_s",
+    "jitter": "action_sigma",
+    "microbatch_jitter": "microbatch_sigma",
+    "slow_rank": "rank_factors",
+}
+"""Key of a profile that has the meaning of each option, by the option's name in the namespace."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,6 +99,11 @@ def _simulate(
     for name, num_slices in product(names, counts):
         try:
             is_rule(name)
+            if name in schedule_names() and name not in policy_names():
+                raise ScheduleError(
+                    f"schedule {name!r} has no backward passes and only runs validation: choose "
+                    f"one of {', '.join(policy_names())}"
+                )
         except ScheduleError as error:
             raise ConfigError(f"--schedules {options.schedules}: {error}") from error
         try:
@@ -144,19 +168,19 @@ def _parser() -> argparse.ArgumentParser:
     text = "profile with measured times; see docs/reference/schedules.md"
     add("--profile", type=Path, metavar="FILE", help=text)
     for name, default, unit, text in (
-        ("forward", 1.0, "S", "seconds of a rank's forward pass"),
-        ("exchange", 0.0, "S", "seconds of all-to-alls in a forward pass, and in a backward pass"),
-        ("latency", 0.0, "S", "seconds until a message arrives at the next rank"),
-        ("occupancy", 0.0, "S", "seconds for which a message occupies its link"),
-        ("jitter", 0.0, "SIGMA", "sigma of lognormal jitter per action"),
-        ("microbatch-jitter", 0.0, "SIGMA", "sigma of lognormal jitter per microbatch"),
+        ("forward", "1", "S", "seconds of a rank's forward pass"),
+        ("exchange", "0", "S", "seconds of all-to-alls in a forward pass, and in a backward pass"),
+        ("latency", "0", "S", "seconds until a message arrives at the next rank"),
+        ("occupancy", "0", "S", "seconds for which a message occupies its link"),
+        ("jitter", "0", "SIGMA", "sigma of lognormal jitter per action"),
+        ("microbatch-jitter", "0", "SIGMA", "sigma of lognormal jitter per microbatch"),
     ):
-        add(f"--{name}", type=float, default=default, metavar=unit, help=text)
+        add(f"--{name}", type=float, metavar=unit, help=f"{text} (default: {default})")
     text = "seconds of a rank's {} (default: --forward x (1 {} --attention-share))"
     add("--backward", type=float, metavar="S", help=text.format("backward pass for inputs", "+"))
     add("--weight", type=float, metavar="S", help=text.format("weight gradients", "-"))
-    text = "number of all-to-alls in a chunk's forward pass"
-    add("--exchanges", type=count, default=4, help=text)
+    text = "number of all-to-alls in a chunk's forward pass, with --exchange (default: 4)"
+    add("--exchanges", type=count, help=text)
     slow = "slow down a rank by this factor; may be repeated"
     add("--slow-rank", action="append", default=[], metavar="R:FACTOR", help=slow)
     _add_slices(parser)
@@ -188,7 +212,7 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
         "number of slices into which each microbatch is cut along its sequence; several numbers "
         "to compare"
     )
-    add("--sequence-slices", type=_counts, default=[1], metavar="N,N", help=text)
+    add("--sequence-slices", type=_counts, default="1", metavar="N,N", help=text)
     text = (
         "attention's fraction of the time of a forward pass, from 0 to 1; its backward pass "
         "takes twice as long"
@@ -209,12 +233,13 @@ def _counts(text: str) -> list[int]:
 
 
 def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
-    factors = _rank_factors(options)
     if options.profile is not None:
-        if factors is not None:
-            raise ConfigError(
-                "--slow-rank cannot be combined with --profile; set rank_factors in the profile"
-            )
+        for name, key in _PROFILE_KEYS.items():
+            if getattr(options, name) not in (None, []):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} cannot be combined with --profile; set {key} in "
+                    "the profile"
+                )
         profile = load_profile(options.profile, num_stages=num_stages)
         return replace(
             profile,
@@ -222,9 +247,15 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
             slice_cut=options.slice_cut,
             slice_s=options.slice_overhead / options.chunks,
         )
+    if options.exchanges is not None and options.exchange is None:
+        raise ConfigError(
+            f"--exchanges {options.exchanges} requires --exchange, the time of all-to-alls; add "
+            "--exchange S, or remove --exchanges"
+        )
     chunks = options.chunks
     share = options.attention_share
-    forward_s = options.forward
+    forward_s = 1.0 if options.forward is None else options.forward
+    exchange_s = options.exchange or 0.0
     backward_s = forward_s * (1 + share) if options.backward is None else options.backward
     weight_s = forward_s * (1 - share) if options.weight is None else options.weight
     return StageProfile(
@@ -233,13 +264,13 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
             forward_s=forward_s / chunks,
             backward_s=backward_s / chunks,
             weight_s=weight_s / chunks,
-            exchange_s=options.exchange / chunks,
-            exchanges=options.exchanges if options.exchange else 0,
+            exchange_s=exchange_s / chunks,
+            exchanges=(options.exchanges or 4) if exchange_s else 0,
         ),
-        link=Link(latency_s=options.latency, occupancy_s=options.occupancy),
-        rank_factors=factors,
-        action_sigma=options.jitter,
-        microbatch_sigma=options.microbatch_jitter,
+        link=Link(latency_s=options.latency or 0.0, occupancy_s=options.occupancy or 0.0),
+        rank_factors=_rank_factors(options),
+        action_sigma=options.jitter or 0.0,
+        microbatch_sigma=options.microbatch_jitter or 0.0,
         attention_share=share,
         slice_cut=options.slice_cut,
         slice_s=options.slice_overhead / chunks,

@@ -53,6 +53,7 @@ from megatron.adaptive.cluster.layout_rule import (
 )
 from megatron.adaptive.cluster.membership import read_machines
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.flag_checks import check_unequal_stages
 from megatron.adaptive.config.plan_file import plan_flags
 from megatron.adaptive.config.schema_files import read_file
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
@@ -162,8 +163,9 @@ class Planning:
         unequal: Whether stages may have different numbers of replicas.
 
     Raises:
-        ConfigError: A file is missing or invalid, the profile belongs to a different model, or an
-            argument sets a value that the planner has to choose.
+        ConfigError: A file is missing or invalid, the profile belongs to a different model, an
+            argument sets a value that the planner has to choose, or the planner does not support a
+            setting.
     """
 
     def __init__(
@@ -178,21 +180,10 @@ class Planning:
         self._arguments = tuple(arguments)
         self._unequal = unequal
         self._config = parse_requested(arguments)
-        if self._config.parallel.context_parallel_size > 1:
-            raise ConfigError(
-                f"--context-parallel-size {self._config.parallel.context_parallel_size} cannot "
-                f"be combined with {PLAN_WITH}, because the planner does not support it; remove "
-                "one of them"
-            )
         cluster, document = read_inputs(paths)
         attention = usual_attention(on_gpus=cluster.has_known_gpus)
         self._model = arguments_model(arguments, "model", attention=attention)
-        if self._model.has_experts or self._config.model.mtp_num_layers:
-            raise ConfigError(
-                f"{PLAN_WITH} does not support experts or multi-token prediction layers, "
-                "because a job that changes its layout can only move dense layers; remove "
-                f"{PLAN_WITH}"
-            )
+        self._check_supported()
         self._where = ", ".join(map(str, paths))
         cluster = cluster.with_memory(1 - MEMORY_MARGIN)
         measured = None
@@ -211,6 +202,29 @@ class Planning:
                 "known"
             )
         self._other = others[0] if others else None
+
+    def _check_supported(self) -> None:
+        """Raises an error if the planner cannot plan the layouts that the settings request."""
+        context_ranks = self._config.parallel.context_parallel_size
+        if context_ranks > 1:
+            raise ConfigError(
+                f"--context-parallel-size {context_ranks} cannot be combined with {PLAN_WITH}, "
+                "because the planner does not support it; remove one of them"
+            )
+        if self._model.has_experts or self._config.model.mtp_num_layers:
+            raise ConfigError(
+                f"{PLAN_WITH} does not support experts or multi-token prediction layers, because "
+                "the planner of elastic jobs plans only dense layers; remove "
+                f"{PLAN_WITH}, and the job chooses its layouts without the planner"
+            )
+        if self._unequal:
+            try:
+                check_unequal_stages(self._config)
+            except ConfigError as error:
+                reason = str(error).rpartition("; ")[0]
+                raise ConfigError(
+                    f"--unequal: {reason}; remove --unequal, or change the other flag"
+                ) from None
 
     def check(self, machines: Path | None) -> None:
         """Checks that a plan exists if all known machines join.

@@ -64,6 +64,12 @@ class TokenizerConfig:
     tiktoken_num_special_tokens: Count = flag(
         "Number of IDs that TikTokenizer reserves for special tokens.", 1000, unit="IDS"
     )
+    tiktoken_special_tokens: tuple[str, ...] | None = flag(
+        "Special tokens of TikTokenizer in the order of their IDs, which start at 0.",
+        names=("--tiktoken-special-tokens", "--tokenizer-special-tokens"),
+        unit="TOKEN",
+        derived="those of megatron-core",
+    )
 
     @property
     def missing(self) -> list[str]:

@@ -234,7 +234,22 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
     _ = config.slice_ends  # This property raises an error if sequences cannot be cut into slices.
 
 
-def _given_flags(config: TrainerConfig) -> GivenFlags:
+def check_unequal_stages(config: TrainerConfig) -> None:
+    """Checks that the stages of a run may have different numbers of replicas.
+
+    Args:
+        config: Settings of the run, with which stages of equal sizes are possible.
+
+    Raises:
+        ConfigError: A setting requires stages of equal sizes.
+    """
+    flags = _given_flags(config, sizes=(2, 1))
+    order = order_rules(config.schedule.pipeline_schedule)
+    for table in (_BEFORE_ORDER, order, _AFTER_ORDER):
+        flags.require(table)
+
+
+def _given_flags(config: TrainerConfig, sizes: tuple[int, ...] | None = None) -> GivenFlags:
     specs = {s.dest: s for kind in groups().values() for s in fields_of(kind) if s.has_flag}
     values = {
         dest: value
@@ -244,7 +259,7 @@ def _given_flags(config: TrainerConfig) -> GivenFlags:
     }
     # Rules apply to effective values. The stages' numbers of ranks become None if they are equal,
     # and the number of chunks becomes 1 for a single chunk.
-    values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
+    values["stage_data_parallel_sizes"] = sizes or config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:
         for of_experts, of_layers in (

@@ -39,7 +39,9 @@ def checked_profile_ranks(ranks: object) -> tuple[int, ...]:
     checked = tuple(ranks)
     for rank in checked:
         if type(rank) is not int or rank < 0:
-            raise ConfigError(f"profile_ranks must be a non-negative integer, got {rank!r}")
+            raise ConfigError(
+                f"each rank in profile_ranks must be a non-negative integer, got {rank!r}"
+            )
     return checked
 
 

@@ -122,6 +122,10 @@ a checkpoint holds the iteration that it continues from; use --ckpt-step
     override-ckpt-iteration
 the tokenizer's files describe it and decide the vocabulary's size; see --tokenizer-model
     tokenizer-metadata padded-vocab-size
+the tokenizer's files hold all its tokens; add the tokens there
+    vocab-extra-ids
+--sft uses the template in the tokenizer's folder; put chat_template.jinja there
+    sft-tokenizer-prompt-format chat-template
 the vocabulary is padded for tensor parallelism; use --make-vocab-size-divisible-by
     no-pad-vocab-size
 data is read from local files; copy it and use --data-path
@@ -181,14 +185,14 @@ it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieva
     num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
     head-lr-mult mask-type mask-factor iter-per-epoch mrope-section relative-attention-num-buckets
     relative-attention-max-distance output-bert-embeddings mask-prob short-seq-prob sample-rate
-    vocab-extra-ids decoder-seq-length decoder-num-layers titles-data-path query-in-block-prob
+    decoder-seq-length decoder-num-layers titles-data-path query-in-block-prob
     use-one-sent-docs evidence-data-path block-data-path embedding-path disable-mamba-mem-eff-path
     vision-* swin-* dino-* image-* img-* multimodal-* bert-* t5-* ict-* biencoder-* retriever-*
     indexer-* retro-* mamba-* dsa-* linear-* use-mamba-* no-use-mamba-* mrope-interleaved
 it belongs to inference, reinforcement learning or instruction tuning
     max-tokens-to-oom flash-decode symmetric-ar-type nccl-all-reduce-for-prefill
     disable-chunked-prefill decode-only-cuda-graphs use-legacy-static-engine inference-*
-    mlp-chunks-* rl-* grpo-* langrl-* sft-* chat-template enable-chunked-prefill
+    mlp-chunks-* rl-* grpo-* langrl-* sft-* enable-chunked-prefill
     no-inference-* no-rl-* no-langrl-*
     num-speculative-tokens moe-pad-experts-for-cuda-graph-inference refit-method
     use-same-sampling-seed-across-dp-ranks disable-grad-buffers-cpu-backup
@@ -221,10 +225,10 @@ it tunes how megatron-core reads or writes files, which this trainer does itself
     dataloader-defer-npy-index-mmap dataloader-fast-cache-load no-stream-ckpt-dequant
 it adds detail to the profiles of Megatron-LM's own trainer
     nvtx-ranges record-shapes pytorch-profiler-collect-*
-it belongs to tokenizers that are not supported
-    tiktoken-special-tokens special-tokens legacy-tokenizer trust-remote-code null-tokenizer-*
+it belongs to other tokenizers, or tunes how Megatron-LM loads a tokenizer
+    special-tokens legacy-tokenizer trust-remote-code null-tokenizer-*
     sentencepiece-* tokenizer-hf-* tokenizer-sentencepiece-* no-tokenizer-sentencepiece-*
-    tokenizer-special-tokens use-gigatoken
+    use-gigatoken
 this trainer always behaves as with this flag
     data-impl use-mcore-models no-async-tensor-model-parallel-allreduce exit-signal-handler
     no-masked-softmax-fusion no-manual-gc-eval ckpt-fully-parallel-save use-dist-ckpt

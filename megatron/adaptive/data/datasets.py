@@ -348,6 +348,20 @@ class CachedGPTDataset(GPTDataset):
         )
         return documents, samples, shuffle
 
+    def epochs(self, samples: int) -> tuple[int, bool]:
+        """Returns the number of epochs, and whether the last epoch is shuffled separately.
+
+        Args:
+            samples: Number of samples that a run needs.
+        """
+        length, extra = self.config.sequence_length, self.config.add_extra_token_to_sequence
+        tokens = self._get_num_tokens_per_epoch()
+        epochs = max(1, -(-(samples * length + extra) // tokens))
+        in_last = samples - ((epochs - 1) * tokens - extra) // length
+        # This is megatron-core's rule.
+        is_separate = in_last < int(0.8 * ((tokens - extra) // length))
+        return epochs, epochs > 1 and is_separate
+
     def _broken_rule(
         self, documents: npt.NDArray[Any], samples: npt.NDArray[Any], shuffle: npt.NDArray[Any]
     ) -> str:
@@ -393,6 +407,28 @@ class CachedGPTDataset(GPTDataset):
         state = [(status.st_size, status.st_mtime_ns) for status in statuses]
         digest = hashlib.sha256(f"{self.unique_description}{state}".encode()).hexdigest()
         return f"{digest[:24]}-{self.index_split.name}"
+
+
+def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
+    """Returns whether runs with ``now`` and with ``before`` samples have different orders.
+
+    The reason is that the samples of several epochs are shuffled together, except for those of a
+    short last epoch.
+
+    Args:
+        dataset: Training dataset from :func:`build_datasets` for ``now`` samples, or ``None``.
+        before: Number of training samples of an earlier run.
+        now: Number of training samples of this run, at least 1.
+    """
+    parts = [
+        part
+        for part in getattr(dataset, "datasets", [dataset])
+        if isinstance(part, CachedGPTDataset) and part.num_samples is not None
+    ]
+    return any(
+        part.epochs(-(-part.num_samples * before // now)) != part.epochs(part.num_samples)
+        for part in parts
+    )
 
 
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:

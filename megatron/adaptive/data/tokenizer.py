@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
+import json
 import re
 import sys
 from abc import ABC, abstractmethod
@@ -385,21 +386,40 @@ class TikTokenizer(Tokenizer):
         vocab_size: Number of token ids, including special tokens.
         num_special: Number of special tokens.
         pattern: Name of the regular expression that splits text into words, ``v1`` or ``v2``.
+        special: Special tokens in the order of their ids, or ``None`` for those of megatron-core.
+            Names such as ``<SPECIAL_7>`` fill up the number of special tokens.
 
     Raises:
-        ConfigError: The package tiktoken is missing.
+        ConfigError: The package tiktoken is missing, or ``special`` lacks a required token or
+            repeats a token.
         DataError: The file is missing or damaged, or the sizes do not match.
     """
 
-    def __init__(self, file: str | Path, vocab_size: int, num_special: int, pattern: str) -> None:
+    def __init__(
+        self,
+        file: str | Path,
+        vocab_size: int,
+        num_special: int,
+        pattern: str,
+        special: Sequence[str] | None = None,
+    ) -> None:
         need_package("tiktoken", "TikTokenizer", "hf")
         content = read_bytes(Path(file), _MODEL, DataError)
         prepare_megatron_core()
-        from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
+        from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import (
+            SPECIAL_TOKENS,
+            TikTokenTokenizer,
+        )
 
+        if special is not None:
+            _check_special_tokens(special, SPECIAL_TOKENS, num_special)
         try:
             built = TikTokenTokenizer(
-                str(file), None, num_special, pattern=pattern, vocab_size=vocab_size
+                str(file),
+                None if special is None else list(special),
+                num_special,
+                pattern=pattern,
+                vocab_size=vocab_size,
             )
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             raise DataError(
@@ -409,7 +429,8 @@ class TikTokenizer(Tokenizer):
                 "and both numbers"
             ) from None
         self._model = built.tokenizer
-        digest = hashlib.sha256(f"{num_special} {pattern} ".encode() + content).hexdigest()[:16]
+        about = f"{num_special} {pattern} {'' if special is None else json.dumps(list(special))}"
+        digest = hashlib.sha256(about.encode() + content).hexdigest()[:16]
         super().__init__(vocab_size, built.eod, digest=digest)
 
     def tokenize(self, text: str) -> list[int]:
@@ -417,6 +438,24 @@ class TikTokenizer(Tokenizer):
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return str(self._model.decode([int(i) for i in ids]))
+
+
+def _check_special_tokens(
+    special: Sequence[str], required: Sequence[str], num_special: int
+) -> None:
+    """Raises an error if the tokens ``special`` are not suitable for :class:`TikTokenizer`."""
+    flag = "--tiktoken-special-tokens"
+    if missing := [token for token in required if token not in special]:
+        raise ConfigError(
+            f"{flag} {' '.join(special)} must contain {' '.join(required)}; add {' '.join(missing)}"
+        )
+    if len(set(special)) < len(special):
+        raise ConfigError(f"{flag} {' '.join(special)} contains a token twice; remove it")
+    if len(special) > num_special:
+        raise ConfigError(
+            f"{flag} contains {len(special)} tokens, but --tiktoken-num-special-tokens is "
+            f"{num_special}; raise this number"
+        )
 
 
 class NullTokenizer(Tokenizer):
@@ -474,6 +513,11 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     model = config.tokenizer_model or ""
     if config.missing:
         raise ConfigError(f"{kind} requires {' and '.join(config.missing)}; add this flag")
+    if config.tiktoken_special_tokens is not None and kind != "TikTokenizer":
+        raise ConfigError(
+            f"--tiktoken-special-tokens requires --tokenizer-type TikTokenizer, got {kind}, whose "
+            "files hold its special tokens; remove the flag, or add the tokens to the files"
+        )
     built: Tokenizer
     if kind == "NullTokenizer":
         return NullTokenizer(size or 0)
@@ -483,8 +527,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         built = HuggingFaceTokenizer(model)
     elif kind == "TikTokenizer":
         special = config.tiktoken_num_special_tokens
-        pattern = config.tiktoken_pattern
-        built = TikTokenizer(model, size or _IDS_OF_TIKTOKEN, special, pattern)
+        pattern, tokens = config.tiktoken_pattern, config.tiktoken_special_tokens
+        built = TikTokenizer(model, size or _IDS_OF_TIKTOKEN, special, pattern, tokens)
     else:
         built = SentencePieceTokenizer(model, begins=kind == "Llama2Tokenizer")
     if size is not None and built.vocab_size > size:

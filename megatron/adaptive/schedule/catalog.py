@@ -254,8 +254,11 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Returns the sorted names of the built-in static schedules and run-time rules."""
-    return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind in ("fixed", "rule")))
+    """Returns the sorted names of the built-in static schedules and run-time rules.
+
+    Names that users cannot select are omitted, such as ``forward-only``, which runs validation.
+    """
+    return tuple(sorted(selectable_names(lambda spec: spec.kind in ("fixed", "rule"))))
 
 
 def is_rule(name: str) -> bool:
@@ -346,9 +349,8 @@ def make_schedule(
     """
     spec = _find_spec(name)
     if spec is None or spec.kind != "fixed":
-        raise ScheduleError(
-            f"unknown schedule {name!r}: choose one of {', '.join(schedule_names())}"
-        )
+        fixed = sorted(selectable_names(lambda spec: spec.kind == "fixed"))
+        raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(fixed)}")
     check_num_microbatches(num_microbatches)
     check_num_slices(num_slices)
     if num_slices > 1 and not spec.orders_slices:
