@@ -74,6 +74,10 @@ def test_mixed_nodes_keep_their_order(write: Write) -> None:
         ("WORLD_SIZE=5\nNNODES=2\nNPROC_PER_NODE=2", ["WORLD_SIZE=5", "2 + 2 = 4"]),
         ("NNODES=2\nNPROC_PER_NODE=2\nPIPELINE_MP_SIZE=3", ["WORLD_SIZE=4", "1 x 3 = 3"]),
         ("NNODES=2\nNPROC_PER_NODE=2\nDP_SIZE=3", ["DP_SIZE=3", "must be 4"]),
+        (
+            "NNODES=2\nNPROC_PER_NODE=4\nPIPELINE_MP_SIZE=2\nCONTEXT_MP_SIZE=2\nDP_SIZE=4",
+            ["DP_SIZE=4", "must be 2", "CONTEXT_MP_SIZE = 1 x 2 x 2 = 4"],
+        ),
         ("NPROC_PER_NODE=3\nSTAGE_DP_SIZES=2-1\nDP_SIZE=2", ["STAGE_DP_SIZES=2-1", "DP_SIZE=2"]),
         ("NPROC_PER_NOD=2", ["NPROC_PER_NOD ", "nearest is NPROC_PER_NODE"]),
         ("NNODES=two", ["NNODES=two", "integer"]),

@@ -75,7 +75,6 @@ def test_a_realistic_command_line_of_megatron_lm_is_read_whole(tmp_path: Path) -
     assert config.run.profile_name == "gpt"
     assert config.schedule.pipeline_schedule == "adaptive"
     assert config.schedule.pipeline_timeout_s == 30 * 60
-    assert config.model.masked_softmax_fusion is False
     assert list(tmp_path.iterdir()) == []
 
 

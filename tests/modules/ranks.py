@@ -18,7 +18,8 @@ from megatron.adaptive.engine.executor import ActivationMeter, Executor
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.batch import BatchShape
 from megatron.adaptive.modules.cutting import balanced, slice_tape
-from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.program import ProgramStages, StageProgram
+from megatron.adaptive.modules.random_key import RandomKey
 from megatron.adaptive.modules.recording import Forward, Forwards
 from megatron.adaptive.modules.segments import tensors_of
 from megatron.adaptive.transport.interface import CompletionQueue

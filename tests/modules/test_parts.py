@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules import random_key
 from megatron.adaptive.modules.batch import BatchShape
 from megatron.adaptive.modules.cutting import balanced, check_groups, given_partition, keep_only
 from megatron.adaptive.modules.program import MessageLayout
@@ -130,22 +131,50 @@ def test_a_measured_optimizer_can_read_attributes_of_parameters() -> None:
     assert rates == [[0.1, 0.2]]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_key_seeds_the_generators_of_device_and_cpu(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_device = torch.default_generator if device == "cpu" else torch.Generator()
+    monkeypatch.setattr(random_key, "default_generator", lambda device: of_device)
+    key = random_key.RandomKey(7, torch.device(device))
+
+    def draw() -> torch.Tensor:
+        return torch.stack([torch.rand(4), torch.rand(4, generator=of_device)])
+
+    before = key.states()
+    following = draw()
+    key.restore(before)
+    assert torch.equal(draw(), following)
+    drawn = []
+    for microbatch in (0, 1, 0):
+        key.apply(microbatch, 3)
+        drawn.append(draw())
+        draw()
+    assert torch.equal(drawn[0], drawn[2])
+    assert not (drawn[0] == drawn[1]).any()
+
+
 class Sly(torch.nn.Module):
     """Model that reads values from the storage of a tensor, which torch does not notice."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_evaluation: bool) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 4)
+        self.in_evaluation = in_evaluation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pointer = x.untyped_storage().tolist()[:4]
-        return self.layer(x).square().mean() + float(sum(pointer))
+        loss = self.layer(x).square().mean()
+        if not (self.training or self.in_evaluation):
+            return loss
+        return loss + float(sum(x.untyped_storage().tolist()[:4]))
 
 
-def test_values_that_python_kept_are_found() -> None:
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_values_that_python_kept_are_found(mode: str) -> None:
     batch = {"x": torch.randint(0, 9, (4, 4)).float()}
-    case = Case(Sly(), batch, 2)
-    with pytest.raises(ConfigError, match="outside of tensors"):
+    case = Case(Sly(in_evaluation=mode == "evaluation"), batch, 2)
+    with pytest.raises(ConfigError, match=f"in {mode}.*outside of tensors"):
         check_replay(case.forward, case.forwards, {"x": torch.full((2, 4), 3.5)})
     sound = Case(knotty(), make_batch(4), 2)
     check_replay(sound.forward, sound.forwards, sound.microbatch(1))

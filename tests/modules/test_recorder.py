@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules import CutPoint
+from megatron.adaptive.modules import CutPoint, Pipeline
 from megatron.adaptive.modules.cutting import slice_tape
 from megatron.adaptive.modules.recordings import BufferUse, CutForwards
+from megatron.adaptive.modules.segments import check_replay
 from megatron.adaptive.schedule.stage_placement import Placement
 
 from .ranks import Case, assert_same
@@ -304,9 +306,26 @@ def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
     return plain(model, x)
 
 
+def kept_in_an_array(model: Model, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(model, "sums"):
+        model.sums = numpy.zeros(4, numpy.float32)
+        return plain(model, x)
+    return plain(model, x + torch.as_tensor(model.sums).add_(1.0))
+
+
+def changed_through_another(model: Model, x: torch.Tensor) -> torch.Tensor:
+    values = numpy.zeros(4, numpy.float32)
+    first, second = torch.from_numpy(values), torch.from_numpy(values)
+    shifted = x + second
+    first.add_(1.0)
+    return plain(model, shifted + second)
+
+
 @pytest.mark.parametrize(
     ("body", "phrases"),
     [
+        (kept_in_an_array, ["changes sums", "not a buffer", "register_buffer"]),
+        (changed_through_another, ["changes a tensor of shape [4]", "shares memory"]),
         (kept_state, ["assigns another tensor to table", "copy_"]),
         (kept_outside, ["assigns another tensor to mean", "buffer"]),
         (kept_in_place, ["changes mean", "not a buffer", "register_buffer"]),
@@ -353,6 +372,71 @@ def test_changes_of_tensors_that_keep_their_values_are_replayed(body: Body) -> N
     case = case_of(body)
     check(case)
     assert len(case.model.table) == 4
+
+
+HOST_MEMORY: dict[str, Callable[[], torch.Tensor]] = {
+    "as_tensor": lambda: torch.as_tensor(numpy.zeros(4, numpy.float32)),
+    "asarray": lambda: torch.asarray(memoryview(array.array("f", [0.0] * 4))),
+    "bytes": lambda: torch.asarray(bytearray(16)).view(torch.float32),
+    "from_numpy": lambda: torch.from_numpy(numpy.zeros(4, numpy.float32)),
+    "frombuffer": lambda: torch.frombuffer(bytearray(16), dtype=torch.float32),
+    "list": lambda: torch.tensor([0.0] * 4),
+}
+
+
+@pytest.mark.parametrize("kind", HOST_MEMORY)
+def test_memory_of_python_objects_is_new_for_each_microbatch(kind: str) -> None:
+    def body(model: Model, x: torch.Tensor) -> torch.Tensor:
+        x = model.cuts[0](model.first(x))
+        scale = HOST_MEMORY[kind]()
+        if model.training:
+            scale.add_(1.0)
+            scale[:2].mul_(3.0)
+        x = model.cuts[1](model.middle(x) * (scale + 1))
+        shift = HOST_MEMORY[kind]()
+        shift[1:].sub_(2.0)
+        return model.last(x * shift)
+
+    case = case_of(body)
+    check(case)
+    check(case)
+    check_replay(case.forward, case.forwards, case.microbatch(1))
+
+
+def test_an_array_that_a_call_changes_is_recorded_as_it_was() -> None:
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weights: numpy.ndarray) -> torch.Tensor:
+            weights *= 2
+            return x * torch.tensor(weights)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+            return gradient * 2, None
+
+    def body(model: Model, x: torch.Tensor) -> torch.Tensor:
+        x = Doubling.apply(model.first(x), numpy.ones(4, numpy.float32))
+        return model.last(model.cuts[1](model.middle(model.cuts[0](x))))
+
+    check(case_of(body))
+
+
+def test_a_view_of_the_batch_may_be_changed() -> None:
+    def body(model: Model, x: torch.Tensor) -> torch.Tensor:
+        x[:, 0].mul_(2)  # This line must not change the user's batch.
+        return model.last(model.cuts[1](model.middle(model.cuts[0](model.first(x)))))
+
+    case = case_of(body)
+    before = case.batch["x"].clone()
+    check(case)
+    torch.testing.assert_close(case.batch["x"], before, rtol=0, atol=0)
+
+
+def test_constants_that_do_not_change_are_not_copied() -> None:
+    constant = torch.ones(4)
+    case = case_of(lambda model, x: plain(model, x * constant))
+    values = case.forwards.training.values
+    assert [value.tensor for value in values if value.source == "constant"] == [constant]
 
 
 def test_values_may_be_taken_as_the_samples() -> None:
@@ -491,3 +575,75 @@ def test_a_buffer_that_changes_belongs_to_one_rank_in_later_recordings() -> None
     use.add(cuts[0])
     with pytest.raises(ConfigError, match="ranks 0 and 2 .* other microbatches"):
         use.add(cuts[1])
+
+
+class Changing(nn.Module):
+    """Model with settings that a user may change, and with a counter that it changes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.0)
+        self.cut = CutPoint()
+        self.temperature, self.epoch, self.count = 1.0, 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        x = self.drop(self.cut(self.first(x))) / self.temperature
+        if not self.drop.training:
+            x = x.tanh()
+        return self.last(x).square().mean()
+
+
+CHANGES: dict[str, tuple[Callable[[Changing], Any], str]] = {
+    "temperature": (
+        lambda model: setattr(model, "temperature", 2.0),
+        "temperature is 2.0, but was 1.0 when the Pipeline was created",
+    ),
+    "dropout": (lambda model: setattr(model.drop, "p", 0.5), "drop.p is 0.5, but was 0.0"),
+    "mode": (lambda model: model.drop.eval(), "drop.training is False, but was True"),
+    "hook": (
+        lambda model: model.first.register_forward_hook(lambda module, args, out: out * 2),
+        "first has other forward hooks than when the Pipeline was created",
+    ),
+    "one of two": (
+        lambda model: vars(model).update(epoch=4, temperature=2.0),
+        "temperature is 2.0, but was 1.0",
+    ),
+    "nothing": (lambda model: None, ""),
+    "modes": (lambda model: model.eval(), ""),
+    "unused": (lambda model: setattr(model, "epoch", 4), ""),
+    "counted": (lambda model: setattr(model, "count", 9), ""),
+    "watching": (
+        lambda model: model.first.register_forward_hook(lambda module, args, out: None),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_changes_of_modules_after_the_start_are_named(kind: str) -> None:
+    def batch(length: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(4, length, 8)}
+
+    change, message = CHANGES[kind]
+    model = Changing()
+    with Pipeline(model, batch(3), micro_batch_size=2) as pipeline:
+        pipeline.step(batch(3))
+        pipeline.step(batch(4))
+        change(model)
+        attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+        pipeline.step(batch(4))
+        if not message:
+            pipeline.step(batch(5))
+            pipeline.step(batch(6))
+            pipeline.eval(batch(7))
+            return
+        with pytest.raises(ConfigError) as refusal:
+            pipeline.step(batch(5))
+        said = str(refusal.value)
+        assert message in said
+        assert "\n" not in said
+        attributes[""]["count"] = model.count
+        assert {name: vars(module) for name, module in model.named_modules()} == attributes

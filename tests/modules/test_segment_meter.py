@@ -13,7 +13,8 @@ from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import segment_kinds, slice_tape
-from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.program import ProgramStages, StageProgram
+from megatron.adaptive.modules.random_key import RandomKey
 from megatron.adaptive.modules.recompute import recomputed_ranges
 from megatron.adaptive.modules.segment_meter import SegmentMeter, segments_of
 from megatron.adaptive.modules.segments import tensors_of

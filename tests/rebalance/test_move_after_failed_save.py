@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("move_after_failed_save.py")
 @pytest.mark.multiprocess
 def test_the_run_goes_on_and_the_next_save_takes_the_place(tmp_path: Path) -> None:
     log, checkpoints = tmp_path / "output.txt", tmp_path / "checkpoints"
-    flags = [str(checkpoints), *FLAGS, "--train-iters", "6", "--repartition", "auto"]
+    flags = [str(checkpoints), *FLAGS, "--repartition", "auto"]
     flags += ["--save", str(checkpoints), "--save-interval", "1", "--async-save"]
     torchrun(SCRIPT, flags, world_size=2, log=log, limit_s=250)
     text = log.read_text()

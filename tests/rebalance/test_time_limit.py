@@ -16,7 +16,7 @@ FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
     " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3"
     " --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data --log-interval 1"
-    " --pipeline-model-parallel-size 2 --train-iters 13"
+    " --pipeline-model-parallel-size 2 --train-iters 6"
 ).split()
 
 

@@ -190,7 +190,7 @@ def _train(flags: list[str], folder: Path, seed: int) -> str:
     """
     log = folder / "log.txt"
     command = [str(TIMED_LAYERS), *COMMON, *flags]
-    variables = {"LAYER_MS": random.Random(seed).choice(LAYER_MS)}
+    variables = {"LAYER_MS": random.Random(seed).choice(LAYER_MS), "EACH_LAYER": "1"}
     with noise(seed):
         ranks = Ranks(command, world_size=2, log=log, limit_s=LIMIT_S, variables=variables)
         try:

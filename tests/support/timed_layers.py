@@ -6,6 +6,9 @@ compute the same values as without sleeping. The program reads these environment
 ``LAYER_MS``       milliseconds of each layer's forward pass; the backward pass takes twice as long.
                    The value is a number, or a JSON object with a number for each node name.
                    Without this variable nothing sleeps.
+``EACH_LAYER``     if set, each layer sleeps in its own forward pass, and the time of embedding and
+                   loss is added. Otherwise, passes sleep at their end, so measurements of layers
+                   within a pass count only the real work.
 ``EXPERT_FACTOR``  factor of the time of layers with experts; 1 by default
 ``LAYER_PAIRS``    ``0.5/128``: half of the time is proportional to the number of token pairs in a
                    document, half to the number of tokens, relative to a document of 128 tokens; by
@@ -54,6 +57,8 @@ from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
+_ADDED = "backward" if "EACH_LAYER" in os.environ else ""
+"""Name of the pass whose real work is added to the time of the layers."""
 _PATIENCE = 20  # After this number of steps without a move, the job keeps the current partition.
 
 
@@ -65,7 +70,8 @@ def time_layers(seconds: float, slow: float) -> None:
         slow: Factor by which the time is multiplied during ``SLOW_STEPS``.
     """
     for name, times in (("forward", 1), ("backward", 2)):
-        setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds, slow))
+        timed = _timed(getattr(MegatronStages, name), times * seconds, slow, adds=name == _ADDED)
+        setattr(MegatronStages, name, timed)
 
 
 def is_slow(stages: Any) -> bool:
@@ -141,14 +147,28 @@ def share_of(microbatch: int) -> float:
     return float(((1 - of_pairs) * parts + of_pairs * parts**2).sum())
 
 
-def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..., Any]:
+def _timed(
+    work: Callable[..., Any], layer_s: float, slow: float, *, adds: bool
+) -> Callable[..., Any]:
+    """Returns ``work``, a pass through a stage, with the times of the stage's layers.
+
+    Args:
+        work: Method of :class:`MegatronStages`.
+        layer_s: Time of a layer in seconds.
+        slow: Factor of the time during ``SLOW_STEPS``.
+        adds: Whether to sleep for the whole time after the work, instead of the rest of the time.
+    """
+
     @functools.wraps(work)
     def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
         end_s = time.perf_counter()
         share = share_of(microbatch) * (slow if is_slow(stages) else 1.0)
         for module in stages.chunks[chunk].modules():
             end_s += share * layer_s * factor_of(module)
+        begin_s = time.perf_counter()
         result = work(stages, chunk, microbatch, *others)
+        if adds:
+            end_s += time.perf_counter() - begin_s
         time.sleep(max(0.0, end_s - time.perf_counter()))
         return result
 
@@ -234,7 +254,7 @@ if __name__ == "__main__":
             keep_microbatches()
         if "EXACT_TIMES" in os.environ:
             report_exact_times(layer_s)
-        if "EXPERT_FACTOR" in os.environ:
+        if {"EACH_LAYER", "EXPERT_FACTOR"} & set(os.environ):
             time_each_layer(layer_s * slow)
     if "MOVES" in os.environ:
         pairs = [move.split(":") for move in os.environ["MOVES"].split(",")]

@@ -8,6 +8,7 @@ own parser checks them later.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import shlex
@@ -520,9 +521,12 @@ def _check_sizes(conf: LaunchConf) -> None:
                 "combined, because DP_SIZE is for stages of equal size; remove one of them"
             )
         return
-    model = values["TENSOR_MP_SIZE"] * values["PIPELINE_MP_SIZE"]
-    names = "TENSOR_MP_SIZE x PIPELINE_MP_SIZE"
-    product = f"{names} = {values['TENSOR_MP_SIZE']} x {values['PIPELINE_MP_SIZE']} = {model}"
+    names = ["TENSOR_MP_SIZE", "PIPELINE_MP_SIZE"]
+    if values["CONTEXT_MP_SIZE"] is not None:
+        names.append("CONTEXT_MP_SIZE")
+    model = math.prod(values[name] for name in names)
+    factors = " x ".join(str(values[name]) for name in names)
+    product = f"{' x '.join(names)} = {factors} = {model}"
     if size and size % model:
         raise ConfigError(f"WORLD_SIZE={size} must be a multiple of {product}")
     if size and copies is not None and copies * model != size:

@@ -1,6 +1,6 @@
 """Reads environment variables, and lists the variables that are passed on to other nodes.
 
-Only this module reads environment variables. All other modules get the values as an
+Most modules get the values of environment variables from this module, as an
 :class:`Environment`. The module also detects which optional packages are installed. ``train
 elastic`` cannot pass flags to a user's script, so it passes its instructions (a :class:`JobOrder`)
 in a single variable.

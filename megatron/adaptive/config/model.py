@@ -168,7 +168,6 @@ class ModelConfig:
     use_flash_attn: bool = switch(
         "Use flash attention; requires Transformer Engine, which uses it automatically if possible."
     )
-    masked_softmax_fusion: bool = _fusion("scale, mask and softmax", "--no-masked-softmax-fusion")
     bias_gelu_fusion: bool = _fusion("bias and GELU", "--no-bias-gelu-fusion")
     bias_swiglu_fusion: bool = _fusion("bias and SwiGLU", "--no-bias-swiglu-fusion")
     bias_dropout_fusion: bool = _fusion("bias, dropout and addition", "--no-bias-dropout-fusion")

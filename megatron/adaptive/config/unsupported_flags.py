@@ -227,7 +227,7 @@ it belongs to tokenizers that are not supported
     tokenizer-special-tokens use-gigatoken
 this trainer always behaves as with this flag
     data-impl use-mcore-models no-async-tensor-model-parallel-allreduce exit-signal-handler
-    no-manual-gc-eval ckpt-fully-parallel-save use-dist-ckpt
+    no-masked-softmax-fusion no-manual-gc-eval ckpt-fully-parallel-save use-dist-ckpt
     disable-msc use-persistent-ckpt-worker ckpt-assume-constant-structure auto-detect-ckpt-format
     dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient async-ckpt-*
     mid-level-dataset-surplus no-scatter-gather-tensors-in-pipeline onnx-safe cache-mla-latents

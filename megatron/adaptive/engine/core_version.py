@@ -83,7 +83,7 @@ def check(oldest: tuple[int, ...], remedy: str) -> None:
         warnings.warn(
             f"megatron-core {megatron.core.__version__} is newer than the newest release that "
             f"megatron.adaptive is tested with ({NEWEST[0]}.{NEWEST[1]}); its functions are "
-            "compatible, but compare the losses of a few steps with --schedule megatron",
+            "compatible, but compare the losses of a few steps with --pipeline-schedule megatron",
             stacklevel=3,
         )
 

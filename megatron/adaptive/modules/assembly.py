@@ -84,7 +84,7 @@ class PipelineSettings(SampledModel):
         batch_size: Number of samples per step over all replicas; ``None`` uses the size of the
             sample batch.
         memory_limit_bytes: Maximum memory per process in bytes that the planner may use; ``None``
-            allows all free memory of the device.
+            allows 90% of the device's free memory.
         schedule: Name of the schedule, as listed in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` uses the schedule's default.
         activation_cap: Limit on the activations that a process keeps. One unit is the activations

@@ -489,17 +489,21 @@ class _Slicer:
             "parameter": plan.parameters,
             "buffer": plan.buffers,
         }
-        for number in plan.calls:
-            call = tape.calls[number]
+        calls = [tape.calls[number] for number in plan.calls]
+        olds = {old for call in calls for old, _ in call.changes}
+        changed = {tape.values[old].storage for old in olds}
+        # Buffers keep their changes, and so do tensors that share memory with them.
+        changed -= {0, *(value.storage for value in tape.values if value.source == "buffer")}
+        for call in calls:
             for read in call.reads:
                 value = tape.values[read]
                 names = lists.get(value.source)
                 if names is not None and value.name not in names:
                     names.append(value.name)
-            for old, _ in call.changes:
-                value = tape.values[old]
-                if old in received or value.source in ("input", "constant"):
-                    plan.copied.add(old)
+                # A call may change the memory of the tensor through a view.
+                is_changed = read in olds or value.storage in changed
+                if is_changed and (read in received or value.source in ("input", "constant")):
+                    plan.copied.add(read)
 
     def check_changes(self) -> None:
         """Raises ``ConfigError`` if a stage changes a tensor in place that another stage reads."""

@@ -29,6 +29,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.host_memory import copied
 from megatron.adaptive.modules.recorder import (
     READING,
     CallRecorder,
@@ -198,6 +199,12 @@ class FakeRecorder(CallRecorder):
             return storage
         return super()._storage(tensor)
 
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with unset_fake_temporarily():
+            return super()._copy(tensor)
+
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
         for tensor, _ in tensor_paths((args, kwargs)):
             if tensor.is_meta and id(tensor) not in self._names:
@@ -335,7 +342,8 @@ def _run_call(call: Call, env: dict[int, torch.Tensor], device: torch.device) ->
     Tensors that the call creates are on ``device``.
     """
     arguments: Any = map_aggregate(
-        (call.args, call.kwargs), lambda part: env[part.value] if isinstance(part, Ref) else part
+        (call.args, call.kwargs),
+        lambda part: env[part.value] if isinstance(part, Ref) else copied(part),
     )
     with torch.autocast(device.type, dtype=call.autocast, enabled=call.autocast is not None):
         result = call.function(*arguments[0], **arguments[1])

@@ -33,7 +33,8 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.content import Dealing, MicrobatchOrder
     from megatron.adaptive.modules.first_partition import FirstPartition
     from megatron.adaptive.modules.pipeline_trace import PipelineTrace
-    from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
+    from megatron.adaptive.modules.program import ProgramStages, StageProgram
+    from megatron.adaptive.modules.random_key import RandomKey
     from megatron.adaptive.modules.recompute import Recompute
     from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
     from megatron.adaptive.modules.repartition import (
@@ -121,7 +122,7 @@ class Pipeline:
         batch_size: Number of samples per step over all replicas; ``None`` uses the size of the
             sample batch.
         memory_limit_bytes: Maximum memory per process in bytes that the planner may use; ``None``
-            allows all free memory of the device.
+            allows 90% of the device's free memory.
         schedule: Name of the schedule, as listed in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` uses the schedule's default.
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
@@ -604,7 +605,7 @@ class Pipeline:
             frozen_chunks=state.frozen_chunks,
             meter=None if forward_only else self._trace.meter,
         )
-        before = self._random.generator.get_state()
+        before = self._random.states()
         try:
             with torch.set_grad_enabled(not forward_only):
                 executor.run(
@@ -616,7 +617,7 @@ class Pipeline:
                 )
         finally:
             stages.finish()
-            self._random.generator.set_state(before)
+            self._random.restore(before)
         return work.as_passed(stages.losses)
 
     @naming_lost_peers()

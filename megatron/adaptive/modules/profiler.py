@@ -99,8 +99,8 @@ class Profiler(SampledModel):
             optimizer step; ``None`` uses AdamW.
         repeats: Number of repetitions of each measurement; the median is reported.
         links: Whether to measure messages between processes and all-reduces.
-        memory_limit_bytes: Maximum memory per process in bytes; ``None`` allows all free memory of
-            the device.
+        memory_limit_bytes: Maximum memory per process in bytes; ``None`` allows 90% of the device's
+            free memory.
         time_limit_s: Time in seconds after which no larger microbatch size is tried.
         name: Name of the model in the profile; ``None`` uses its class name.
         timeout_s: Maximum time in seconds to wait for another process.

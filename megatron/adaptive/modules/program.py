@@ -17,8 +17,6 @@ kinds of gradients.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -30,7 +28,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.node import map_aggregate
 
-from megatron.adaptive.accelerator import default_generator
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import (
     EmbeddingCall,
@@ -43,49 +40,11 @@ from megatron.adaptive.engine.weight_gradient import (
 )
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan
+from megatron.adaptive.modules.host_memory import MUTABLE, copied
+from megatron.adaptive.modules.random_key import RandomKey
 from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
 from megatron.adaptive.modules.segment_meter import SegmentMeter
 from megatron.adaptive.modules.tape import Call, Ref, SegmentWork, Tape, Value
-
-
-class RandomKey:
-    """Seeds the device's random generator from seed, step, microbatch and call.
-
-    As a result, random numbers do not depend on the schedule, on the partition, or on the
-    distribution of microbatches over replicas.
-
-    Args:
-        seed: Seed of the training run.
-        device: Device whose random generator is seeded.
-
-    Attributes:
-        seed: Seed of the training run. A new value takes effect with the next random number.
-        step: Index of the training step.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed = seed
-        self.generator = default_generator(device)
-        self.step = 0
-        # Until begin() is called, the number of each microbatch is its index in the step.
-        self._numbers: Sequence[int] = range(1 << 31)
-
-    def begin(self, step: int, numbers: Sequence[int]) -> None:
-        """Sets the training step, and the indices of this replica's microbatches.
-
-        Args:
-            step: Index of the training step.
-            numbers: Index of each microbatch among the microbatches of all replicas, in the order
-                in which this replica runs them.
-        """
-        self.step = step
-        self._numbers = numbers
-
-    def apply(self, microbatch: int, call: int) -> None:
-        """Seeds the random generator before a call draws random numbers for a microbatch."""
-        source = struct.pack("<qqqq", self.seed, self.step, self._numbers[microbatch], call)
-        digest = hashlib.blake2b(source, digest_size=8).digest()
-        self.generator.manual_seed(int.from_bytes(digest, "little"))
 
 
 class _Step:
@@ -103,7 +62,7 @@ class _Step:
     def __init__(self, call: Call, number: int, drops: Sequence[int], tape: Tape) -> None:
         self._call = call
         self._flat = not call.kwargs and all(
-            type(argument) is Ref or not isinstance(argument, (tuple, list, dict, slice))
+            type(argument) is Ref or not isinstance(argument, (tuple, list, dict, slice, *MUTABLE))
             for argument in call.args
         )
         self._arguments: Any = (call.args, call.kwargs)
@@ -145,7 +104,8 @@ class _Step:
         else:
 
             def tensor_of(argument: Any) -> Any:
-                return env[argument.value] if type(argument) is Ref else argument
+                # A result may share memory with an array, so each run gets a copy of the array.
+                return env[argument.value] if type(argument) is Ref else copied(argument)
 
             args, kwargs = map_aggregate(self._arguments, tensor_of)
         if call.with_grad and call.autocast == ambient:

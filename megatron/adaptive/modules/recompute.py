@@ -5,8 +5,8 @@ A recomputed range of calls keeps only its inputs from the forward to the backwa
     forward     inputs ──> call ─> call ─> call ──> outputs       results in between are freed
     backward    inputs ──> call ─> call ─> call ──> gradients     the same calls run again
 
-Both runs draw the same random numbers, because the generator is seeded before each call that draws
-random numbers.
+Both runs draw the same random numbers, because the generators of device and CPU are seeded before
+each call that draws random numbers.
 """
 
 from __future__ import annotations
@@ -237,6 +237,7 @@ class RecomputedCalls:
         tensors = [env[number] for number in self.inputs]
         for number in self.drops:
             del env[number]
-        # The generator is seeded before each call, so its state does not need to be saved.
+        # The generators of device and CPU are seeded before each call that draws random numbers,
+        # so their states do not need to be saved.
         made = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
         env.update(zip(self.results, made, strict=True))

@@ -16,6 +16,7 @@ from functools import partial
 from types import FrameType, MappingProxyType
 from typing import Any
 
+import numpy
 import torch
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from megatron.adaptive.accelerator import default_generator
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cut_points import cut_points_of, mark
+from megatron.adaptive.modules.host_memory import Constants, copied
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
 # Functions that return the value of a tensor to Python code. The recorder cannot follow this value.
@@ -308,6 +310,14 @@ class CallRecorder(TorchFunctionMode):
             for key, tensor in table.items()
             if isinstance(tensor, torch.Tensor)
         ]
+        self._arrays = [
+            (f"{name}.{key}" if name else key, array)
+            for name, module in model.named_modules()
+            for key, array in vars(module).items()
+            if isinstance(array, numpy.ndarray)
+        ]
+        self._constants = Constants()
+        self._attribute_ids = {id(attribute.tensor) for attribute in self._attributes}
         self._names: dict[int, tuple[str, str]] = {}
         aliases: dict[int, list[str]] = {}
         for source, named in (
@@ -353,10 +363,13 @@ class CallRecorder(TorchFunctionMode):
         self._refuse_reading(function, tensors)
         _refuse_side_effects(function, args, kwargs)
         states = [(tensor._version, tensor.requires_grad) for tensor in tensors]
+        # The call may change lists and arrays, but replays need the values from before the call.
+        arguments: Any = map_aggregate((args, kwargs), copied)
         self._watch_random_numbers()
         self.is_inside = True
         try:
             with torch._C.DisableTorchFunction():
+                self._keep_constants(tensors)
                 result = self._run(function, args, kwargs, run)
         finally:
             self.is_inside = False
@@ -369,7 +382,7 @@ class CallRecorder(TorchFunctionMode):
         if not (results or changed):
             return result
         reads: dict[int, None] = {}
-        template: Any = map_aggregate((args, kwargs), partial(self._refer, reads))
+        template: Any = map_aggregate(arguments, partial(self._refer, reads))
         made: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
         for tensor, path in results:
             # If a result is already on the tape, the call only returned one of its arguments.
@@ -389,6 +402,20 @@ class CallRecorder(TorchFunctionMode):
             run: Function to call, which has the same result as ``function``.
         """
         return run(*args, **kwargs)
+
+    def _keep_constants(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copies each tensor in ``tensors`` that no recorded call made, unless it has a copy.
+
+        Attributes of modules are not copied, because the forward pass must not change them.
+        """
+        for tensor in tensors:
+            key = id(tensor)
+            listed = (self._numbers, self._names, self._constants, self._attribute_ids)
+            if not any(key in numbers for numbers in listed):
+                self._constants.add(tensor, self._copy(tensor))
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
 
     def _watch_random_numbers(self) -> None:
         """Saves the states of the random generators.
@@ -515,7 +542,7 @@ class CallRecorder(TorchFunctionMode):
             tensor,
             source=source,
             name=name,
-            tensor=tensor if source == "constant" else None,
+            tensor=self._constants.copy_of(tensor) if source == "constant" else None,
             varies=source == "parameter",
         )
 
@@ -654,12 +681,16 @@ class CallRecorder(TorchFunctionMode):
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
         buffers = (attribute.tensor for attribute in self._attributes if attribute.is_buffer)
         changed -= {0, *map(self._storage, buffers)}
-        for attribute in self._attributes:
-            if self._storage(attribute.tensor) in changed:
+        places = [(each.name, self._storage(each.tensor)) for each in self._attributes]
+        places += [(name, array.ctypes.data) for name, array in self._arrays]
+        for name, storage in places:
+            if storage in changed:
                 raise ConfigError(
-                    f"the forward pass changes {attribute.name}, which is not a buffer, so the "
+                    f"the forward pass changes {name}, which is not a buffer, so the "
                     "change cannot be recorded; register it with register_buffer"
                 )
+        self._check_constants()
+        for attribute in self._attributes:
             tensor = attribute.current
             number = self._numbers.get(id(tensor))
             is_used = attribute.is_buffer or id(attribute.tensor) in self._numbers
@@ -671,6 +702,25 @@ class CallRecorder(TorchFunctionMode):
                     f"the forward pass assigns another tensor to {attribute.name}, which cannot "
                     "be recorded; register it with a module as a buffer, and change it in place "
                     "with copy_"
+                )
+
+    def _check_constants(self) -> None:
+        """Raises a ``ConfigError`` if the forward pass changes memory that two constants share.
+
+        A stage copies a constant that it changes, so the other constant would keep its values.
+        """
+        tape = self.tape
+        changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
+        sources: dict[int, list[Value]] = {}
+        for value in tape.values:
+            if value.source and value.storage in changed - {0}:
+                sources.setdefault(value.storage, []).append(value)
+        for sharing in sources.values():
+            if len(sharing) > 1 and all(value.source == "constant" for value in sharing):
+                raise ConfigError(
+                    f"the forward pass changes a tensor of shape {list(sharing[0].shape)} in place "
+                    "that shares memory with another tensor, so the change cannot be recorded; "
+                    "use the operation that returns a new tensor"
                 )
 
     def finish(self, loss: Any) -> None:
@@ -692,6 +742,10 @@ class CallRecorder(TorchFunctionMode):
             )
         self.tape.loss = number
         self.tape.remove_cuts(self._repeated)
+        shared = self._constants.shared()
+        for value in self.tape.values:
+            value.tensor = shared.get(id(value.tensor), value.tensor)
+        self._constants.clear()
         self._kept.clear()
 
 

@@ -36,6 +36,7 @@ from megatron.adaptive.modules.cutting import (
     unchecked_slices,
     uses_of,
 )
+from megatron.adaptive.modules.module_settings import ModuleSettings
 from megatron.adaptive.modules.program import (
     MessageLayout,
     RankPrograms,
@@ -599,6 +600,7 @@ class Recordings:
         # Keep only what a recording needs, so that the sample batch can be freed.
         settings = {item.name: getattr(model, item.name) for item in dataclasses.fields(Forward)}
         self._forward = Forward(**settings)
+        self._settings = ModuleSettings(model.model)
         self._slicing = model.slicing
         self._way = way
         self._part = part
@@ -662,7 +664,8 @@ class Recordings:
 
         Raises:
             ConfigError: If the model cannot be recorded with this microbatch, or uses parameters
-                that the sample batch did not use.
+                that the sample batch did not use. Or if the recording depends on an attribute of a
+                module that has changed since the start.
         """
         signature = Signature.of(microbatch, self._forward.decisive_entries)
         mode: Mode = "training" if step >= 0 else "evaluation"
@@ -674,8 +677,11 @@ class Recordings:
         begin_s = time.perf_counter()
         device = self._part.device
         moved = {name: tensor.to(device) for name, tensor in microbatch.items()}
-        forwards = Forwards.of(
-            self._forward, moved, self._slicing, may_miss=True, way=self._way, modes=(mode,)
+        forwards = self._settings.record(
+            mode,
+            lambda: Forwards.of(
+                self._forward, moved, self._slicing, may_miss=True, way=self._way, modes=(mode,)
+            ),
         )
         align(forwards, self._part.cuts, self._part.homes)
         for tape in forwards.tapes.values():

@@ -37,11 +37,19 @@ from megatron.adaptive.modules.cutting import (
     uses_of,
 )
 from megatron.adaptive.modules.fake_recording import is_on_meta
-from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.program import ProgramStages, StageProgram
+from megatron.adaptive.modules.random_key import RandomKey
 from megatron.adaptive.modules.recompute import recomputed_ranges
 from megatron.adaptive.modules.recorder import undisturbed
-from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel, copies_of, mode_of
-from megatron.adaptive.modules.tape import Tape
+from megatron.adaptive.modules.recording import (
+    Forward,
+    Forwards,
+    SampledModel,
+    copies_of,
+    host_random_state,
+    mode_of,
+)
+from megatron.adaptive.modules.tape import Tape, makes_same_calls
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
 # Maximum number of parameter elements with which an optimizer step is timed.
@@ -433,7 +441,8 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
     """Checks that the recording and the model give the same loss on another microbatch.
 
     The losses differ if Python code of the model used values of the sample in a way that the
-    recorder cannot see.
+    recorder cannot see. The recording in training mode is checked only if it makes other calls than
+    the recording in evaluation mode. Recordings that draw random numbers are not checked.
 
     Args:
         forward: Model with all its parameters.
@@ -443,25 +452,48 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
     Raises:
         ConfigError: If the loss of the recording differs from the model's loss.
     """
-    tape = forwards.evaluation
+    _check_mode(forward, forwards.evaluation, other, training=False)
+    training = forwards.tapes.get("training")
+    if training is not None and not makes_same_calls(training, forwards.evaluation):
+        _check_mode(forward, training, other, training=True)
+
+
+def _check_mode(
+    forward: Forward, tape: Tape, other: Mapping[str, torch.Tensor], *, training: bool
+) -> None:
+    """Compares the losses of ``tape`` and of the model, as :func:`check_replay` describes.
+
+    ``training`` is the mode in which ``tape`` was recorded.
+    """
     if tape.is_random:
         return
     held = tensors_of(forward.model)
     device = forward.device
     (plan,) = slice_tape(tape, (tape.num_segments,))
     program = StageProgram(tape, plan, held, device)
+    # Both passes may change buffers, but must begin with the same values.
     with torch.no_grad(), undisturbed(forward.model, device):
         _, replayed = program.forward(other, [], random=lambda call: None)
-        with mode_of(forward.model, training=False), forward.under_autocast():
-            expected = float(forward(copies_of(other)))
+    before = host_random_state()
+    with (
+        torch.set_grad_enabled(training),
+        undisturbed(forward.model, device),
+        mode_of(forward.model, training=training),
+        forward.under_autocast(),
+    ):
+        expected = float(forward(copies_of(other)).detach())
+    if host_random_state() != before:
+        # The model draws numbers with Python or numpy, which slicing="record" allows.
+        return
     assert replayed is not None
     halves = forward.autocast is not None or any(
         tensor.dtype.itemsize < 4 for tensor in held.values() if tensor.is_floating_point()
     )
     tolerance = _TOLERANCE_OF_HALVES if halves else _TOLERANCE
     if abs(float(replayed) - expected) > tolerance * max(1.0, abs(expected)):
+        mode = "training" if training else "evaluation"
         raise ConfigError(
             f"the recording gives a loss of {float(replayed):g} for a second microbatch, but the "
-            f"model gives {expected:g}, because its forward keeps values of the sample outside "
-            'of tensors; use operations on tensors there, or try slicing="export"'
+            f"model gives {expected:g} in {mode}, because its forward keeps values of the sample "
+            'outside of tensors; use operations on tensors there, or try slicing="export"'
         )

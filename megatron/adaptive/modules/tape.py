@@ -11,7 +11,10 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy
 import torch
+
+from megatron.adaptive.modules.host_memory import MUTABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +144,57 @@ class Tape:
         self.cuts = [name for name, is_kept in zip(self.cuts, kept, strict=True) if is_kept]
         for call in self.calls:
             call.segment = segments[call.segment]
+
+
+def makes_same_calls(first: Tape, second: Tape) -> bool:
+    """Returns whether two recordings make the same calls with equal arguments and constants.
+
+    Objects that Python can compare only by identity count as equal if they have one type. Gradient
+    modes are not compared.
+    """
+    return (
+        len(first.calls) == len(second.calls)
+        and len(first.values) == len(second.values)
+        and all(map(_is_same_call, first.calls, second.calls))
+        and all(map(_is_same_value, first.values, second.values))
+    )
+
+
+def _is_same_call(first: Call, second: Call) -> bool:
+    names = {getattr(call.function, "__name__", "") for call in (first, second)}
+    # Each call of a function under torch.vmap has a function object of its own.
+    return (first.function == second.function or names == {"vmap"}) and (
+        _is_same((first.args, first.kwargs), (second.args, second.kwargs))
+        and first.outputs == second.outputs
+        and first.changes == second.changes
+        and first.is_random == second.is_random
+        and first.autocast == second.autocast
+    )
+
+
+def _is_same_value(first: Value, second: Value) -> bool:
+    if (first.source, first.name, first.shape) != (second.source, second.name, second.shape):
+        return False
+    tensors = first.tensor, second.tensor
+    if tensors[0] is None or tensors[1] is None or tensors[0] is tensors[1]:
+        return True
+    try:
+        return torch.equal(tensors[0], tensors[1])
+    except (RuntimeError, NotImplementedError):
+        # Torch does not compare some kinds of tensors, such as sparse ones.
+        return True
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Returns whether two arguments of recorded calls are equal."""
+    if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(
+            _is_same(part, second[name]) for name, part in first.items()
+        )
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, MUTABLE):
+        return numpy.array_equal(first, second)
+    return repr(first) == repr(second) or " at 0x" in repr(first)

@@ -4,9 +4,6 @@ Steps 2 to 4 are measured, and step 1 is warm-up. Before step 5, all ranks of al
 replicas switch to the schedule with the shortest simulated step. Losses and gradients do not depend
 on the order of actions, so the switch does not change them.
 
-If layers can move and ranks differ in speed, eight more steps are measured before the choice. What
-slows a rank for a second or two, such as another program, must not move layers.
-
 With two chunks per rank, a different placement (assignment of stages to ranks) may be chosen. If
 layers can move, a different partition (number of layers per stage) may also be chosen. In these
 cases, the training loop moves the stages before the switch (``move_stages.py``).
@@ -36,7 +33,7 @@ from megatron.adaptive.planner.choose_partition import Decision, Loads, choose_t
 from megatron.adaptive.profiling.free_memory import free_memory_bytes
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
-from megatron.adaptive.rebalance.judgement import reason_of, trained_bytes
+from megatron.adaptive.rebalance.judgement import trained_bytes
 from megatron.adaptive.rebalance.time_limit import (
     LIMIT_S,
     SIMULATED_OF_LIMIT,
@@ -60,10 +57,6 @@ from megatron.adaptive.transport.interface import Transport
 
 FIRST, LAST = 2, 4
 """First and last measured step. The first step of this process is step 1."""
-MORE_STEPS = 8
-"""Number of further steps to measure if ranks differ in speed and layers can move."""
-_UNEQUAL = 1.05
-"""Ratio of the times of two ranks for the same layers from which ranks count as unequal."""
 
 
 @dataclass(kw_only=True)
@@ -120,7 +113,6 @@ class Tuner:
 
     def __post_init__(self) -> None:
         self._steps = 0
-        self._last = LAST
         self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
         self._limit_s = limit_of_search(LIMIT_S, self.job.timeout)
 
@@ -143,14 +135,10 @@ class Tuner:
             TransportError: A neighbour has exited or does not respond.
         """
         self._steps += 1
-        if not FIRST <= self._steps <= self._last:
+        if not FIRST <= self._steps <= LAST:
             return None
         self._sample.add(times.actions, self.forward_backward.orders.num_slices)
-        if self._steps < self._last:
-            return None
-        loads = None if self.loads is None else self.loads(num_microbatches)
-        chooses_now = not self.only_pace and (not self.numbers or self.trial is not None)
-        if loads is not None and chooses_now and self._measures_more(loads[0]):
+        if self._steps < LAST:
             return None
         sample, job = self._sample, self.job
         sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(
@@ -166,6 +154,7 @@ class Tuner:
             timeout_s=self.timeout_s,
         )
         samples = job.gather(sample)
+        loads = None if self.loads is None else self.loads(num_microbatches)
         if self.only_pace:
             decision = job.on_first(lambda: self._with_pace(samples, num_microbatches))
             assert decision.stay is not None
@@ -180,22 +169,6 @@ class Tuner:
         if decision.stay is not None and decision.move is None:
             self.forward_backward.use(decision.stay)
         return decision
-
-    def _measures_more(self, loads: Loads) -> bool:
-        """Returns whether to measure more steps before the choice, and logs it.
-
-        Args:
-            loads: Measured times, equal on all ranks.
-        """
-        slowness = loads.slowness
-        is_equal = max(slowness) < _UNEQUAL * min(slowness)
-        if self.gain is None or is_equal or self._last > LAST:
-            return False
-        self._last = LAST + MORE_STEPS
-        self.say(
-            f"auto measures {MORE_STEPS} more steps, because {reason_of(loads)}, which may pass"
-        )
-        return True
 
     def _with_pace(self, samples: Sequence[Sample], num_microbatches: int) -> Decision:
         orders = self.forward_backward.orders

@@ -217,9 +217,7 @@ class Repartitioner:
         assert self._share is not None
         self._share.begin()
 
-    def after_step(
-        self, times: RankTimes, num_microbatches: int, *, decides: bool = True
-    ) -> Move | None:
+    def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
         """Adds the times of a training step, and decides at the end of an interval.
 
         The call at the end of an interval is collective over all ranks.
@@ -227,7 +225,6 @@ class Repartitioner:
         Args:
             times: Durations of this rank's actions in the step, and of the step itself.
             num_microbatches: Number of microbatches per step.
-            decides: Whether layers may move now. If not, the step is only measured.
 
         Returns:
             Move to make before the next step, equal on all ranks, or ``None`` if layers stay.
@@ -241,7 +238,7 @@ class Repartitioner:
         sample.add(times.actions, self._run.job.config.constant_slices)
         medians = {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
         self._steps.append((medians, times.span_s * self._step_scale(num_microbatches)))
-        if not decides or not self.is_needed or self._since < self._steps_to_check:
+        if not self.is_needed or self._since < self._steps_to_check:
             return None
         measured = self._run.job.gather(self._measurements())
         move, step_s, is_late = self._run.job.on_first(

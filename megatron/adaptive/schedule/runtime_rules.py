@@ -22,12 +22,12 @@ these actions. It has priority over W, because the next stages need its output, 
 the memory that a W frees.
 
 ``hinted`` follows a static order (the hint), which is the best order within the limit on
-activations (``catalog.hint_for``). An action runs earlier than in the hint only if this needs no
-additional memory. This condition is not from a paper. ``hinted`` cannot deadlock, because the
-remaining actions can always run in the hint's order, whichever actions have already run. If
-microbatches differ in size, the hint does not bound the memory in bytes. Every forward pass must
-then also fit by the graded rule of ``memory_caps``. If no action of the hint can start, the rule of
-``adaptive`` chooses.
+activations (``catalog.hint_for``). An action runs earlier than in the hint only if the rest of the
+hint then still fits within that limit. This condition is not from a paper. ``hinted`` cannot
+deadlock, because the remaining actions can always run in the hint's order, whichever actions have
+already run. If microbatches differ in size, the hint does not bound the memory in bytes. Every
+forward pass must then also fit by the graded rule of ``memory_caps``. If no action of the hint can
+start, the rule of ``adaptive`` chooses.
 
 ``docs/reference/schedules.md`` explains ``adaptive`` and ``hinted`` step by step.
 ``docs/results/2026-11-simulated.md`` compares them with alternatives in simulations.

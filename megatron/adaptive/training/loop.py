@@ -410,9 +410,7 @@ class Rebalancing(RunHook):
         times = self._live.step.times
         if self._repartitioner is not None:
             assert times is not None
-            self._due = self._repartitioner.after_step(
-                times, step.num_microbatches, decides=self._tuner is None
-            )
+            self._due = self._repartitioner.after_step(times, step.num_microbatches)
         if self._tuner is not None and times is not None:
             decision = self._tuner.after_step(times, step.num_microbatches)
             if decision is not None:

@@ -1,0 +1,171 @@
+"""Notices changes of a model's modules that recorded forward passes do not follow.
+
+A recording keeps the Python code's decisions. If the user later changes the probability of a
+dropout, adds a hook or puts a submodule into evaluation mode, existing recordings keep the former
+setting, but a recording for a new kind of microbatch would use the new setting. Both would then be
+mixed in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.recording import MODES, Forwards, Mode, host_random_state
+from megatron.adaptive.modules.tape import Tape, makes_same_calls
+
+_PLAIN = (bool, int, float, str)
+# Attributes of torch.nn.Module that hold the hooks of the forward pass.
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+_ABSENT = object()
+# Maximum number of changed attributes that are tried separately, to name an attribute that matters.
+_MOST_TRIED = 16
+
+Settings = dict[tuple[str, str], Any]
+"""Values of plain attributes and hooks, by the names of module and attribute."""
+
+
+def _settings_of(model: torch.nn.Module, mode: Mode) -> Settings:
+    """Returns the settings with which ``model`` is recorded in ``mode``."""
+    is_training = mode == "training"
+    settings: Settings = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if type(value) in _PLAIN:
+                settings[name, key] = value
+            elif key in _HOOKS:
+                settings[name, key] = value.copy()
+        if model.training != is_training:
+            # A recording first puts the whole model into the other mode.
+            settings[name, "training"] = is_training
+    return settings
+
+
+def _differences(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> set[tuple[str, str]]:
+    """Returns the names of modules and attributes that differ between two settings."""
+    return {
+        key
+        for key in first.keys() | second.keys()
+        if not _is_same(first.get(key, _ABSENT), second.get(key, _ABSENT))
+    }
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    # A NaN is not equal to itself.
+    return type(first) is type(second) and (
+        first == second or (first != first and second != second)
+    )
+
+
+@contextlib.contextmanager
+def _with_settings(model: torch.nn.Module, settings: Settings) -> Iterator[None]:
+    """Gives the attributes in ``settings`` other values, and restores them on exit."""
+    modules = dict(model.named_modules())
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for (name, key), value in settings.items():
+            if name in modules:
+                table = modules[name].__dict__
+                before.append((table, key, table.get(key, _ABSENT)))
+                _assign(table, key, value.copy() if isinstance(value, dict) else value)
+        yield
+    finally:
+        for table, key, value in before:
+            _assign(table, key, value)
+
+
+def _assign(table: dict[str, Any], key: str, value: Any) -> None:
+    if value is _ABSENT:
+        table.pop(key, None)
+    else:
+        table[key] = value
+
+
+class ModuleSettings:
+    """Keeps the plain attributes and hooks of a model's modules since the start of a pipeline.
+
+    Plain attributes are numbers, strings and booleans, including ``training``.
+
+    Args:
+        model: Model whose forward pass is recorded.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._first = {mode: _settings_of(model, mode) for mode in MODES}
+        # Attributes that recorded forward passes change.
+        self._ignored: set[tuple[str, str]] = set()
+
+    def record(self, mode: Mode, record: Callable[[], Forwards]) -> Forwards:
+        """Records the model in ``mode`` with the function ``record``, and checks its settings.
+
+        Attributes that a recorded forward pass changes are ignored, such as counters. For other
+        changed attributes, the model is recorded again with their former values.
+
+        Raises:
+            ConfigError: If an attribute or a hook has changed since the start, and the recording
+                depends on it.
+        """
+        before = _settings_of(self._model, mode)
+        first = self._first[mode]
+        numbers = host_random_state()
+        forwards = record()
+        by_forward = _differences(before, _settings_of(self._model, mode))
+        self._ignored |= by_forward
+        names = {name for name, _ in first}
+        changed = {key for key in _differences(first, before) - self._ignored if key[0] in names}
+        if changed and host_random_state() == numbers:
+            former = {key: first.get(key, _ABSENT) for key in changed}
+            if any(attribute == "training" for _, attribute in changed):
+                former |= {key: first[key] for key in first if key[1] == "training"}
+            # A further recording must begin with the same counters as the first.
+            counters = {key: before.get(key, _ABSENT) for key in by_forward}
+
+            def matters(settings: Settings) -> bool:
+                with _with_settings(self._model, {**settings, **counters}):
+                    return not _makes(record, forwards.tapes[mode], mode)
+
+            if matters(former):
+                tried = sorted(changed)[:_MOST_TRIED]
+                alone = (key for key in tried if matters({key: former[key]}))
+                raise ConfigError(_message(next(alone, tried[0]), before, first))
+        return forwards
+
+
+def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
+    """Returns whether the function ``record`` records the calls of ``tape`` in ``mode``."""
+    try:
+        other = record().tapes[mode]
+    except Exception:
+        # The model fails with the former values, so its calls depend on the present ones.
+        return False
+    gradients = [[call.with_grad for call in each.calls] for each in (tape, other)]
+    return makes_same_calls(tape, other) and gradients[0] == gradients[1]
+
+
+def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
+    """Returns the text of the error about the changed attribute ``key``.
+
+    ``now`` has the present values, and ``first`` those at the start.
+    """
+    path = ".".join(filter(None, key))
+    if key[1] in _HOOKS:
+        change = f"{key[0] or 'the model'} has other forward hooks than"
+    elif key not in now or key not in first:
+        change = f"{path} was {'added' if key in now else 'removed'} after the time"
+    else:
+        change = f"{path} is {now[key]!r}, but was {first[key]!r}"
+    return (
+        f"{change} when the Pipeline was created, and recorded forward passes do not follow; "
+        "undo the change, or make it before you create a new Pipeline"
+    )

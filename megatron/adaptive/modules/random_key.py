@@ -1,0 +1,64 @@
+"""Seeds torch's random generators for each recorded call that draws random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from megatron.adaptive.accelerator import default_generator
+
+
+class RandomKey:
+    """Seeds the random generators of device and CPU from seed, step, microbatch and call.
+
+    As a result, random numbers do not depend on the schedule, on the partition, or on the
+    distribution of microbatches over replicas. A call that runs again draws the same numbers. The
+    CPU's generator is included, because a model on a GPU may also draw numbers on the CPU.
+
+    Args:
+        seed: Seed of the training run.
+        device: Device whose random generator is seeded.
+
+    Attributes:
+        seed: Seed of the training run. A new value takes effect with the next random number.
+        step: Index of the training step.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self._generators = [default_generator(device)]
+        if self._generators[0] is not torch.default_generator:
+            self._generators.append(torch.default_generator)
+        self.step = 0
+        # Until begin() is called, the number of each microbatch is its index in the step.
+        self._numbers: Sequence[int] = range(1 << 31)
+
+    def begin(self, step: int, numbers: Sequence[int]) -> None:
+        """Sets the training step, and the indices of this replica's microbatches.
+
+        Args:
+            step: Index of the training step.
+            numbers: Index of each microbatch among the microbatches of all replicas, in the order
+                in which this replica runs them.
+        """
+        self.step = step
+        self._numbers = numbers
+
+    def apply(self, microbatch: int, call: int) -> None:
+        """Seeds the random generators before a call draws random numbers for a microbatch."""
+        source = struct.pack("<qqqq", self.seed, self.step, self._numbers[microbatch], call)
+        digest = hashlib.blake2b(source, digest_size=8).digest()
+        for generator in self._generators:
+            generator.manual_seed(int.from_bytes(digest, "little"))
+
+    def states(self) -> list[torch.Tensor]:
+        """Returns the states of the random generators, for :meth:`restore`."""
+        return [generator.get_state() for generator in self._generators]
+
+    def restore(self, states: Sequence[torch.Tensor]) -> None:
+        """Restores the random generators to ``states``."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
