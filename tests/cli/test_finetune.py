@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -11,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
 
 from megatron.adaptive import __main__ as program
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
@@ -153,6 +156,14 @@ def test_an_interrupted_run_continues_with_the_same_samples(
             "--save-interval requires a checkpoint folder; add --checkpoints DIR",
         ),
         (("--lr", "-1"), "argument --lr: '-1' is not a number from 0 to 1"),
+        (
+            ("--trace-detail", "layers"),
+            "--trace-detail layers requires a folder for traces; add --trace-dir DIR",
+        ),
+        (
+            ("--dtype", "float16"),
+            "--dtype float16 cannot be used to train the whole model, because an update would",
+        ),
         (("--batch-size", "100"), "samples are left to train on, but a step needs 100"),
     ],
 )
@@ -173,6 +184,53 @@ def test_wrong_options_are_named_in_one_line(
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
+
+
+def run_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str
+) -> tuple[int, str, str]:
+    """Runs the command in this process, and returns its status, output and errors."""
+    command = ["megatron.adaptive", *COMMAND[2:], *paths_in(folder), *options.split()]
+    monkeypatch.setattr("sys.argv", command)
+    return program.main(), *capsys.readouterr()
+
+
+@pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16])
+def test_a_whole_model_saved_in_16_bits_is_trained_safely(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    saved: torch.dtype,
+) -> None:
+    """Checks that float16 is trained in float32, and that bfloat16 causes a warning."""
+    write_text_model(tmp_path / "model", saved)
+    (tmp_path / "data").mkdir()
+    write_text_data(tmp_path / "data" / "train.jsonl")
+    status, output, errors = run_here(tmp_path, monkeypatch, capsys, "--lr 5e-3")
+    assert status == 0, errors
+    losses = losses_of(output)
+    assert losses["step 4 of 4"] < losses["step 1 of 4"] - 0.1
+    warning = "use --dtype float32 --mixed-precision bf16"
+    assert output.count(warning) == (saved == torch.bfloat16)
+    kept = json.loads((tmp_path / "tuned" / "config.json").read_text())["dtype"]
+    assert kept == ("float32" if saved == torch.float16 else "bfloat16")
+
+
+def test_a_model_whose_gradients_are_not_finite_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_text_model(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"][1] = torch.nan
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "data").mkdir()
+    write_text_data(tmp_path / "data" / "train.jsonl")
+    status, _, errors = run_here(tmp_path, monkeypatch, capsys, "")
+    assert status == 2
+    assert "step 1: a gradient is infinite or NaN (the loss is nan), so training stopped" in errors
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "tuned").exists()
+    assert not dist.is_initialized()
 
 
 def test_a_restart_accepts_only_the_model_that_the_same_job_has_saved(

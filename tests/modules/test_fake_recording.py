@@ -230,3 +230,5 @@ def test_a_pipeline_asks_for_values() -> None:
 
     with pytest.raises(ConfigError, match=r"initialize did not fill mixer\.bias of shape \[8\]"):
         Pipeline(model, batch, shared_weights=SHARED, micro_batch_size=2, initialize=forgetful)
+    with pytest.raises(ConfigError, match=r"initialize would not be called, because no parameter"):
+        Pipeline(knotty(), batch, micro_batch_size=2, initialize=forgetful)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ..multiprocess.launch import Ranks, run_ranks, tail, wait_until
+from ..multiprocess.launch import Ranks, run_ranks, tail, torchrun, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -33,6 +33,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_on_four_processes(results: list[dict[str, Any]], program: str) -> None:
     errors = [result["error"] for result in results if result["error"]]
     assert [program in result["done"] for result in results] == [True] * RANKS, "\n".join(errors)
+
+
+@pytest.mark.parametrize(
+    ("program", "reports"),
+    [("unequal_dictionaries", 0), ("unequal_models", 2), ("equal_models", 0)],
+)
+def test_replicas_on_two_processes(tmp_path: Path, program: str, reports: int) -> None:
+    log = tmp_path / "output.txt"
+    torchrun(WORKER.with_name("replica_worker.py"), [program], world_size=2, log=log, limit_s=120.0)
+    text = "the processes built the model with different values of "
+    assert log.read_text().count(text) == reports
 
 
 def test_a_peer_that_dies_as_all_add_up_the_loss_is_named(tmp_path: Path) -> None:

@@ -108,6 +108,17 @@ def test_kernels_are_recorded_unless_another_profiler_runs(
             {"trace_otlp": "http://me:secret@h:4318", "trace_dir": None},
             "trace_otlp http://...@h:4318 requires trace_dir",
         ),
+        *(
+            ({name: value, "trace_dir": None}, f"{name}={value!r} requires trace_dir, because it")
+            for name, value in (
+                ("trace_detail", "layers"),
+                ("trace_interval", 2),
+                ("trace_iterations", 1),
+                ("profile_ranks", (0, 1)),
+                ("profile_step_start", 1),
+            )
+        ),
+        ({"profile_ranks": [0, 1]}, "profile_ranks contains 1, but the number of processes is 1"),
     ],
 )
 def test_what_cannot_be_traced_is_named(

@@ -10,8 +10,10 @@ from torch import nn
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline, Profiler
+from megatron.adaptive.modules.assembly import PipelineSettings
+from megatron.adaptive.modules.request_checks import request_signature
 
-from .models import SHARED, knotty, make_batch, viewed, viewer
+from .models import SHARED, Tower, knotty, make_batch, viewed, viewer
 
 SAMPLE = [viewed(2, 5, 1), viewed(0, 4, 2)]
 VIEWER: dict[str, Any] = {
@@ -148,3 +150,15 @@ def test_the_profile_has_the_memory_of_recomputed_segments() -> None:
         rows.append({sample.segment: sample.kept_bytes for sample in samples})
     less = {segment for segment, kept in rows[1].items() if kept < rows[0][segment]}
     assert less == {3}
+
+
+def test_recomputation_changes_the_signature_of_a_measured_model() -> None:
+    def signature(recompute: Any) -> str:
+        batch = {"x": torch.ones(4, 16)}
+        return request_signature(PipelineSettings(Tower(), batch, recompute=recompute))
+
+    signatures = {signature(recompute) for recompute in (None, "all", "selective", [0], (0, 1))}
+    assert len(signatures) == 5
+    assert signature([0, 1]) == signature((0, 1))
+    # Jobs that were planned by earlier versions must recognize their model.
+    assert signature(None) == "cc20b04990f2eeba5e01f2020becbe5e"

@@ -78,15 +78,18 @@ def make_processor() -> Any:
     )
 
 
-def write_text_model(folder: Path) -> None:
-    """Writes a small model that accepts only text, and its tokenizer, to ``folder``."""
+def write_text_model(folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Writes a small model that accepts only text, and its tokenizer, to ``folder``.
+
+    The weights are saved in ``dtype``.
+    """
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=len(tokenizer), num_hidden_layers=4, num_key_value_heads=2, **SIZES
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
 
 
 def write_image_model(folder: Path) -> None:

@@ -390,8 +390,8 @@ class StepFolders:
             raise DamagedCheckpointError(f"{problems[0]}: {remedy}")
         if INDEX not in files and not trust:
             raise CheckpointError(
-                f"{path} was written by an earlier version and contains pickles, which can run "
-                f"code when they are loaded; pass {self._trust} if you trust its source"
+                f"{path} was written by an earlier version and contains pickles, which are read "
+                f"only on request; pass {self._trust} if you trust its source"
             )
         return body
 
@@ -621,8 +621,7 @@ class CheckpointFolder(StepFolders):
         if self._is_megatrons(path):
             return CheckpointError(
                 f"{path} was written by Megatron-LM (it has no {self.manifest_name}) and "
-                f"contains pickles, which can run code when they are loaded; pass {self._trust} "
-                "if you trust its source"
+                f"contains pickles without checksums; pass {self._trust} if you trust its source"
             )
         return super()._lacks_manifest(path, remedy)
 

@@ -49,7 +49,8 @@ def _parser() -> CommandParser:
     text = "pipeline schedule; see docs/schedules.md (adaptive)"
     add("--schedule", default="adaptive", metavar="NAME", help=text)
     types = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=types, help="dtype of the parameters; default: the folder's dtype")
+    text = "dtype of the parameters; default: the folder's; float32 for a whole float16 model"
+    add("--dtype", choices=types, help=text)
     text = "use autocast; parameters keep their dtype"
     add("--mixed-precision", choices=("bf16", "fp16"), help=text)
     add("--recompute", choices=("all", "selective"), help="recompute activations to save memory")
@@ -91,6 +92,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "train finetune: --save-interval requires a checkpoint folder; add --checkpoints DIR"
         )
+    if options["trace_dir"] is None:
+        for name, default in (("trace_detail", "actions"), ("trace_interval", 1)):
+            if options[name] != default:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"train finetune: {flag} {options[name]} requires a folder for traces; add "
+                    "--trace-dir DIR"
+                )
     if processes > 1 and not environment.is_launched:
         program = ["-m", "megatron.adaptive", "train", "finetune", *argv]
         return launch.main(["--standalone", "--nproc-per-node", str(processes), *program])
@@ -100,24 +109,26 @@ def main(argv: Sequence[str]) -> int:
 def _train(options: dict[str, Any], local_rank: int) -> int:
     """Fine-tunes a model as one process of a job, and returns the exit status.
 
-    All processes of a node detect the same errors in settings and files. So only the first process
-    of the node reports them, and the launcher then stops the other processes. A process that is
-    still running after a few seconds also reports its error, because the first process may not have
-    the same error.
+    All processes of a node detect the same errors in settings, files and gradients. So only the
+    first process of the node reports them, and the launcher then stops the other processes. A
+    process that is still running after a few seconds also reports its error, because the first
+    process may not have the same error.
     """
     # Import these modules only here, because importing torch and transformers takes seconds.
-    from megatron.adaptive.modules.finetune import FineTuning, fine_tune
+    from megatron.adaptive.modules.finetune import DivergedError, FineTuning, fine_tune
 
     settings = FineTuning(**options)
+    is_read = False
     try:
         processor, samples = settings.read()
-    except AdaptiveError:
-        if local_rank:
+        is_read = True
+        fine_tune(settings, processor, samples)
+    except AdaptiveError as error:
+        if local_rank and (not is_read or isinstance(error, DivergedError)):
             # If this process exited now, the launcher might stop the first process before it has
             # reported the error.
             time.sleep(_REPORT_S)
         raise
-    fine_tune(settings, processor, samples)
     return 0
 
 

@@ -23,6 +23,7 @@ from megatron.adaptive.modules.cutting import (
     keep_only,
     segment_kinds,
 )
+from megatron.adaptive.modules.equal_start import equalize
 from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.first_partition import FirstPartition, SegmentTimes
 from megatron.adaptive.modules.mesh import Mesh
@@ -76,7 +77,7 @@ class PipelineSettings(SampledModel):
         repartition_gain: Minimum predicted gain for moving segments, as a fraction of the step
             time.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
-            Ignored if the sample batch is a list of microbatches.
+            Must be ``None`` or 1 if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
             replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
             processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
@@ -321,7 +322,10 @@ def assemble(
                 limit_s=limit_of_search(LIMIT_S, mesh.timeout),
             )
         )
-    return _keep_part(request, examples, partition, weights, mesh, placement)
+    assembly = _keep_part(request, examples, partition, weights, mesh, placement)
+    shared = {name for names in assembly.shared_weights for name in names}
+    equalize(assembly.held, shared, mesh)
+    return assembly
 
 
 def _record(

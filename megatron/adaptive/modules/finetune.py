@@ -19,7 +19,7 @@ import torch
 
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.process_context import naming_lost_peers
-from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
+from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError, SetupError
 from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.pipeline import Pipeline
 from megatron.adaptive.modules.pretrained import read_config
@@ -50,6 +50,10 @@ _READ_LIMIT_S = 600.0
 """Maximum time in seconds to wait for another process that encodes its part of the samples."""
 
 
+class DivergedError(AdaptiveError):
+    """A gradient is infinite or NaN, so training cannot continue. All processes raise this."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
     """Contains the settings of a run that fine-tunes a model.
@@ -68,7 +72,8 @@ class FineTuning:
         eval_share: Fraction of the samples held out for evaluation; at least 0 and below 1.
         pipeline_size: Number of processes per pipeline; ``None`` uses all processes.
         schedule: Name of the schedule.
-        dtype: Name of the parameters' dtype, such as ``bfloat16``; ``None`` for the saved dtype.
+        dtype: Name of the parameters' dtype, such as ``bfloat16``; ``None`` for the saved dtype, or
+            for float32 if float16 parameters would be trained as a whole.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` disables autocast.
         recompute: Calls that the backward pass recomputes. See :class:`Pipeline` for the values.
         slicing: Method of recording the forward pass. See :class:`Pipeline` for the values.
@@ -120,12 +125,18 @@ class FineTuning:
         All processes must call this, because they share the work of encoding the samples.
 
         Raises:
-            ConfigError: If the output folder is not empty, or the model or a sample cannot be read.
-                A restarted job accepts an output folder with the model that the job saved before
-                the restart.
+            ConfigError: If the output folder is not empty, or the model or a sample cannot be read,
+                or whole training in float16 is requested. A restarted job accepts an output folder
+                with the model that the job saved before the restart.
         """
         # Check the path now, because an error after the training would lose the result.
         self._check_output()
+        if self.dtype == "float16" and not self.lora_rank:
+            raise ConfigError(
+                "--dtype float16 cannot be used to train the whole model, because an update would "
+                "destroy the parameters; use --dtype float32 --mixed-precision fp16, or train "
+                "adapters with --lora-rank"
+            )
         processor = load_processor(self.model, trust_remote_code=self.trust_remote_code)
         reader = SampleReader(
             processor=processor,
@@ -193,6 +204,21 @@ class FineTuning:
             )
         return num_trained
 
+    def parameter_dtype(self) -> torch.dtype:
+        """Returns the dtype in which the model's parameters are loaded.
+
+        Float16 parameters are loaded in float32 if they are trained, because an optimizer cannot
+        update them in float16.
+        """
+        if self.dtype is not None:
+            chosen = getattr(torch, self.dtype)
+        else:
+            config = read_config(self.model, trust_remote_code=self.trust_remote_code)
+            chosen = getattr(config, "dtype", None)
+        if not isinstance(chosen, torch.dtype):
+            return torch.float32
+        return torch.float32 if chosen == torch.float16 and not self.lora_rank else chosen
+
     @property
     def adapter(self) -> Any:
         """Returns PEFT's configuration of the adapters, or ``None`` if there are no adapters."""
@@ -240,11 +266,12 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         samples: Samples from :meth:`FineTuning.read`.
     """
     is_elastic = Environment.read().job is not None
+    dtype = settings.parameter_dtype()
     with Pipeline.from_pretrained(
         settings.model,
         _alike(samples, settings.batch_size) if is_elastic else samples.kinds,
         adapter=settings.adapter,
-        dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+        dtype=dtype,
         trust_remote_code=settings.trust_remote_code,
         micro_batch_size=1 if is_elastic else None,
         pipeline_size=settings.pipeline_size,
@@ -261,7 +288,18 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         seed=settings.seed,
         decisive_entries=samples.decisive_entries,
     ) as pipeline:
-        _Run(settings, pipeline, samples).train()
+        run = _Run(settings, pipeline, samples)
+        if dtype == torch.bfloat16 and not settings.lora_rank:
+            run.say(
+                "warning: the parameters and the optimizer's state are in bfloat16, which loses "
+                "small updates; with enough memory, use --dtype float32 --mixed-precision bf16"
+            )
+        try:
+            run.train()
+        except DivergedError:
+            # All processes raise this error after the same step, so none waits for another.
+            pipeline.close()
+            raise
         _save(settings, pipeline, processor, samples)
 
 
@@ -342,13 +380,18 @@ class _Run:
         self._logger: Any = None
 
     def train(self) -> None:
-        """Trains all epochs, and evaluates after each epoch. All processes must call this."""
+        """Trains all epochs, and evaluates after each epoch. All processes must call this.
+
+        Raises:
+            DivergedError: If a step did not update the parameters, except in fp16 while the loss
+                scale can be lowered.
+        """
         settings = self._settings
         pipeline = self._pipeline
         steps = self._steps_per_epoch * settings.epochs
         pipeline.set_optimizer(self._make_optimizer, clip_norm=1.0)
         self._open_logger()
-        self._say(
+        self.say(
             f"{len(self._trained)} samples for training, {len(self._held_out)} for evaluation, "
             f"{self._samples.num_empty} skipped because they have no tokens to learn"
         )
@@ -362,12 +405,16 @@ class _Run:
             for group in (group for item in self._optimizers for group in item.param_groups):
                 group["lr"] = settings.lr * (1 + math.cos(math.pi * step / steps)) / 2
             batch = self._encoded(pipeline.share(self._indices(epoch, position)))
-            loss, _ = pipeline.step(batch, num_items=num_learned(batch))
-            self._say(f"step {step + 1} of {steps}: loss {loss:.6f}")
+            scale = pipeline.loss_scale
+            loss, is_skipped = pipeline.step(batch, num_items=num_learned(batch))
+            # Without fp16, the scale is always 1. In fp16, 1 is its minimum.
+            if is_skipped and scale <= 1:
+                raise _diverged(step + 1, loss, settings)
+            self.say(f"step {step + 1} of {steps}: loss {loss:.6f}")
             self._log({"loss": loss, "gradient norm": pipeline.grad_norm})
             if self._held_out and position + 1 == self._steps_per_epoch:
                 loss = self._evaluate()
-                self._say(f"epoch {epoch + 1} of {settings.epochs}: evaluation loss {loss:.6f}")
+                self.say(f"epoch {epoch + 1} of {settings.epochs}: evaluation loss {loss:.6f}")
                 self._log({"evaluation loss": loss})
 
     def state_dict(self) -> dict[str, int | str]:
@@ -466,6 +513,17 @@ class _Run:
         if self._logger is not None:
             self._logger.log(values, step=self._pipeline.steps)
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Prints ``line`` on the first process."""
         if self._is_first:
             print(line, flush=True)
+
+
+def _diverged(step: int, loss: float, settings: FineTuning) -> DivergedError:
+    """Returns the error for ``step``, whose gradient is not finite. ``loss`` is the step's loss."""
+    scale = " although the loss scale is 1" if settings.mixed_precision == "fp16" else ""
+    return DivergedError(
+        f"step {step}: a gradient is infinite or NaN{scale} (the loss is {loss}), so training "
+        "stopped and no model was saved; lower --lr, check the model and the data, or use "
+        "--dtype float32 without --mixed-precision"
+    )

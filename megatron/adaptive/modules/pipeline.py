@@ -67,10 +67,11 @@ class Pipeline:
     """Trains a model whose stages are divided among several processes.
 
     All processes of the job must call the constructor, :meth:`step`, :meth:`eval` and
-    :meth:`close`. All processes must build the same model with the same weights. The constructor
-    keeps only the parameters of this process's stages and moves all other parameters to the
-    ``meta`` device. If the model is already on the ``meta`` device, only the parameters of this
-    process's stages are allocated, and ``initialize`` sets their values.
+    :meth:`close`. All processes must build the same model; where values differ, the first process's
+    values are used. The constructor keeps only the parameters of this process's stages and moves
+    all other parameters to the ``meta`` device. If the model is already on the ``meta`` device,
+    only the parameters of this process's stages are allocated, and ``initialize`` sets their
+    values.
 
     Args:
         model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
@@ -114,7 +115,7 @@ class Pipeline:
         repartition_gain: Minimum predicted gain for moving segments, as a fraction of the step
             time.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
-            Ignored if the sample batch is a list of microbatches.
+            Must be ``None`` or 1 if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
             replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
             processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
@@ -467,7 +468,8 @@ class Pipeline:
                 doubles.
 
         Raises:
-            ConfigError: If the optimizer has parameters of other stages.
+            ConfigError: If the optimizer has parameters of other stages, or a trained parameter is
+                in float16.
         """
         self._update.set_optimizer(optimizer, clip_norm, initial_loss_scale, loss_scale_interval)
 
@@ -517,7 +519,7 @@ class Pipeline:
         with self._tracing.span("optimizer"):
             if self._loop is not None:
                 self._loop.before_update()
-            overflow = self._update.apply(self.grad_norm)
+            overflow = self._update.apply(self.grad_norm, self.steps)
         self._mesh.accelerator.synchronize()
         self.times = self._wiring.executor.finish_step()
         self._maker.balance.end(self.times)
@@ -679,8 +681,8 @@ class Pipeline:
             optimizer: Whether to also load the optimizer's state.
             state: Objects whose states were saved, by the names under which they were saved;
                 ``load_state_dict`` is called on each object.
-            trust_checkpoint: Whether to also load checkpoints of old versions, which are pickles
-                and can run arbitrary code.
+            trust_checkpoint: Whether to also load checkpoints of old versions, which contain
+                pickles. They are read without running code. See ``docs/security.md``.
 
         Returns:
             Value of ``extra`` that was saved.
@@ -732,8 +734,8 @@ class Pipeline:
                 a background thread copies them to ``folder``.
             diagnose_interval: Number of steps between two searches of the trace for slow ranks; 0
                 disables the search. Ignored without a trace.
-            trust_checkpoint: Whether to also load checkpoints of old versions, which are pickles
-                and can run arbitrary code.
+            trust_checkpoint: Whether to also load checkpoints of old versions, which contain
+                pickles. They are read without running code. See ``docs/security.md``.
 
         Raises:
             CheckpointError: If the newest checkpoint cannot be loaded, or has a different batch

@@ -24,6 +24,7 @@ from megatron.adaptive.modules.batch import (
 )
 from megatron.adaptive.modules.cut_points import CutPoint
 from megatron.adaptive.modules.cutting import check_groups
+from megatron.adaptive.modules.fake_recording import is_on_meta
 
 # Settings that affect the measurement of a model, besides the model itself. An elastic job
 # recognizes a model by a hash of these settings, so their order must not change.
@@ -73,25 +74,41 @@ _LIKE_FLAGS = (
 )
 
 
+_TRACING = (
+    "trace_detail",
+    "trace_interval",
+    "trace_iterations",
+    "profile_ranks",
+    "profile_step_start",
+    "profile_step_end",
+)
+"""Names of settings that have no effect without ``trace_dir``."""
+
+
 def check_settings(request: PipelineSettings) -> None:
     """Checks the values of the settings ``request``.
 
     Most values are checked against the limits of the trainer's flags.
 
     Raises:
-        ConfigError: If a value is outside its range.
+        ConfigError: If a value is outside its range, or a setting would have no effect.
     """
     values = {name: getattr(request, name) for name in _LIKE_FLAGS}
     check_values(values, {spec.dest: spec for spec in fields_of(ScheduleConfig)})
     require_whole(1, max_recordings=request.max_recordings)
     _check_traced(request)
+    if request.initialize is not None and not is_on_meta(request.model):
+        raise ConfigError(
+            "initialize would not be called, because no parameter or buffer of the model is on the "
+            'meta device; build the model within `with torch.device("meta")`, or remove initialize'
+        )
 
 
 def _check_traced(request: PipelineSettings) -> None:
     """Checks the settings of tracing: traced steps, profiled steps and the collector.
 
     Raises:
-        ConfigError: If a value is invalid, or a collector is set without ``trace_dir``.
+        ConfigError: If a value is invalid, or a setting of traces is passed without ``trace_dir``.
     """
     require_whole(1, trace_interval=request.trace_interval)
     if request.trace_iterations is not None:
@@ -100,6 +117,16 @@ def _check_traced(request: PipelineSettings) -> None:
     require_whole(0, profile_step_start=first, profile_step_end=end)
     require_profiled_steps(first, end)
     check_collector(request.trace_otlp, request.trace_dir)
+    if request.trace_dir is not None:
+        return
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(request)}
+    for name in _TRACING:
+        value = getattr(request, name)
+        if value != defaults[name]:
+            raise ConfigError(
+                f"{name}={value!r} requires trace_dir, because it only affects traces; pass "
+                f"trace_dir, or remove {name}"
+            )
 
 
 def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
@@ -137,7 +164,8 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
     is frozen on one rank alone, for example, changes the messages of its stage.
 
     Raises:
-        ConfigError: If ranks differ. The message names the first difference.
+        ConfigError: If ranks differ, or ``profile_ranks`` contains a rank that does not exist. The
+            message names the first difference.
     """
     settings = {name: f"{name}={getattr(request, name)!r}" for name in _ALIKE}
     settings["trace_dir"] = "no trace_dir" if request.trace_dir is None else "a trace_dir"
@@ -151,6 +179,24 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
         count += 1
     settings["number of parameters"] = f"{count} parameters"
     require_equal_settings(settings, job.control_group)
+    _check_profile_ranks(request, job)
+
+
+def _check_profile_ranks(request: PipelineSettings, job: Job) -> None:
+    """Checks that the ranks in ``profile_ranks`` exist, except in an elastic job.
+
+    The number of ranks of an elastic job changes.
+
+    Raises:
+        ConfigError: If a rank does not exist.
+    """
+    world_size = job.environment.world_size
+    missing = [rank for rank in request.profile_ranks if rank >= world_size]
+    if missing and job.environment.job is None:
+        raise ConfigError(
+            f"profile_ranks contains {missing[0]}, but the number of processes is {world_size}; "
+            f"pass ranks below {world_size}"
+        )
 
 
 def request_signature(request: PipelineSettings) -> str:
@@ -169,5 +215,8 @@ def request_signature(request: PipelineSettings) -> str:
         "memory": request.memory_limit_bytes,
         "autocast": str(request.autocast),
     }
+    if request.recompute is not None:
+        # Omit the entry without recomputation, so that signatures of earlier versions stay valid.
+        content["recompute"] = request.recompute
     text = json.dumps(content, default=list, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -75,8 +75,8 @@ class Loop:
             background thread copies them to ``folder``.
         diagnose_interval: Number of steps between two searches of the trace for slow ranks; 0
             disables the search. Ignored without a trace.
-        trust_checkpoint: Whether to also load checkpoints of old versions, which are pickles and
-            can run arbitrary code.
+        trust_checkpoint: Whether to also load checkpoints of old versions, which contain pickles.
+            They are read without running code. See ``docs/security.md``.
 
     Raises:
         CheckpointError: If the newest checkpoint cannot be loaded or has a different batch size, or
@@ -264,7 +264,7 @@ class Loop:
     def _resume(self, trust: bool) -> float | None:
         """Loads the newest checkpoint, and returns the loading time in seconds.
 
-        ``trust`` says whether to also load checkpoints that are pickles.
+        ``trust`` says whether to also load checkpoints that contain pickles.
 
         Returns ``None`` if there is no checkpoint.
         """

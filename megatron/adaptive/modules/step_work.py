@@ -253,10 +253,13 @@ class StepMaker:
                     order=digest_of(order).kinds,
                 )
             )
+        weights, num_before = self._weights(items, len(microbatches), is_listed=is_listed)
+        if not is_listed:
+            numbers = range(num_before, num_before + len(microbatches))
         work = StepWork(
             microbatches=microbatches,
             programs=programs,
-            weights=self._weights(items, len(microbatches), is_listed=is_listed),
+            weights=weights,
             is_listed=is_listed,
             numbers=numbers,
             order=range(len(microbatches)),
@@ -265,8 +268,8 @@ class StepMaker:
 
     def _weights(
         self, items: Sequence[float] | None, count: int, *, is_listed: bool
-    ) -> list[float] | None:
-        """Returns the weight of each microbatch's loss. All ranks of ``dp_group`` must call this.
+    ) -> tuple[list[float] | None, int]:
+        """Computes the weight of each microbatch's loss. All ranks of ``dp_group`` must call this.
 
         Args:
             items: Number of items in each microbatch; if ``None``, the loss is averaged over
@@ -274,14 +277,18 @@ class StepMaker:
             count: Number of microbatches.
             is_listed: Whether the batch is a list of microbatches.
 
+        Returns:
+            The weights, or ``None`` for the mean over microbatches; and the number of microbatches
+            of the replicas before this replica.
+
         Raises:
             ConfigError: If no microbatch of any replica has items, or replicas disagree on the kind
                 of batch or on whether ``num_items`` is passed.
         """
         replicas = self._mesh.dp_size
         numbers = items or [1.0] * count
-        rows = self._mesh.over_replicas([is_listed, items is not None, sum(numbers)])
-        for replica, (other_is_listed, other_has_items, _) in enumerate(rows):
+        rows = self._mesh.over_replicas([is_listed, items is not None, count, sum(numbers)])
+        for replica, (other_is_listed, other_has_items, *_) in enumerate(rows):
             if other_is_listed != rows[0][0]:
                 raise ConfigError(
                     f"replicas 0 and {replica} have different kinds of batches; pass a list of "
@@ -292,12 +299,15 @@ class StepMaker:
                     f"replicas 0 and {replica} disagree on num_items; pass it on all replicas, or "
                     "on none"
                 )
-        if items is None and (not is_listed or replicas == 1):
-            return None
-        total = sum(of_replica for _, _, of_replica in rows)
+        num_before = sum(int(other) for _, _, other, _ in rows[: self._mesh.dp_rank])
+        # The mean over replicas equals the mean over microbatches only if their numbers are equal.
+        have_equal = all(other == count for _, _, other, _ in rows)
+        if items is None and (replicas == 1 or (have_equal and not is_listed)):
+            return None, num_before
+        total = sum(of_replica for *_, of_replica in rows)
         if not total:
             raise ConfigError(
                 "num_items must not be 0 for all microbatches, because there is then no loss "
                 "to average"
             )
-        return [replicas * number / total for number in numbers]
+        return [replicas * number / total for number in numbers], num_before

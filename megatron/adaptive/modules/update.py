@@ -120,6 +120,7 @@ class Update:
         self.optimizer: Any = None
         self._clip_norm: float | None = None
         self.scaler: LossScale | None = None
+        self._has_reported_skip = False
 
     def _own(
         self, parameters: Mapping[str, torch.nn.Parameter], shared: Mapping[str, tuple[int, ...]]
@@ -176,6 +177,8 @@ class Update:
                     f"got {initial_scale} and {interval}"
                 )
             self.scaler = LossScale(scale=initial_scale, growth_interval=interval)
+        if optimizer is not None:
+            self._require_wide_parameters()
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
             trained = [p for p in self.parameters.values() if p.requires_grad]
             optimizer = optimizer(trained) if trained else None
@@ -183,6 +186,23 @@ class Update:
             self._check(optimizer)
         self.optimizer = optimizer
         self._clip_norm = clip_norm
+
+    def _require_wide_parameters(self) -> None:
+        """Checks that no trained parameter is in float16.
+
+        An optimizer's state has the same dtype. In float16, the ``eps`` of AdamW would become 0,
+        and the first update would divide by 0.
+
+        Raises:
+            ConfigError: If a trained parameter of this rank is in float16.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and parameter.dtype == torch.float16:
+                raise ConfigError(
+                    f"{name} is a trained parameter in float16, which an optimizer's update would "
+                    'destroy; use float32 parameters with mixed_precision="fp16", or bfloat16 '
+                    "parameters (dtype=torch.float32 or torch.bfloat16 of from_pretrained)"
+                )
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Checks that ``optimizer`` has only parameters of this rank's stages."""
@@ -311,11 +331,14 @@ class Update:
         loss, square = (totals / self._mesh.dp_size).tolist()
         return loss, math.sqrt(square) / self.scale if math.isfinite(square) else math.nan
 
-    def apply(self, norm: float) -> bool:
+    def apply(self, norm: float, step: int) -> bool:
         """Divides the gradients by the loss scale, clips them and updates the parameters.
+
+        Without a loss scale, the first skipped update is reported in one line on the first rank.
 
         Args:
             norm: Gradient norm of the whole model.
+            step: Number of the training step, counted from 1.
 
         Returns:
             Whether the update was skipped because the norm is not finite.
@@ -332,6 +355,15 @@ class Update:
                 self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update(overflow=overflow)
+        elif overflow and not self._has_reported_skip:
+            self._has_reported_skip = True
+            if self._mesh.is_first:
+                print(
+                    f"warning: step {step} did not update the parameters, because its gradient is "
+                    "infinite or NaN; lower the learning rate, or check the batch and the "
+                    "parameters (later skipped steps are not reported)",
+                    flush=True,
+                )
         return overflow
 
 
