@@ -68,7 +68,14 @@ Noise affects shorter layers more.
 _MOVED = re.compile(
     r"iteration +(\d+)/|repartition: [0-9-]+ -> ([0-9-]+):|the stages of ([0-9-]+) layers are now"
 )
-_BUSY = "import os\nos.sched_setaffinity(0, {{{}}})\nwhile True: pass"
+# The program also ends if its parent is killed.
+_BUSY = """\
+import os
+os.sched_setaffinity(0, {{{}}})
+parent = os.getppid()
+while os.getppid() == parent:
+    pass
+"""
 
 
 @dataclass(frozen=True)
