@@ -114,7 +114,7 @@ def packages(
 
 
 def main() -> None:
-    """Prints all keys and values for the environment of this Python."""
+    """Prints the name and value of each property of the running Python's environment."""
     parser = argparse.ArgumentParser(description="Print what this environment has and lacks.")
     parser.add_argument("--exact", action="store_true", help="accept pinned versions only")
     parser.add_argument("--test", action="store_true", help="include the tools for tests")

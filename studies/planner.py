@@ -41,7 +41,7 @@ PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own", "
 
 
 def small_rows(quick: bool) -> list[Row]:
-    """Compares plans for small random problems with brute force, and with better clusters."""
+    """Compares plans for small random problems with brute force and plans for faster clusters."""
     number, pairs = (50, 100) if quick else (500, 1000)
     unlike = worse = 0
     for seed in range(pairs):

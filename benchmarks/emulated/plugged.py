@@ -130,7 +130,7 @@ class PluggedRunner(StepRunner):
         placed.put()
         try:
             parallel_state.initialize_model_parallel(1, num_ranks, competitor.num_chunks)
-            # Free the outputs, as Megatron-LM does.
+            # Free each stage's output after it was sent, as Megatron-LM does.
             dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
             config = config_of(competitor, num_ranks, deallocate_pipeline_outputs=True, **dropout)
         finally:

@@ -1,4 +1,4 @@
-"""Tests that later checkpoints are written without a new plan, and have the same content."""
+"""Tests that later checkpoints reuse the first one's plan, with the same content as a new plan."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder written like ``transformers`` does, with special tokens and a template."""
+    """Returns a folder as ``transformers`` writes it, with special tokens and a template."""
     made = tmp_path_factory.mktemp("hugging_face")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

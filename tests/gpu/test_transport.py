@@ -48,7 +48,7 @@ def test_every_type_arrives(ends: Ends, device: torch.device, dtype: torch.dtype
 
 
 def test_copies_follow_the_computation(ends: Ends, device: torch.device) -> None:
-    """Checks that messages are correct if kernels take random times and memory is reused."""
+    """Checks that messages are correct even if kernels take random times and memory is reused."""
     sender, receiver = ends
     rng = random.Random(3)
     for number in range(60):

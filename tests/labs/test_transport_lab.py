@@ -54,9 +54,9 @@ def programs() -> CppTests:
 
 
 def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
-    """Returns an object that builds C++ tests in ``folder``, or skips the test without verbs.
+    """Returns an object that builds C++ tests in ``folder``; skips the test without libibverbs.
 
-    ``flags`` contains additional flags of the compiler.
+    ``flags`` contains additional flags for the compiler.
     """
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():

@@ -213,7 +213,7 @@ def test_a_line_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 
 def test_the_digest_differs_if_a_line_or_an_image_does(tmp_path: Path) -> None:
-    """Checks that the digest depends on lines and images, but not on settings of the encoding."""
+    """Checks that the digest depends on lines and images, but not on the encoding settings."""
     (tmp_path / "images").mkdir()
     image = tmp_path / "images" / "a.png"
     (tmp_path / "b.png").symlink_to(image)

@@ -116,7 +116,7 @@ def cases_of(size: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """Returns an object that runs all cases and returns the results of their ranks."""
+    """Returns an object that runs all test cases and returns the results of each rank."""
     return CaseRuns(cases_of, tmp_path_factory.mktemp, LIMIT_S)
 
 

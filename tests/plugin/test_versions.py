@@ -87,7 +87,7 @@ def test_steps_are_those_of_its_own_schedule(
     indirect=True,
 )
 def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
-    # The cases are a loop placement and a V, with and without split backward passes.
+    # The stages are placed in a loop and in a V, each with and without split backward passes.
     cases = [*in_pairs(LOOP, 0)[:2], in_pairs(V, 1)[1]]
     cases = [{**case, "shape": {**case["shape"], "tp": 2}} for case in cases]
     check_numbers(run(cases, 4, tmp_path, fresh=False, python_path=python_path))

@@ -55,7 +55,7 @@ def test_links_that_were_not_measured_are_as_slow_as_the_slowest() -> None:
 
 
 def test_memory_of_another_placement_follows_its_stages() -> None:
-    # All weights and activations are on rank 0 in the V. A loop moves half of them to rank 1.
+    # A V has all weights and activations on rank 0. A loop moves half of them to rank 1.
     samples = [
         Sample(pp_rank=0, free_bytes=1000, kept_bytes=(100, 100), held_bytes=(300, 300)),
         Sample(pp_rank=1, free_bytes=1000, kept_bytes=(0, 0), held_bytes=(0, 0)),

@@ -1,4 +1,4 @@
-"""Tests the soak test of the diagnosis: its synthetic runs, and how it judges diagnoses."""
+"""Tests the synthetic runs of the soak test of diagnoses, and how it judges diagnoses."""
 
 from typing import Any
 

@@ -97,7 +97,7 @@ def time_each_layer(seconds: float) -> None:
 
 
 def report_exact_times(layer_s: float) -> None:
-    """Makes ``--pipeline-schedule auto`` use the chosen times of actions, not the measured times.
+    """Makes ``auto`` use the times that the test chose for actions, not the measured times.
 
     On a busy machine, some actions take many times as long as chosen. The job fails if a measured
     time is shorter than a chosen time.

@@ -712,7 +712,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Writes the master's address to the file ``path``, and removes the file after the context.
+    """Writes the master's address and secret to ``path``; the context's exit removes the file.
 
     Workers that have access to the file read the address and the secret from it.
     """

@@ -1,4 +1,4 @@
-"""Defines the settings of parallelism, and of message transport between ranks."""
+"""Defines the settings for parallelism and for the transport of messages between ranks."""
 
 from __future__ import annotations
 

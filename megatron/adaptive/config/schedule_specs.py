@@ -123,7 +123,7 @@ class ScheduleSpec:
 
     @property
     def is_own(self) -> bool:
-        """Whether the schedule is a user's schedule instead of a schedule of this package."""
+        """Whether the schedule was written by the user instead of being part of this package."""
         return self.name not in BUILT_IN
 
     def load(self) -> Callable[..., Any]:

@@ -179,7 +179,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
             documents.append((path.relative_to(source_dir).as_posix(), text))
     if not documents:
         raise DataError(
-            f"{source_dir} contains no Python source file within {spec.max_bytes} bytes; raise "
+            f"{source_dir} contains no Python source file of at most {spec.max_bytes} bytes; raise "
             "--max-bytes, install Python with its sources, or use your own text with "
             "tools/preprocess_data.py"
         )

@@ -410,10 +410,10 @@ class CachedGPTDataset(GPTDataset):
 
 
 def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
-    """Returns whether runs with ``now`` and with ``before`` samples have different orders.
+    """Returns whether runs with ``now`` and with ``before`` samples read them in different orders.
 
-    The reason is that the samples of several epochs are shuffled together, except for those of a
-    short last epoch.
+    Orders can differ because the samples of several epochs are shuffled together, except for those
+    of a short last epoch.
 
     Args:
         dataset: Training dataset from :func:`build_datasets` for ``now`` samples, or ``None``.

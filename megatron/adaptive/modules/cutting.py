@@ -57,7 +57,7 @@ def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
     """Reads the number of segments per stage from a partition such as ``3-4-5`` or a sequence.
 
     Raises:
-        ConfigError: If ``partition`` is neither such a text nor a sequence of integers.
+        ConfigError: If ``partition`` is neither a text of this form nor a sequence of integers.
     """
     try:
         if isinstance(partition, str):

@@ -150,7 +150,7 @@ class PipelineTrace:
         ).skipped_stages
 
     def _add_details(self, tracing: Tracing, folder: str, partition: Sequence[int]) -> None:
-        """Adds the measurements of the setting ``trace_detail`` to ``tracing``.
+        """Adds the measurements that ``trace_detail`` turns on to ``tracing``.
 
         Trace files are written to ``folder``, and ``partition`` is the number of segments per
         stage.

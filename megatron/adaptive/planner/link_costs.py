@@ -227,10 +227,10 @@ def _flows(
 ) -> dict[tuple[int, int, int | None], tuple[int, float]]:
     """Returns the number of messages between two stages, and the largest message size in bytes.
 
-    Messages are grouped by sending node, receiving node, and index of an island that contains both
-    replicas. The samples of a round of microbatches are numbered consecutively over the replicas of
-    a stage. If the stages have different numbers of replicas, a replica sends each receiver the
-    samples that the receiver needs::
+    Messages are grouped by sending node, receiving node, and index of an island (group of
+    directly linked GPUs) that contains both replicas. The samples of a round of microbatches
+    are numbered consecutively over the replicas of a stage. If the stages have different
+    numbers of replicas, a replica sends each receiver the samples that the receiver needs::
 
         3 replicas of 2 samples send    | 0 1 | 2 3 | 4 5 |
         2 replicas of 3 receive         | 0 1 2 | 3 4 5   |    the second sends one sample to each

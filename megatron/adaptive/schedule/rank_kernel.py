@@ -183,7 +183,7 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
         if index - s[HEAD + (B + DONE) * chunks + chunk] >= s[LEAD]:
             return False
     elif kind == B:
-        # A B needs the F actions of all slices of its microbatch.
+        # A backward pass (B) needs the forward passes (F) of all slices of its microbatch.
         if end_of(s, index) > s[HEAD + (F + DONE) * chunks + chunk]:
             return False
         if s[SLICES] != 1:

@@ -617,7 +617,7 @@ class ClockSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Runs a last burst and stops the thread. This method can be called more than once."""
+        """Measures once more and stops the thread. This method can be called more than once."""
         self._closed.set()
         self._thread.join(2 * PATIENCE_S)
 

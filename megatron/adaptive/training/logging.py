@@ -214,7 +214,7 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Returns an object with TensorBoard's ``add_scalar``, or ``None`` without metrics."""
+        """Returns an object with TensorBoard's ``add_scalar``, or ``None`` if metrics are off."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:

@@ -296,7 +296,7 @@ def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
 
 
 def _cluster(nodes: Sequence[Mapping[str, Any]]) -> tuple[Cluster, list[int]]:
-    """Returns the cluster, and the indices of its nodes in the order of the file."""
+    """Returns the cluster, and the index in it of each node of the cluster file."""
     kinds: list[Mapping[str, Any]] = []
     members: list[list[int]] = []
     for number, node in enumerate(nodes):

@@ -241,7 +241,7 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
     assert any("no trace of ranks 1" in note for note in cut.notes())
 
 
-# The following tests use file names, formats and single events of other programs.
+# The following tests use file names, formats and single events that other programs write.
 
 
 def _loop(shift_us: float = 0, names: tuple[str, str] = ("forward_step", "backward_step")) -> Any:

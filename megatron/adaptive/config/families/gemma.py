@@ -104,7 +104,7 @@ class Gemma3Text(Gemma2):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Adjusts the settings like Gemma 2, and removes an unused rotary base.
+        """Makes the adjustments of Gemma 2, and removes a rotary base that no layer uses.
 
         Only layers with windows use this base.
         """
