@@ -185,7 +185,7 @@ def test_ranks_wait_as_long_as_megatron_lm_does(arguments: Any, seconds: int) ->
 )
 def test_ranks_and_steps_to_profile_are_whole_numbers(values: dict[str, Any]) -> None:
     (name,) = values
-    with pytest.raises(ConfigError, match=f"^{name} must be a "):
+    with pytest.raises(ConfigError, match=f"^(each rank in )?{name} must be a "):
         Settings(trace_detail="kernels", **values)
 
 
