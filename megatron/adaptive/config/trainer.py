@@ -418,6 +418,7 @@ _FORMER = frozenset(
     """
     data_impl deprecated_use_mcore_models async_tensor_model_parallel_allreduce exit_signal_handler
     manual_gc_eval ckpt_fully_parallel_save_deprecated use_dist_ckpt_deprecated
+    apply_residual_connection_post_layernorm masked_softmax_fusion moe_token_dropping
     muon_split_qkv soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo
     adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps num_buckets
     use_layer_wise_distributed_optimizer expert_gtp_weight_remat_size
