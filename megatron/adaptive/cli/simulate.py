@@ -45,7 +45,7 @@ _PROFILE_KEYS = {
     "microbatch_jitter": "microbatch_sigma",
     "slow_rank": "rank_factors",
 }
-"""Key of a profile that has the meaning of each option, by the option's name in the namespace."""
+"""Maps the name of an option to the key of a profile that has the same meaning."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -443,7 +443,7 @@ def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ..
 def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
     """Returns whether a job has finished.
 
-    If Slurm does not know the job, the samples of the nodes decide.
+    If Slurm does not know the job, the result depends on the last samples of its nodes.
     """
     if slurm_job.state:
         return slurm_job.state not in _GOES_ON
