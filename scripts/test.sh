@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up the requirements of the tests, and runs the tests. Skips tests with virtual machines, a
-# Slurm cluster or sanitizers. Also skips tests that take more than about twenty seconds (marked
+# Slurm cluster or sanitizers. Also skips tests that take more than about ten seconds (marked
 # "long") if a shorter test covers the same code. --all runs all of these. Other arguments are
 # passed to pytest, for example scripts/test.sh -k schedule. With -m, this script does not select
 # tests itself.

@@ -57,6 +57,7 @@ def pack(index: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_pack_has_wheels_and_an_extension_without_symbols(index: Path, tmp_path: Path) -> None:
     compiler_or_skip()
     folder = tmp_path / "pack"

@@ -97,6 +97,7 @@ def test_the_environment_to_be_used_is_named_without_making_it(checkout: Path) -
     assert not path.parents[1].exists()
 
 
+@pytest.mark.long
 def test_a_python_of_pyenv_is_used_where_its_command_fails(checkout: Path) -> None:
     """Checks that the environment is created, and that a second call retries to install torch."""
     commands, versions = checkout.parent / "bin", checkout.parent / "pyenv/versions"

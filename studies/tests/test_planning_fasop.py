@@ -23,6 +23,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         Fasop(tmp_path)
 
 
+@pytest.mark.long
 @published
 def test_our_plans_are_never_slower_than_its_best() -> None:
     rows = [row for row in fasop.neutral_rows(Fasop(DATA)) if "CPU time" not in row.what]

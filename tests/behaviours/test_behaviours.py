@@ -66,6 +66,7 @@ def check_equal(results: dict[str, list[Any]], seeds: range) -> None:
         assert others == plain
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_kind_of_behaviour_is_the_same_with_us(tmp_path: Path) -> None:

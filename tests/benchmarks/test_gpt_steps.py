@@ -63,7 +63,9 @@ def test_another_loss_is_named(difference: float) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=[] if job == "V" else pytest.mark.long) for job in JOBS]
+)
 def test_all_competitors_compute_the_same(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ _PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
 _V = "--num-virtual-stages-per-pipeline-rank 2 --pipeline-placement v"
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_two_ranks_train_as_peft_does(models: Path) -> None:
     cases = [
@@ -156,6 +157,7 @@ def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Pa
         assert torch.allclose(after[key], weight, atol=1e-6), key
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     start = f"--load-hf {models / 'llama'} --lora-rank 4 --lora-dropout 0.2 --bf16 --lr 1e-2"

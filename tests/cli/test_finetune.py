@@ -58,6 +58,7 @@ def tuned(folder: Path, options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
     """Checks that two processes train a model, and that transformers computes the same losses."""
@@ -85,6 +86,7 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
     assert sorted(step for run in read for step in run.iterations) == [1, 3]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path) -> None:
     """Checks that the number of replicas does not change which samples are used for evaluation."""
@@ -101,6 +103,7 @@ def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path
     assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-5)
 
 
+@pytest.mark.long
 def test_an_interrupted_run_continues_with_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,6 +300,7 @@ def losses_of(output: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_an_elastic_job_continues_with_another_number_of_replicas(tmp_path: Path) -> None:
     """Checks that a job whose number of replicas changes has the losses of a run in one process."""

@@ -156,7 +156,10 @@ def test_a_killed_rank_is_named(start: Launch) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("collective", ["broadcast_object_list", "all_gather_object"])
+@pytest.mark.parametrize(
+    "collective",
+    ["broadcast_object_list", pytest.param("all_gather_object", marks=pytest.mark.long)],
+)
 def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     collective: str, start: Launch
 ) -> None:
@@ -230,8 +233,8 @@ def test_a_signal_reaches_the_ranks(number: signal.Signals, start: Launch, tmp_p
 @pytest.mark.parametrize(
     ("number", "again"),
     [
-        (signal.SIGTERM, signal.SIGTERM),
-        (signal.SIGHUP, signal.SIGHUP),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(signal.SIGHUP, signal.SIGHUP, marks=pytest.mark.long),
         # The user presses Ctrl-C, and then closes the terminal.
         (signal.SIGINT, signal.SIGHUP),
     ],

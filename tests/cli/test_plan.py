@@ -403,6 +403,7 @@ def test_a_gpu_that_only_the_profile_knows_stands_beside_one_of_the_table(
     assert re.search(r"on (2 big x 2, 2 small x 2|2 small x 2, 2 big x 2|.*big.*small)", said)
 
 
+@pytest.mark.long
 def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,7 +141,12 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long),
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),
+    ],
 )
 def test_a_stopped_run_leaves_no_output_and_no_workers(
     tmp_path: Path, numbers: Path, number: int, status: int

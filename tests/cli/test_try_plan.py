@@ -91,6 +91,7 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
     return peaks
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) -> None:
     # The first stage stores the activations of both microbatches, which is the maximum for this

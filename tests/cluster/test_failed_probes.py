@@ -51,6 +51,7 @@ def job(tmp_path: Path) -> Iterator[ElasticJob]:
     started.close()
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.timeout(280)

@@ -50,6 +50,7 @@ def layers_of(layout: ParallelLayout, name: str) -> int:
     return sum(layout.partition[stage] for stage in held)
 
 
+@pytest.mark.long
 def test_nodes_get_layers_by_their_speed(planning: Planning) -> None:
     layout = planning.plan(nodes("cadb"))
     assert dict(layout.places) == dict.fromkeys("abcd", 1)

@@ -55,6 +55,7 @@ def orders() -> Iterator[socket.socket]:
             server.wait(20)
 
 
+@pytest.mark.long
 def test_a_signal_right_after_the_fork_is_not_lost(orders: socket.socket, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(WAITING)
@@ -75,6 +76,7 @@ ctypes.PyDLL(None).sleep(300)  # in C, while no other thread can run Python
 """
 
 
+@pytest.mark.long
 def test_a_process_ends_at_its_limit_or_alone(orders: socket.socket, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(HANGING)

@@ -237,6 +237,7 @@ def test_the_page_of_a_real_run_in_a_browser(
     assert "WORLD_SIZE22" in settings
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_page_of_many_ranks_in_a_browser(large: Path, show: Callable[[Path], Any]) -> None:
     assert command.main([str(large)]) == 0

@@ -12,6 +12,7 @@ from megatron.adaptive.errors import ConfigError
 from tests.soak import planted_secrets
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.timeout(600)

@@ -78,6 +78,7 @@ def test_training_goes_on_while_managers_are_stopped(tmp_path: Path) -> None:
             job.close()
 
 
+@pytest.mark.long
 def test_a_job_that_completes_while_its_manager_is_stopped_ends_well(start: Start) -> None:
     job = start(12)
     job.trained(1, 2)
@@ -93,6 +94,7 @@ def test_a_job_that_completes_while_its_manager_is_stopped_ends_well(start: Star
     assert job.left_behind() == []
 
 
+@pytest.mark.long
 def test_listed_machines_that_are_lost_are_started_again(start: Start) -> None:
     job = start(9999)
     job.trained(1, 6)

@@ -32,7 +32,13 @@ CASES = {name: 40 for name in policy_names() if is_rule(name)}
 CASES |= {"adaptive": 220, "hinted": 100}
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("bfc", "dfc") else [])
+        for name in sorted(CASES)
+    ],
+)
 def test_no_dealt_step_deadlocks(name: str) -> None:
     run_random(name, CASES[name])
 

@@ -16,6 +16,7 @@ from ..support.tuned_models import loss_of_transformers, write_image_data, write
 EXAMPLE = ROOT / "examples" / "finetune" / "finetune.py"
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_folder_with_images_is_tuned_with_adapters(tmp_path: Path) -> None:
     model, tuned = tmp_path / "model", tmp_path / "tuned"

@@ -48,6 +48,7 @@ def test_they_train_to_the_same_losses(tmp_path: Path) -> None:
     assert losses_of(tmp_path, "--pipeline-schedule", "auto", *also) == whole
 
 
+@pytest.mark.long
 def test_they_are_compared_with_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

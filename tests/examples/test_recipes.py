@@ -191,15 +191,17 @@ IN_TURN = ("pretrain", "continue", "finetune")
 @pytest.mark.parametrize(
     ("name", "gpus", "tasks"),
     [
-        ("llama3.1-8b", "1", IN_TURN),
+        pytest.param("llama3.1-8b", "1", IN_TURN, marks=pytest.mark.long),
         ("mistral-7b", "1", ("lora",)),
         ("qwen3-8b", "2", IN_TURN[:1]),
         pytest.param("qwen3-8b", "2", IN_TURN, marks=pytest.mark.long),
-        ("qwen3-30b-a3b", "2", ("pretrain", "finetune", "lora")),
-        ("deepseek-v2-lite", "8", ("lora",)),
-        ("llama3.2-1b", "8", IN_TURN[:1]),
+        pytest.param(
+            "qwen3-30b-a3b", "2", ("pretrain", "finetune", "lora"), marks=pytest.mark.long
+        ),
+        pytest.param("deepseek-v2-lite", "8", ("lora",), marks=pytest.mark.long),
+        pytest.param("llama3.2-1b", "8", IN_TURN[:1], marks=pytest.mark.long),
         pytest.param("llama3.2-1b", "8", IN_TURN, marks=pytest.mark.long),
-        ("qwen3-0.6b", "2x4", ("pretrain",)),
+        pytest.param("qwen3-0.6b", "2x4", ("pretrain",), marks=pytest.mark.long),
     ],
 )
 def test_trains_at_a_tenth(

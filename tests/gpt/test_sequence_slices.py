@@ -112,7 +112,18 @@ def assert_close(seen: Numbers, expected: Numbers, rel: float = REL) -> None:
         assert float((value - reference).norm()) <= rel * float(reference.norm())
 
 
-@pytest.mark.parametrize("model", ["", LLAMA, WINDOWS, BOUNDED, DOCUMENTS, LATENT], ids=range(6))
+@pytest.mark.parametrize(
+    "model",
+    [
+        "",
+        pytest.param(LLAMA, marks=pytest.mark.long),
+        pytest.param(WINDOWS, marks=pytest.mark.long),
+        pytest.param(BOUNDED, marks=pytest.mark.long),
+        DOCUMENTS,
+        pytest.param(LATENT, marks=pytest.mark.long),
+    ],
+    ids=range(6),
+)
 def test_slices_equal_whole_microbatches(train: Train, model: str) -> None:
     _, expected = train(model)
     for count, options in (
@@ -169,8 +180,8 @@ CUTS = (
 @pytest.mark.parametrize(
     ("model", "whole", "cuts"),
     [
-        (f"{PACKED} {LLAMA} {FUSED}", PACK, CUTS),
-        (f"{PACKED} {BOUNDED}", PACK, CUTS),
+        pytest.param(f"{PACKED} {LLAMA} {FUSED}", PACK, CUTS, marks=pytest.mark.long),
+        pytest.param(f"{PACKED} {BOUNDED}", PACK, CUTS, marks=pytest.mark.long),
         (PACKED, PACK, CUTS[1:4]),
         (f"{PACKED} {LATENT} --rope-type yarn", "", (f"--slice-tokens 48 {FULL}",)),
         (ROWS, "", ("--sequence-slices 3", f"--sequence-slices 16 {FULL}")),

@@ -368,6 +368,7 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline], frozen:
     assert opened[0]._assembly.frozen_segments == 2 * frozen
 
 
+@pytest.mark.long
 def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
     """Checks that the error names the line at which the model reads values of a tensor.
 

@@ -41,6 +41,7 @@ ENCODER, LANGUAGE = 6, 12
 MICROBATCHES = 16
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_frozen_encoder_trains_like_the_whole_model(tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -12,6 +12,7 @@ from tests.soak.interrupts import Chain
 LIMIT_S = 120.0
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_ranks_end_after_their_launcher_was_killed(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def of_group(run: RunTrace, name: str, ranks: tuple[int, ...]) -> JoinedCollecti
     return joined
 
 
+@pytest.mark.long
 def test_ranks_wait_for_the_slow_member(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = losses(tmp_path / "plain")
     assert len(plain) == 3

@@ -21,6 +21,7 @@ VARIABLES = {"LAYER_MS": "16", "SLOW_RANKS": "0", "SLOW_FACTOR": "4"}
 LIMIT_S = 250.0
 
 
+@pytest.mark.long
 def test_the_log_names_a_slow_rank(tmp_path: Path) -> None:
     log = tmp_path / "output.txt"
     command = [str(TIMED_LAYERS), *FLAGS]

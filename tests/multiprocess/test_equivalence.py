@@ -136,7 +136,7 @@ def test_all_shapes_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED, *DEALT, *SLICED))], ids=str
+    "case", each((*ORDERS, *TRANSPORTED, *SHAPES, *OPTIONS, *PLACED, *DEALT, *SLICED)), ids=str
 )
 def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome)

@@ -15,6 +15,7 @@ PAIR = (2, 2, 1)
 AFTER_S = 5.0
 
 
+@pytest.mark.long
 def test_contradicting_orders_are_named_and_the_job_goes_on(tmp_path: Path) -> None:
     case = Case(kind="schedule", shape=PAIR, rank=1, after_s=AFTER_S)
     outcome = run(case, tmp_path / "job")
@@ -34,6 +35,7 @@ def test_a_rank_that_holds_the_interpreter_on_another_machine_ends_the_job(tmp_p
     assert all(outcome["ended"].values())
 
 
+@pytest.mark.long
 def test_a_message_that_only_a_follower_of_a_group_lacks_is_named(tmp_path: Path) -> None:
     # The leader of the group has received its part of the message, and waits for the follower's
     # part.
@@ -44,6 +46,7 @@ def test_a_message_that_only_a_follower_of_a_group_lacks_is_named(tmp_path: Path
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_does_not_answer_behind_training_is_named(tmp_path: Path, rank: int) -> None:
     # The main thread of each rank waits for the rank's writer thread, and one writer thread is

@@ -41,6 +41,7 @@ def probe_lines(folder: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.long
 def test_the_log_names_a_slow_link(tmp_path: Path) -> None:
     for number in range(TRIES):
         folder = tmp_path / str(number)

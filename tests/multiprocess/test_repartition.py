@@ -86,6 +86,7 @@ def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert partition_in(tmp_path / "again") == [first, second]
 
 
+@pytest.mark.long
 def test_layers_leave_a_slow_rank_that_runs_slices_of_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_layers_leave_a_slow_rank_that_runs_slices_of_documents(
     assert "gained nothing" not in log
 
 
+@pytest.mark.long
 def test_auto_chooses_layers_together_with_the_order_of_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     assert numbers(log) == numbers(plain_log)
 
 
+@pytest.mark.long
 def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +173,7 @@ def numbers(log: str) -> list[str]:
     return re.findall(pattern, log)
 
 
+@pytest.mark.long
 def test_expert_layers_are_not_taken_for_dense_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

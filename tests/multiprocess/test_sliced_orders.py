@@ -53,6 +53,7 @@ def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
     }
 
 
+@pytest.mark.long
 def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
     assert run.iterations[-1] in run.complete_iterations()
 
 
+@pytest.mark.long
 def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def test_small_problems_with_islands_equal_brute_force(seed: int) -> None:
     assert seconds == pytest.approx(brute_force(replace(problem, cluster=cluster)), rel=1e-9)
 
 
+@pytest.mark.long
 def test_tensor_parallelism_stays_in_an_island_and_rings_of_replicas_in_a_leaf() -> None:
     document = {
         "format": 1,

@@ -298,6 +298,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     check_numbers(run(FOUR_RANKS, 4, tmp_path, fresh=False))
 
 
+@pytest.mark.long
 def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
     case = {
         "shape": {"pp": 2, "more": SPREAD},

@@ -87,6 +87,7 @@ def test_a_damaged_entry_is_left_out(entry: object) -> None:
     assert FailedNode.from_dict(entry) is None
 
 
+@pytest.mark.long
 def test_a_node_passes_if_it_reaches_its_limits() -> None:
     for limit, status in ((1.0, 0), (1e30, node_check.STATUS_FAILS)):
         order = json.dumps({"limits": {MATRIX_PRODUCT: limit}})

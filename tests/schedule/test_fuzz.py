@@ -44,7 +44,13 @@ def test_no_random_pipeline_deadlocks(name: str) -> None:
     run_random(name, CASES[name])
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "hinted" else [])
+        for name in sorted(CASES)
+    ],
+)
 def test_no_random_pipeline_of_slices_deadlocks(name: str) -> None:
     run_random(name, CASES[name], most_slices=9)
 

@@ -23,6 +23,7 @@ def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:
     return [f"{outcome.description}: {fault}" for outcome in outcomes for fault in outcome.faults]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_interrupted_jobs_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     chain = Chain(kind="launch", folder=tmp_path / "launch", is_async=True)

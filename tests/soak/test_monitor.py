@@ -10,6 +10,7 @@ import pytest
 from tests.soak import monitor
 
 
+@pytest.mark.long
 def test_the_monitor_on_small_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "rows.json"
     arguments = ["--gigabytes", "0.02", "--json", str(target)]

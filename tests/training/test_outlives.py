@@ -114,7 +114,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         kill_tree(job.process)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "shm",
+        pytest.param("tcp", marks=pytest.mark.long),
+        pytest.param("gloo", marks=pytest.mark.long),
+    ],
+)
 def test_a_stopped_rank_goes_on_within_the_limit_and_ends_the_job_beyond_it(
     start: Callable[..., Job], kind: str
 ) -> None:
@@ -149,6 +156,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield made
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_of_traces_and_logs_costs_those_alone(
     start: Callable[..., Job], small_disk: Path, tmp_path: Path
 ) -> None:

@@ -40,7 +40,13 @@ def test_colours_cover_what_the_trace_says(write_run: Callable[..., Path], tmp_p
     assert idle / forward == pytest.approx(0.75, rel=0.15)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (12, 1, 4), (2, 3, 4), (2, 20, 2), (16, 4, 64)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((1, 1, 1), (12, 1, 4), (2, 3, 4), (2, 20, 2)),
+        pytest.param((16, 4, 64), marks=pytest.mark.long),
+    ],
+)
 def test_any_shape_is_drawn(
     write_run: Callable[..., Path], tmp_path: Path, shape: tuple[int, int, int]
 ) -> None:
