@@ -2,9 +2,6 @@
 
 import gzip
 import json
-import os
-import shutil
-import subprocess
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -241,28 +238,3 @@ def test_what_is_not_there_is_refused(run: RunTrace, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="do not contain spans"):
         write_perfetto(run, tmp_path / "a.json.gz", [])
     assert not list(tmp_path.glob("*.json*"))
-
-
-def test_perfettos_own_trace_processor_reads_it_without_an_error(
-    run: RunTrace, tmp_path: Path
-) -> None:
-    program = os.environ.get("TRACE_PROCESSOR") or shutil.which("trace_processor_shell")
-    if not program:
-        pytest.skip("no trace_processor_shell on PATH or in TRACE_PROCESSOR (get.perfetto.dev)")
-    write_perfetto(run, tmp_path / "a.json.gz", run.iterations)
-    queries = {
-        "select count(*) from slice": sum(len(t.table()) for t in run.ranks.values()),
-        "select count(*) from flow": len(
-            match_messages({rank: t.table() for rank, t in run.ranks.items()})
-        ),
-        "select ifnull(sum(value), 0) from stats where value and severity <> 'info'": 0,
-        # A slice that only partly overlaps its parent is invalid, but older versions do not report
-        # this.
-        "select count(*) from slice child join slice parent on child.parent_id = parent.id"
-        " where child.ts + child.dur > parent.ts + parent.dur": 0,
-    }
-    for query, expected in queries.items():
-        (tmp_path / "query.sql").write_text(f"{query};\n")
-        command = [program, "-q", str(tmp_path / "query.sql"), str(tmp_path / "a.json.gz")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-        assert int(done.stdout.split()[-1]) == expected, query

@@ -129,7 +129,7 @@ def perfetto_events(
             ]
             if name == "compute":
                 slices += [*_layer_slices(trace, iterations), *_collective_slices(joined, rank)]
-                slices += _kernel_slices(run, rank, iterations, every)
+                slices += _kernel_slices(run, rank, iterations, every, origin_ns)
                 slices.sort(key=lambda entry: (entry[0].start_ns, -entry[0].end_ns))
             yield from _thread(rank, number, name, slices, origin_ns, flows)
         slices = [
@@ -493,7 +493,7 @@ def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterat
 
 
 def _kernel_slices(
-    run: RunTrace, rank: int, iterations: Sequence[int], spans: Sequence[Span]
+    run: RunTrace, rank: int, iterations: Sequence[int], spans: Sequence[Span], origin_ns: int
 ) -> Iterator[Slice]:
     """Yields the kernels of a rank in ``iterations`` whose times were recorded.
 
@@ -502,21 +502,21 @@ def _kernel_slices(
         rank: Global rank.
         iterations: Numbers of the iterations.
         spans: Spans of the rank in these iterations.
+        origin_ns: Time in nanoseconds that corresponds to the file's time 0.
     """
     for step in read_steps(run, rank):
         if step.iteration not in iterations:
             continue
         of_step = [span for span in spans if span.iteration == step.iteration]
         for kernel, action in zip(step.kept, actions_of(of_step, step.kept), strict=True):
-            end_ns = kernel.end_ns
-            if action is not None:
-                # The clocks of the action and the profiler differ by microseconds, so the kernel is
-                # clipped.
-                end_ns = max(kernel.start_ns, min(end_ns, action.end_ns))
+            # The clocks of the actions and the profiler differ by microseconds, so kernels are
+            # clipped. Perfetto drops events that start before time 0.
+            start_ns = max(kernel.start_ns, origin_ns)
+            end_ns = kernel.end_ns if action is None else min(kernel.end_ns, action.end_ns)
             kind = OUTSIDE if action is None else action.action
             arguments = {"iteration": step.iteration, "action": kind}
             event = {"name": kernel.name, "cat": "kernel", "args": arguments}
-            yield _detail("kernel", step.iteration, kernel.start_ns, end_ns), event
+            yield _detail("kernel", step.iteration, start_ns, max(start_ns, end_ns)), event
 
 
 def _detail(action: str, iteration: int, start_ns: int, end_ns: int) -> Span:
