@@ -26,6 +26,9 @@ FLAGS = (
     " --eval-iters 0 --log-interval 1 --pipeline-schedule adaptive"
 ).split()
 LIMIT_S = 200.0
+HAND_TIMED = ROOT / "tests" / "support" / "hand_timed_layers.py"
+MOST_OFF = 0.03
+"""Maximum relative difference between the traced time of a layer and the time taken by hand."""
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
@@ -39,6 +42,12 @@ def losses(folder: Path, *flags: str) -> list[str]:
     finally:
         ranks.kill()
     return re.findall(r"lm loss: (\S+).*grad norm: (\S+)", log.read_text())
+
+
+def total_ns(rank: RankTrace, column: int) -> list[int]:
+    """Returns the sum of ``column`` over all iterations of ``rank``, for each of its layers."""
+    steps = [rank.layers(iteration) for iteration in rank.iterations]
+    return [sum(row[column] for row in rows) for rows in zip(*steps, strict=True)]
 
 
 def fits(rank: RankTrace, iteration: int) -> None:
@@ -111,3 +120,26 @@ def test_layers_fit_into_actions(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert trace.main([folder, *page, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [row["layer"] for row in report["layers"]] == [0, 1, 2]
+
+
+def test_times_of_layers_are_those_measured_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "sums.json"
+    layers = "--hidden-size 256 --seq-length 256 --max-position-embeddings 256 --train-iters 4"
+    flags = f"--trace-dir traces --trace-detail layers --split-backward False {layers}".split()
+    ranks = Ranks(
+        [str(HAND_TIMED), *FLAGS, *flags],
+        world_size=1,
+        log=tmp_path / "output.txt",
+        limit_s=LIMIT_S,
+        variables={"HAND_TIMED": str(file)},
+    )
+    try:
+        assert ranks.wait(LIMIT_S) == [0], tail(tmp_path / "output.txt")
+    finally:
+        ranks.kill()
+    (rank,) = read_run(tmp_path / "traces").ranks.values()
+    sums = [by_hand for _, by_hand in sorted(json.loads(file.read_text()).items())]
+    for column, kind in ((1, "forward"), (2, "backward")):
+        expected = [by_hand[column - 1] for by_hand in sums]
+        assert min(expected) > 0
+        assert total_ns(rank, column) == pytest.approx(expected, rel=MOST_OFF), kind
