@@ -118,10 +118,11 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     monkeypatch.setenv("LAYER_MS", "4")
     monkeypatch.setenv("SLOW_RANKS", "1")
     monkeypatch.setenv("SLOW_FACTOR", "6")
-    shape = "--num-layers 8 --model-chunks 2 --repartition off --log-interval 3 --fp16".split()
-    shape += ["--initial-loss-scale", "1024", "--loss-scale-window", "3"]
+    shape = "--num-layers 8 --model-chunks 2 --repartition off --log-interval 5 --fp16".split()
+    shape += "--initial-loss-scale 1024 --loss-scale-window 3 --train-iters 16".split()
     folder = tmp_path / "moved"
     moved, log = train(folder, *shape, "--pipeline-schedule", "auto", "--trace-dir", str(folder))
+    assert re.search(r"auto measures 8 more steps", log), log
     assert re.search(r"auto takes .*; in a v of 2-2-2-2 layers at best", log), log
     now = re.search(r"the stages of ([0-9-]+) layers are now placed in a (loop|v): moved in", log)
     assert now is not None, log
@@ -131,14 +132,14 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     placement = Placement(num_ranks=2, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     assert sum(layers[placement.stage_of(1, chunk)] for chunk in range(2)) < 4
     # After the move, the trace and the progress file must continue in another folder.
-    assert read_run(f"{folder}-1").complete_iterations() == (1, 2, 3, 4)
-    assert read_run(folder).complete_iterations() == (5, 6, 7, 8)
+    assert read_run(f"{folder}-1").complete_iterations() == tuple(range(1, 13))
+    assert read_run(folder).complete_iterations() == (13, 14, 15, 16)
     before = losses_in(f"{folder}-1")
-    assert (max(before), max(moved)) == (4, 8)
+    assert (max(before), max(moved)) == (12, 16)
     monkeypatch.setenv("LAYER_MS", "0")
     still, plain_log = train(tmp_path / "still", *shape)
     both = (before | moved).keys() & still.keys()
-    assert {3, 6, 8} <= both
+    assert {5, 10, 15, 16} <= both
     assert {number: (before | moved)[number] for number in both} == {
         number: still[number] for number in both
     }
@@ -151,11 +152,11 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
 def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LAYER_MS", "8")
+    monkeypatch.setenv("LAYER_MS", "4")
     monkeypatch.setenv("SLOW_RANKS", "1")
     monkeypatch.setenv("SLOW_FACTOR", "6")
-    monkeypatch.setenv("SLOW_STEPS", "1-5")
-    more = "--pipeline-schedule auto --repartition off --train-iters 16".split()
+    monkeypatch.setenv("SLOW_STEPS", "1-13")
+    more = "--pipeline-schedule auto --repartition off --train-iters 26".split()
     more += ["--pipeline-placement", "loop"]
     _, log = train(tmp_path / "moved", *more)
     moved = re.search(r"the stages of (\d)-(\d) layers are now placed in a loop", log)
@@ -165,6 +166,23 @@ def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
     returned = re.search(rf"repartition: {first}-{second} -> (\d)-(\d): ", log)
     assert returned is not None, log
     assert int(returned[2]) > second
+
+
+@pytest.mark.long
+def test_auto_moves_no_layers_if_the_slowness_passes_while_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYER_MS", "8")
+    monkeypatch.setenv("SLOW_RANKS", "1")
+    monkeypatch.setenv("SLOW_FACTOR", "6")
+    monkeypatch.setenv("SLOW_STEPS", "1-5")
+    # If ranks are equally fast, other programs cannot make a move of layers gain this much.
+    more = "--pipeline-schedule auto --repartition off --train-iters 14 --repartition-gain 0.3"
+    _, log = train(tmp_path / "stayed", *more.split(), "--pipeline-placement", "loop")
+    assert "auto measures 8 more steps" in log
+    assert log.count("auto simulates schedules") == 2
+    assert re.search(r"auto takes \S+ \(", log), log
+    assert "the stages of" not in log
 
 
 def numbers(log: str) -> list[str]:

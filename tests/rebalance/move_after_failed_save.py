@@ -43,7 +43,7 @@ def main(checkpoints: Path) -> int:
             self.saver.wait()
         return save(self, progress, behind=behind)
 
-    def move_once(*_: Any) -> Move | None:
+    def move_once(*_: Any, **__: Any) -> Move | None:
         nonlocal steps
         steps += 1
         return MOVE if steps == FAILS else None

@@ -180,7 +180,7 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
     done = 0
 
     def after_step(
-        repartitioner: Repartitioner, times: RankTimes, num_microbatches: int
+        repartitioner: Repartitioner, times: RankTimes, num_microbatches: int, **_: Any
     ) -> Move | None:
         nonlocal done
         done += 1
@@ -212,7 +212,7 @@ def compare(others: list[tuple[int, ...]], steps: int, rounds: int, moves_file: 
             return (
                 None if next_partition == present else _asked(repartitioner, next_partition, times)
             )
-        move = decide(repartitioner, times, num_microbatches)
+        move = decide(repartitioner, times, num_microbatches, **options)
         if move is None and done < _PATIENCE:
             return None
         chosen = present if move is None else move.partition

@@ -4,6 +4,9 @@ Steps 2 to 4 are measured, and step 1 is warm-up. Before step 5, all ranks of al
 replicas switch to the schedule with the shortest simulated step. Losses and gradients do not depend
 on the order of actions, so the switch does not change them.
 
+A rank may be slow for a short time only, for example because of another program. So if layers would
+move before step 5, eight more steps are measured, and the schedule is chosen before step 13.
+
 With two chunks per rank, a different placement (assignment of stages to ranks) may be chosen. If
 layers can move, a different partition (number of layers per stage) may also be chosen. In these
 cases, the training loop moves the stages before the switch (``move_stages.py``).
@@ -57,6 +60,8 @@ from megatron.adaptive.transport.interface import Transport
 
 FIRST, LAST = 2, 4
 """First and last measured step. The first step of this process is step 1."""
+MORE = 8
+"""Number of steps that are measured in addition before layers move."""
 
 
 @dataclass(kw_only=True)
@@ -113,14 +118,15 @@ class Tuner:
 
     def __post_init__(self) -> None:
         self._steps = 0
+        self._last = LAST
         self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
         self._limit_s = limit_of_search(LIMIT_S, self.job.timeout)
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | NextTrial | None:
         """Adds the times of a training step. After the last measured step, chooses a schedule.
 
-        The call after the last measured step is collective. If the chosen schedule requires no move
-        of stages or layers, the engine switches to it before this method returns.
+        The calls after steps 4 and 12 are collective. If the chosen schedule requires no move of
+        stages or layers, the engine switches to it before this method returns.
 
         Args:
             times: Durations of this rank's actions in the step.
@@ -135,10 +141,10 @@ class Tuner:
             TransportError: A neighbour has exited or does not respond.
         """
         self._steps += 1
-        if not FIRST <= self._steps <= LAST:
+        if self._steps < FIRST:
             return None
         self._sample.add(times.actions, self.forward_backward.orders.num_slices)
-        if self._steps < LAST:
+        if self._steps < self._last:
             return None
         sample, job = self._sample, self.job
         sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(
@@ -166,6 +172,10 @@ class Tuner:
             f"auto simulates schedules for at most {self._limit_s:g} s; all ranks wait for rank 0"
         )
         decision = job.on_first(lambda: self._choose_in_time(samples, loads, num_microbatches))
+        if decision.partition is not None and self._last == LAST:
+            self._last += MORE
+            self.say(f"auto measures {MORE} more steps, because it only moves layers if this lasts")
+            return None
         if decision.stay is not None and decision.move is None:
             self.forward_backward.use(decision.stay)
         return decision

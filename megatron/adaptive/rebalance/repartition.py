@@ -217,7 +217,9 @@ class Repartitioner:
         assert self._share is not None
         self._share.begin()
 
-    def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
+    def after_step(
+        self, times: RankTimes, num_microbatches: int, *, may_decide: bool = True
+    ) -> Move | None:
         """Adds the times of a training step, and decides at the end of an interval.
 
         The call at the end of an interval is collective over all ranks.
@@ -225,6 +227,7 @@ class Repartitioner:
         Args:
             times: Durations of this rank's actions in the step, and of the step itself.
             num_microbatches: Number of microbatches per step.
+            may_decide: Whether layers may move now. Otherwise, the step is only measured.
 
         Returns:
             Move to make before the next step, equal on all ranks, or ``None`` if layers stay.
@@ -238,7 +241,7 @@ class Repartitioner:
         sample.add(times.actions, self._run.job.config.constant_slices)
         medians = {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
         self._steps.append((medians, times.span_s * self._step_scale(num_microbatches)))
-        if not self.is_needed or self._since < self._steps_to_check:
+        if not may_decide or not self.is_needed or self._since < self._steps_to_check:
             return None
         measured = self._run.job.gather(self._measurements())
         move, step_s, is_late = self._run.job.on_first(

@@ -410,7 +410,10 @@ class Rebalancing(RunHook):
         times = self._live.step.times
         if self._repartitioner is not None:
             assert times is not None
-            self._due = self._repartitioner.after_step(times, step.num_microbatches)
+            # The tuner measures the run as it is now, so layers must not move before it decides.
+            self._due = self._repartitioner.after_step(
+                times, step.num_microbatches, may_decide=self._tuner is None
+            )
         if self._tuner is not None and times is not None:
             decision = self._tuner.after_step(times, step.num_microbatches)
             if decision is not None:
