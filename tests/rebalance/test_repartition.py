@@ -171,7 +171,11 @@ def test_a_move_that_gained_nothing_is_taken_back(
         ),
     )
     monkeypatch.setattr(repartitioner, "_measurements", lambda: None)
-    move = repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4)
+    times = RankTimes(busy_s=1.0, span_s=after_s)
+    # While auto still measures, steps are measured and nothing is decided.
+    assert repartitioner.after_step(times, 4, may_decide=False) is None
+    assert lines == []
+    move = repartitioner.after_step(times, 4)
     assert repartitioner._gain == next_gain
     assert (move is not None) == goes_back
     if move is not None:

@@ -202,7 +202,7 @@ def compare(others: list[tuple[int, ...]], steps: int, rounds: int, moves_file: 
     decide, done, turns = Repartitioner.after_step, 0, list[tuple[int, tuple[int, ...]]]()
 
     def after_step(
-        repartitioner: Repartitioner, times: RankTimes, num_microbatches: int
+        repartitioner: Repartitioner, times: RankTimes, num_microbatches: int, **options: Any
     ) -> Move | None:
         nonlocal done
         done += 1
