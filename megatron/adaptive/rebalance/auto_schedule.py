@@ -118,7 +118,7 @@ class Tuner:
 
     def __post_init__(self) -> None:
         self._steps = 0
-        self._last = LAST
+        self._last_measured = LAST
         self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
         self._limit_s = limit_of_search(LIMIT_S, self.job.timeout)
 
@@ -144,7 +144,7 @@ class Tuner:
         if self._steps < FIRST:
             return None
         self._sample.add(times.actions, self.forward_backward.orders.num_slices)
-        if self._steps < self._last:
+        if self._steps < self._last_measured:
             return None
         sample, job = self._sample, self.job
         sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(
@@ -172,9 +172,12 @@ class Tuner:
             f"auto simulates schedules for at most {self._limit_s:g} s; all ranks wait for rank 0"
         )
         decision = job.on_first(lambda: self._choose_in_time(samples, loads, num_microbatches))
-        if decision.partition is not None and self._last == LAST:
-            self._last += MORE
-            self.say(f"auto measures {MORE} more steps, because it only moves layers if this lasts")
+        if decision.partition is not None and self._last_measured == LAST:
+            self._last_measured += MORE
+            self.say(
+                f"auto measures {MORE} more steps before it moves layers, because a rank may be "
+                "slow for a short time only"
+            )
             return None
         if decision.stay is not None and decision.move is None:
             self.forward_backward.use(decision.stay)
