@@ -92,11 +92,13 @@ class JoinedCollectives:
         return np.where(is_last, gap_ns[:, None], 0.0)
 
     def per_step_ns(self, times_ns: Floats | Ints) -> Floats:
-        """Estimates the total time in ns of the collectives per iteration.
+        """Estimates the total time in ns that these collectives take in each iteration.
+
+        The estimate is the mean over the recorded collectives times the number of all collectives.
+        It has the shape ``[iterations, ...]``.
 
         Args:
-            times_ns: ``[collectives, ...]``, time in ns of each collective with recorded times. The
-                result has the shape ``[iterations, ...]``.
+            times_ns: ``[collectives, ...]``, time in ns of each collective with recorded times.
         """
         means = [times_ns[self.iteration == n].mean(axis=0) for n in np.unique(self.iteration)]
         return np.array(means, dtype=np.float64) * self.per_step
@@ -216,7 +218,7 @@ def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFigures:
-    """Holds the times of one kind of collective in a step, averaged over groups of one kind.
+    """Holds the times of one kind of collective in a step, as means over the groups of one kind.
 
     Attributes:
         kind: Kind of the groups, such as ``tensor``.
@@ -258,8 +260,8 @@ def _figures(groups: Sequence[JoinedCollectives]) -> CollectiveFigures:
     wait_ms = []
     transfer_ms = []
     for group in groups:
-        # Assume that collectives without recorded times spend the same fraction of their time
-        # waiting.
+        # Assume that collectives without recorded times wait for the same fraction of their time as
+        # those with recorded times.
         wait_ns = float(group.wait_ns.sum())
         waited = wait_ns / max(1.0, wait_ns + float(group.transfer_ns.sum()))
         wait_ms.append(group.total_ns * waited / _NS_PER_MS)

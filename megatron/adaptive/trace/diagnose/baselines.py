@@ -51,10 +51,10 @@ LEAST_NOISE = 0.004
 """Minimum relative standard deviation that is assumed for a rank's time over iterations."""
 
 OF_TIME = 0.1
-"""Minimum fraction of the computing time that a kind of action (F, B, W) must take to be used."""
+"""Minimum fraction of the computing time above which a kind of action (F, B, W) is examined."""
 
 MOST_INTERVALS = 20_000_000
-"""Maximum number of intervals of iterations that are searched for shifts, over all ranks.
+"""Maximum number of intervals of iterations in which shifts are searched, summed over all ranks.
 
 If there are more, only intervals that last to the end of the run are searched.
 """
@@ -86,7 +86,7 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Amount by which the evidence exceeds ``doubt``; positive if the shift is significant."""
+        """Excess of ``(size / error) ** 2`` over ``doubt``; positive for a significant shift."""
         return (self.size / self.error) ** 2 - self.doubt
 
 
@@ -143,7 +143,7 @@ class RankBaselines:
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """Returns the size of ``shift`` in each kind of action (F, B, W).
+        """Returns the size of ``shift`` for each kind of action (F, B, W), as a logarithm.
 
         Kinds of actions that take little time are omitted.
         """
@@ -180,15 +180,16 @@ class RankBaselines:
 
         Args:
             least: Minimum size of a shift, as a logarithm.
-            sure: Minimum ratio of a significant shift to its standard error, for a shift that lasts
-                for the whole run with few ranks. The threshold rises with the numbers of ranks and
-                intervals, because noise then causes more false findings.
+            sure: Minimum ratio of a shift's size to its standard error for the shift to be
+                significant. It applies to a shift over the whole run with few ranks. With more
+                ranks or intervals, the threshold is higher, because noise then causes more false
+                findings.
         """
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
         level, each = self._level @ mean, (self._each @ (self.series - mean).T).T
         first, end = intervals(count, ended=count * count * ranks <= 2 * MOST_INTERVALS)
-        # Add the interval with all iterations at index 0, because intervals() does not include it.
+        # intervals() does not include the interval with all iterations, so add it at index 0.
         first = np.append(0, first)
         end = np.append(count, end)
         inside = end - first
