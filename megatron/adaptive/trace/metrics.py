@@ -44,7 +44,7 @@ PARTS = {
     "after": "after",
     "rest": "rest",
 }
-"""Parts of a step's time, in the order of the last axis of ``parts_ms``, with names for reports.
+"""Parts of a step's time in the order of the last axis of ``parts_ms``, with their display names.
 
 ``before`` is the time from the start of the step to the rank's first action, ``after`` is the time
 from the rank's last action to the end of the step, and ``rest`` is the time outside of all other
@@ -60,9 +60,9 @@ For smaller files, starting several processes would take longer than reading the
 """
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns from the end of a send to the end of the action that includes the send.
+"""Maximum time in ns between the ends of a send and of its action for the send to be part of it.
 
-For a send that takes longer, the maximum is the duration of the send.
+If the send itself takes longer, its duration is the maximum.
 """
 
 Floats = npt.NDArray[np.float64]
@@ -125,7 +125,7 @@ class RankFigures:
 
     @property
     def work_ns(self) -> Floats:
-        """Computing time in ns, computed from the medians so that it is robust to outliers."""
+        """Computing time in ns per iteration, based on medians so that it is robust to outliers."""
         work: Floats = (self.count * np.nan_to_num(self.median_ns)).sum(axis=(-2, -1))
         return work
 
@@ -200,8 +200,8 @@ class RunFigures(RankFigures):
         """
         waits = self.wait_ns.copy()
         rows, columns = np.indices(self.first_cause.shape)
-        # The part "before" already includes the wait before the first action, so it is subtracted
-        # from the waits.
+        # The part "before" already includes the wait before the first action. Therefore, this wait
+        # is subtracted from the waits.
         waits[rows, columns, self.first_cause] -= self.first_wait_ns
         first, last = self._step
         ends = np.stack([self.start_ns - first, last - self.end_ns], axis=-1)
@@ -222,7 +222,7 @@ class RunFigures(RankFigures):
             Arrays ``[ranks, iterations]`` for the ranks and ``[replicas, stages]`` for the stages.
             Values are relative to the mean, and NaN if nothing was recorded.
         """
-        # The sums are taken over the kinds of actions, so they are per chunk.
+        # Only the last axis, the kinds of actions, is summed, so there is one value per chunk.
         work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)
         is_recorded = self.num_actions > 0
         usual = max(1.0, float(work[is_recorded].sum(axis=-1).mean()))
@@ -468,8 +468,8 @@ def _covered(actions: TraceTable) -> Ints:
     reach = np.maximum.accumulate(actions.end_ns)
     free_from = np.concatenate([actions.start_ns[:1], reach[:-1]])
     later = np.flatnonzero(np.diff(actions.iteration, prepend=actions.iteration[0] - 1))
-    # Actions of two iterations do not overlap. But if the clock was set back between the
-    # iterations, the first iteration would seem to cover the second.
+    # Actions of two iterations do not overlap. However, if the clock was set back between the
+    # iterations, the first iteration would seem to overlap the second.
     free_from[later] = actions.start_ns[later]
     covered: Ints = np.maximum(0, actions.end_ns - np.maximum(actions.start_ns, free_from))
     return covered

@@ -42,7 +42,7 @@ REFINED_ITERATIONS = 5
 """Number of evenly spaced iterations of the run whose messages are used to correct the clocks."""
 
 MOST_MATCHED = 4_000_000
-"""Maximum total number of spans in these iterations, unless a single iteration has more spans."""
+"""Maximum total number of spans in these iterations. A single iteration may have more spans."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -118,7 +118,7 @@ class RankTrace:
         return blocks[0].marker.lengths if blocks else ()
 
     def sizes(self, iteration: int) -> tuple[int, ...]:
-        """Returns the activation bytes of each microbatch in ``iteration``; empty if unknown."""
+        """Returns the bytes of each microbatch's activations in ``iteration``; empty if unknown."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.sizes if blocks else ()
 
@@ -134,12 +134,12 @@ class RankTrace:
         return blocks[0].marker.machine if blocks else {}
 
     def layers(self, iteration: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the times of layers in ``iteration``; empty if layers were not timed."""
+        """Returns the times of layers as in ``IterationStart.layers``; empty if not timed."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.layers if blocks else ()
 
     def layer_passes(self, iteration: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Returns the passes of layers in ``iteration``, with times on the run's common clock."""
+        """Returns the layer passes recorded in ``iteration``, with times on the common clock."""
         blocks = self._blocks.get(iteration)
         return _rows_on_clock(blocks[0].marker.layer_passes, self.fit) if blocks else ()
 
@@ -346,7 +346,7 @@ class RunTrace:
 
     @property
     def bubble_note(self) -> str:
-        """Remark to print after a bubble or busy time; empty if no GPU is shared."""
+        """Note to print after an idle or busy time. The note is empty if no GPU is shared."""
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:

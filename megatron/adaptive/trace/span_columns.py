@@ -125,7 +125,8 @@ class TraceTable:
         Args:
             iteration: ``[spans]``, iteration number of each span.
             rows: ``[spans, 12] int64``, in the order of
-                :data:`~megatron.adaptive.trace.trace_format.COLUMNS`, but with absolute starts.
+                :data:`~megatron.adaptive.trace.trace_format.COLUMNS`. Unlike in the file, start
+                times are absolute.
         """
         columns = {
             name: rows[:, number].astype(_WIDTHS[name]) for number, name in enumerate(COLUMNS)
@@ -136,7 +137,7 @@ class TraceTable:
 
     @classmethod
     def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
-        """Creates a table from some of its columns, which are named as in ``trace_format.COLUMNS``.
+        """Creates a table from some of its columns, named as in ``trace_format.COLUMNS``.
 
         Args:
             iteration: ``[spans]``, iteration number of each span.
@@ -176,7 +177,7 @@ class TraceTable:
         return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Returns a table with the rows selected by a mask, by indices or by a slice."""
+        """Returns a table with only the rows that a mask, indices or a slice select."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:
@@ -209,7 +210,7 @@ def wait_before(table: TraceTable) -> Ints:
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """Returns a number for each row of ``columns``, ``[rows] int64``.
+    """Returns one number for each row of ``columns``, ``[rows] int64``.
 
     Equal rows get equal numbers, and the numbers sort in the same order as the rows.
     """
@@ -238,7 +239,7 @@ def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
     count = len(haystack[0])
     key = row_keys([np.concatenate(pair) for pair in zip(haystack, needles, strict=True)])
     order = np.argsort(key[:count], kind="stable")
-    # A key beyond the largest key gets the position of the appended key -1, which no key equals.
+    # A key beyond the largest key is looked up at the appended -1, which is equal to no key.
     ordered = np.append(key[:count][order], -1)
     positions = np.searchsorted(ordered[:-1], key[count:])
     is_equal = ordered[positions] == key[count:]
