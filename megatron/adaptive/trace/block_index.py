@@ -85,7 +85,7 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Reads the file from :attr:`offset` to the end, and adds what it contains to this object.
+        """Reads the file from :attr:`offset` to the end, and adds its contents to this object.
 
         Args:
             size: Size of the file in bytes.
@@ -145,7 +145,7 @@ def index_file(path: Path) -> FileIndex:
 
 
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
-    """Returns the block of spans after ``marker``, and moves to the block's end in ``file``.
+    """Returns the block of spans after ``marker``, and advances ``file`` to the end of the block.
 
     ``index`` lists the contents of the file, and ``file_size`` is the size of the file in bytes
     when reading started.
@@ -239,7 +239,7 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""For each column of name indices: its name, the number of names, and the value for unknown names.
+"""Name, number of known values, and replacement of unknown values for each column of indices.
 """
 
 

@@ -8,8 +8,8 @@ time is the transfer::
     member 1                          arrives ┴─ transfer ─┘ end
 
 Every member records the total time of all collectives, and the times of single collectives. If
-there are many collectives, all members record the times of the same sample of them. A group is
-ignored if the trace of any member is missing.
+there are many collectives, only a sample of them is timed, which is the same on all members. A
+group is ignored if the trace of any member is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NS_PER_MS = 1e6
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinedCollectives:
-    """Holds the times of one group's collectives of one kind, as recorded by all members.
+    """Holds the times that all members of a process group recorded for one kind of collective.
 
     Attributes:
         kind: Kind of the group, such as ``tensor``.
@@ -195,7 +195,7 @@ def _join(
 
 
 def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
-    """Returns the count, total time in ns and total bytes of the collectives ``operation``.
+    """Returns the count, total time in ns and total bytes of the collectives called ``operation``.
 
     ``group`` contains the collectives of one member in one step.
     """

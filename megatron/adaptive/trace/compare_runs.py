@@ -258,9 +258,7 @@ def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
 def _computing(first: Measured, second: Measured) -> Iterator[Change]:
     """Yields the changes in computing time between two runs.
 
-    The first change is the one that accounts for most of the difference.
-
-    The largest change is the change that accounts for most of the difference.
+    The first change is the change that accounts for most of the difference, and so on.
     """
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]

@@ -174,8 +174,8 @@ _MESSAGE_THREADS = (
 )
 """Prefixes of the names of threads that run actions or transfer messages.
 
-The main thread is not included. The package's executor and transports start these threads, or
-libraries that they use.
+The main thread is not included. These threads are started by the package's executor and transports,
+or by libraries that these use.
 """
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
@@ -331,9 +331,9 @@ class MachineCounters:
         """Returns the times in ns for which threads waited for a processor since :meth:`begin`.
 
         Returns:
-            Total wait of the thread that waited longest, and the mean duration of a wait. For the
-            mean, only the threads that run actions or transfer messages are considered, and of
-            these the one that waited longest.
+            Total wait of the thread that waited longest, and the mean duration of a single wait.
+            The mean is that of the longest-waiting thread among those that run actions or transfer
+            messages.
         """
         waits = {}
         for thread, turns in self._turns.items():

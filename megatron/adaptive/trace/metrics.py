@@ -60,9 +60,9 @@ For smaller files, starting several processes would take longer than reading the
 """
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns between the ends of a send and of its action for the send to be part of it.
+"""Maximum time in ns from a send's end to its action's end for the action to include the send.
 
-If the send itself takes longer, its duration is the maximum.
+If the send itself takes longer, the maximum is the duration of the send.
 """
 
 Floats = npt.NDArray[np.float64]

@@ -386,9 +386,9 @@ def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list
     """Returns the fractions of the latest steps for which each rank computes and waits.
 
     Returns:
-        Fractions of the step time in which each rank computes (``busy``) and waits (``waits``), as
-        medians over the latest iterations that all ranks of its pipeline finished, and the times of
-        these steps in ms.
+        Dict from rank to the fractions of the step time in which the rank computes (``busy``) and
+        waits (``waits``), and list of the step times in ms. The fractions are medians over the
+        latest iterations that all ranks of the pipeline finished.
     """
     shifts: dict[str, int] = {}
     headers: list[TraceHeader] = []

@@ -185,7 +185,7 @@ class TraceTable:
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the rows as objects, in which ``wait_ns`` is the wait before an action."""
+        """Returns the spans as objects whose ``wait_ns`` is the wait before an action in ns."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]

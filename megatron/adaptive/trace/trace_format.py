@@ -163,7 +163,7 @@ PLACEMENTS = ("loop", "v")
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""Number of token positions, then the number of tokens of each document, for each microbatch.
+"""For each microbatch, the number of token positions, then the number of tokens per document.
 
 Positions that belong to no document are padding. The tuple is empty if all microbatches have the
 same size.

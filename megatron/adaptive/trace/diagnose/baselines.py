@@ -274,7 +274,7 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Corrects the durations of actions for microbatches that take longer on all stages.
+    """Removes the effect of microbatches that take longer on all stages from the durations.
 
     Otherwise, long microbatches would look like slow stages.
 
@@ -292,8 +292,8 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         entries = max(1, int(np.isfinite(usual[pipeline]).sum()))
         alone = 1.57 * float(middle(spread(rest, axis=-1))) ** 2 / entries
         variance = float(spread(common.ravel())) ** 2
-        # Noise alone also causes a common part. The weight is therefore the fraction of the common
-        # part's variance that is not caused by noise.
+        # Noise alone also seems to make microbatches longer on all stages. The weight is therefore
+        # the fraction of the variance of ``common`` that is not caused by noise.
         weight = max(0.0, 1 - alone / variance) if variance > 0 else 0.0
         is_measured = np.isfinite(common)
         mean = np.nansum(common, axis=1) / np.maximum(1, is_measured.sum(axis=1))

@@ -96,10 +96,9 @@ class Evidence:
 class RecordedSteps:
     """Contains the operations of recorded steps, with durations that a cause can change.
 
-    To find the cost of a cause, the steps are simulated again without it.
-
-    The simulation has one worker per tensor-parallel group, which represents all ranks in the
-    group. A finding about any rank in the group is therefore applied to that worker.
+    To find the cost of a cause, the steps are simulated again with these changes. The simulation
+    has one worker per tensor-parallel group, which represents all ranks in the group. A finding
+    about any rank in the group is therefore applied to that worker.
 
     Attributes:
         evidence: Measured times of the run.

@@ -505,10 +505,9 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
     """Returns a reason if a slow processor clock explains enough of a rank's slowdown.
 
-    Otherwise, the result is ``None``.
-
-    Ranks that compute on a GPU are skipped, because the clock rate of the processor has little
-    effect on them. ``factor`` is the ratio of the rank's computing time to the expected time.
+    Otherwise, the result is ``None``. Ranks that compute on a GPU are skipped, because the clock
+    rate of the processor has little effect on them. ``factor`` is the ratio of the rank's computing
+    time to the expected time.
     """
     if m.headers[column].device != "cpu":
         return None
@@ -553,10 +552,8 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
     """Returns a reason if more outside processes use a rank's GPU than other GPUs.
 
-    Otherwise, the result is ``None``.
-
-    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
-    use.
+    Otherwise, the result is ``None``. ``column`` is the index of the rank, and ``chosen`` contains
+    the indices of the iterations to use.
     """
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
@@ -574,10 +571,8 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
     """Returns a reason if a rank's GPU has many more faults than the GPUs of other ranks.
 
-    Otherwise, the result is ``None``.
-
-    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
-    use.
+    Otherwise, the result is ``None``. ``column`` is the index of the rank, and ``chosen`` contains
+    the indices of the iterations to use.
     """
     for counter, text, remedy in _GPU_FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)

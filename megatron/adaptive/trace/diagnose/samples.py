@@ -447,8 +447,8 @@ def tame_mean(values: Floats) -> Floats:
     This estimate has a smaller error than the median, and is equally robust to a few outliers.
 
     Args:
-        values: ``[n, ..., m]``, with NaN for missing values. Values are clipped at the same
-            distance from their median for all ``n``.
+        values: ``[n, ..., m]``, with NaN for missing values. All values along the first axis are
+            clipped at the same distance from their median.
 
     Returns:
         ``[n, ...]``, or NaN if all values are missing.

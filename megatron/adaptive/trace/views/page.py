@@ -250,7 +250,7 @@ def _block(
     tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
     rows, left_out = _longest(rows_of(tables, run.num_chunks), budget)
     start_ns, end_ns, step_ns = _extent(tables, rows)
-    # At first, the page shows the time up to the end of the optimizer step.
+    # The page initially shows the time up to the end of the optimizer step.
     updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
     updated_ns = [int(end.max()) - start_ns for end in updates if len(end)]
     head = {

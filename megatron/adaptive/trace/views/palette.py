@@ -49,7 +49,7 @@ OTHER_COLORS = {
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
-"""Maximum number of chunks in the legend. Of more chunks, evenly spaced ones are listed.
+"""Maximum number of chunks in the legend. If there are more, some at even distances are listed.
 """
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}

@@ -184,7 +184,7 @@ def _write_texts(
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
         upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
-        # At the common font size, the texts of nine tenths of the bars must fit into their bars.
+        # The texts of nine tenths of the bars must fit into their bars at the common font size.
         turned = min(largest, np.sort(along)[len(bars) // 10]) < UPRIGHT_BELOW_PT
         sizes = upright if turned else along
         common = max(min(largest, np.sort(sizes)[len(bars) // 10]), SMALLEST_PT)

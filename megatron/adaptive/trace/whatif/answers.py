@@ -229,9 +229,9 @@ Durations = Callable[[_Part], Floats]
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
     """Multiplies the durations of computations by the lengths of their microbatches.
 
-    The length of a microbatch is its time relative to the usual time, raised to ``power``. A
-    ``power`` of -1 removes the effect of unequal lengths. The results are then scaled so that the
-    total computing time of each step stays the same.
+    The length of a microbatch is its time relative to the usual time. The length is raised to
+    ``power``, so that -1 removes the effect of unequal lengths. The results are then scaled so that
+    the total computing time of each step stays the same.
     """
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)
@@ -242,7 +242,7 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
 
 
 def _only(group: str, value: int) -> Durations:
-    """Returns a function that computes durations: recorded for one group, and ideal for the rest.
+    """Returns a function that uses recorded durations for one group and ideal ones otherwise.
 
     The function takes a part of the run, and returns the duration of each operation. ``group`` is
     the type of the group, such as ``rank``, and ``value`` is its index.
@@ -251,7 +251,7 @@ def _only(group: str, value: int) -> Durations:
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Returns a function that computes durations: ideal for some groups, recorded for the rest.
+    """Returns a function that uses ideal durations for some groups and recorded ones otherwise.
 
     The function takes a part of the run, and returns the duration of each operation. ``group`` is
     the type of the groups, such as ``rank``, and ``values`` contains their indices.
@@ -647,7 +647,7 @@ class _Answers:
         }
 
     def _sliced(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates steps with several chunks per rank under ``adaptive``, with split microbatches.
+        """Simulates steps under ``adaptive`` in which each microbatch is split into slices.
 
         Returns:
             Dict from (description, flag) of each change to the mean step time in seconds.

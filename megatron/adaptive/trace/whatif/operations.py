@@ -435,7 +435,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
     """Returns the index of the collective that each operation is part of, or -1 if there is none.
 
     Operations are part of the same collective if they have the same iteration, kind and lowest
-    rank, and if each is the n-th such operation on its rank for the same n.
+    rank, and the same position among such operations on their rank.
     """
     is_reduce = table.kind == KIND["reduce"]
     root = np.where(is_reduce, where.pp_rank[worker], table.peer)
@@ -595,7 +595,7 @@ def build_graph(operations: Operations) -> Graph:
 def ideal_steps(
     run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]
 ) -> dict[int, TraceTable] | None:
-    """Simulates ``iterations`` on ``ranks`` in which all work has its ideal duration.
+    """Simulates ``iterations`` on ``ranks`` as if all work took the ideal time for its kind.
 
     Returns:
         Computations of the ideal steps, in which no rank is slower than the others, by global rank.

@@ -261,7 +261,7 @@ class RecordedTimes:
 
 
 def counts_of(num_items: int, slices: SliceCounts) -> Counts:
-    """Returns the number of slices of each microbatch in a step, also if all numbers are equal.
+    """Returns the number of slices of each microbatch in a step as a tuple, even if all are equal.
 
     Args:
         num_items: Total number of slices of all microbatches.

@@ -85,7 +85,8 @@ def token_repairs(
     now_s = model.mean_s(tokens)
     repairs = {}
     for n in others:
-        # With this length, a run would stop with the same error, so the length is not suggested.
+        # A run with slices of this length would stop with the same error, so the length is not
+        # suggested.
         with contextlib.suppress(ConfigError):
             names = f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"
             repairs[names] = whole_s - now_s + model.mean_s(n)

@@ -27,7 +27,7 @@ LEAST_NOISE = 0.005
 """Minimum standard deviation assumed for the noise, as a fraction of an iteration."""
 
 LEAST_BUSY = 0.1
-"""Minimum fraction of the computing time that remains after the waits are subtracted."""
+"""Lower limit for the computing time without waits, as a fraction of the computing time."""
 
 
 class BusyMachineCause(Cause):

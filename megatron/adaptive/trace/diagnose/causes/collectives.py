@@ -50,7 +50,7 @@ FEWEST_GROUPS = 2
 """Minimum number of other groups that is required for a comparison."""
 
 _LEAST_LEFT = 0.1
-"""Minimum fraction of an operation's duration that remains after a delay is subtracted."""
+"""Lower limit for the duration of an operation without the delay, as a fraction of its duration."""
 
 
 class SlowMember(Cause):

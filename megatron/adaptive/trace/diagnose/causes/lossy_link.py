@@ -28,7 +28,7 @@ LATE_OF_AN_ACTION = 0.25
 """Minimum delay of a late message, as a fraction of the median duration of an action."""
 
 LATE_FEWEST = 3
-"""Minimum number of late messages to report a link."""
+"""Minimum number of late messages on a link for the link to be reported."""
 
 LATE_OF_STEP = 0.03
 """Minimum total delay of a link's late messages per step, as a fraction of the step time."""

@@ -43,9 +43,9 @@ SLOWER_PASS = 1.15
 """Minimum ratio of a slow layer's forward and backward times to the times of other layers."""
 
 SLOWER_LAST = 2.0
-"""Minimum ratio for the model's last layer, which often does additional work.
+"""Minimum ratio of the last layer's time to the time of other layers for it to count as slow.
 
-For other layers, the minimum ratio is :data:`SLOWER`.
+The last layer often does additional work. For other layers, the minimum ratio is :data:`SLOWER`.
 """
 
 ALIKE = 1.25

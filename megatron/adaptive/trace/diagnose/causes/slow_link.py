@@ -96,7 +96,7 @@ LINK_ALONE = 0.25
 """Value that replaces ``LINK_OF_AN_ACTION`` if there are fewer than two other links to compare."""
 
 LINK_STEADY = 0.4
-"""Minimum delay of a slow link's fastest messages, as a fraction of the delay of its median."""
+"""Minimum delay of a slow link's fastest messages, as a fraction of the link's median delay."""
 
 LINK_OF_WAITS = 3.0
 """Minimum ratio of a slow link's delay to the time that its ranks wait for a processor.

@@ -203,9 +203,6 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
     Ranks whose indices are in ``judged`` are skipped. The caller no longer compares other ranks
     with the fast rank, because all of them would then seem slow.
-
-    Ranks whose indices are in ``judged`` are skipped. The caller stops comparing other ranks with
-    the fast rank, because all other ranks would seem slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape
