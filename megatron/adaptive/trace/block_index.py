@@ -252,9 +252,10 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
             line's index from 0. Used for error messages.
 
     Returns:
-        ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
-        An unknown kind of action is replaced by ``other``. An unknown ``of`` or ``reason`` is
-        replaced by the value that means that the span has no such field.
+        Array ``[lines, 12] int64``, in the order of
+        :data:`~megatron.adaptive.trace.trace_format.COLUMNS`. An unknown kind of action is replaced
+        by ``other``. An unknown ``of`` or ``reason`` is replaced by the value that means that the
+        span has no such field.
 
     Raises:
         TraceError: A line is not a list of integers, one per column.

@@ -67,22 +67,22 @@ class JoinedCollectives:
 
     @property
     def last_ns(self) -> Ints:
-        """``[collectives]``, time in ns at which the last member arrived."""
+        """Time in ns at which the last member arrived at each collective, ``[collectives]``."""
         return np.asarray(self.start_ns.max(axis=1))
 
     @property
     def wait_ns(self) -> Ints:
-        """``[collectives, members]``, time in ns from a member's arrival to the last arrival."""
+        """Time in ns from a member's arrival to the last arrival, ``[collectives, members]``."""
         return np.asarray(self.last_ns[:, None] - self.start_ns)
 
     @property
     def transfer_ns(self) -> Ints:
-        """``[collectives, members]``, time in ns from the last arrival to the collective's end."""
+        """Time in ns from the last arrival to the collective's end, ``[collectives, members]``."""
         return np.asarray(np.maximum(self.end_ns - self.last_ns[:, None], 0))
 
     @property
     def held_up_ns(self) -> Floats:
-        """``[collectives, members]``, time in ns for which the group waited only for this member.
+        """Time in ns for which the group waited only for a member, ``[collectives, members]``.
 
         The value is 0 for all members except the last member to arrive.
         """

@@ -160,7 +160,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Start and end of the step in each rank's pipeline, both ``[iterations, ranks]``."""
+        """Start and end of the step in each rank's pipeline in ns, both ``[iterations, ranks]``."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -175,17 +175,17 @@ class RunFigures(RankFigures):
 
     @property
     def step_start_ns(self) -> Ints:
-        """``[iterations, ranks]``, start of the first action in the rank's pipeline."""
+        """Start in ns of the first action in each rank's pipeline, ``[iterations, ranks]``."""
         return self._step[0]
 
     @property
     def step_ns(self) -> Ints:
-        """``[iterations, ranks]``, time in ns from the first to the last action in the pipeline."""
+        """Time in ns from the first to the last action in the pipeline, ``[iterations, ranks]``."""
         return self._step[1] - self._step[0]
 
     @property
     def bubble_fraction(self) -> Floats:
-        """``[iterations, ranks]``, idle fraction of the step, or NaN if nothing was recorded."""
+        """Idle fraction of the step for each rank, ``[iterations, ranks]``, or NaN if unknown."""
         step = np.where(self.num_actions > 0, self.step_ns, 0).astype(np.float64)
         with np.errstate(invalid="ignore", divide="ignore"):
             fraction: Floats = np.where(step > 0, 1 - self.busy_ns / step, np.nan)
@@ -193,7 +193,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def parts_ms(self) -> Floats:
-        """``[iterations, ranks, parts]``, time in ms of each part of the step (:data:`PARTS`).
+        """Time in ms of each part of the step (:data:`PARTS`), ``[iterations, ranks, parts]``.
 
         The parts add up to the step time unless clocks disagree. Values are NaN if nothing was
         recorded.

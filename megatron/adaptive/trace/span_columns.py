@@ -167,7 +167,7 @@ class TraceTable:
 
     @property
     def duration_ns(self) -> Ints:
-        """``[spans] int64``, duration of each span in nanoseconds."""
+        """Duration of each span in nanoseconds, ``[spans] int64``."""
         return self.end_ns - self.start_ns
 
     def where(self, *kinds: str) -> Mask:
@@ -210,7 +210,7 @@ def wait_before(table: TraceTable) -> Ints:
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """Returns one number for each row of ``columns``, ``[rows] int64``.
+    """Returns a number for each row of ``columns``, as an array ``[rows] int64``.
 
     Equal rows get equal numbers, and the numbers sort in the same order as the rows.
     """
@@ -234,7 +234,8 @@ def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
         needles: Columns ``[needles]`` of the rows to find, in the same order as in ``haystack``.
 
     Returns:
-        ``[needles] int64``, index of the first equal row in ``haystack``, or -1 if there is none.
+        Index of the first equal row in ``haystack`` for each needle, ``[needles] int64``, or -1 if
+        there is none.
     """
     count = len(haystack[0])
     key = row_keys([np.concatenate(pair) for pair in zip(haystack, needles, strict=True)])

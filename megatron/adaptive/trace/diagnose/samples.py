@@ -105,7 +105,7 @@ class Measured:
 
     @cached_property
     def median_ns(self) -> Floats:
-        """``[iterations, ranks, chunks, 3]``, median duration of an action in ns over microbatches.
+        """Median duration of an action in ns over microbatches, ``[iterations, ranks, chunks, 3]``.
 
         The value is NaN for actions that the rank did not run.
         """
@@ -114,7 +114,7 @@ class Measured:
 
     @cached_property
     def microbatch_ns(self) -> Floats:
-        """``[ranks]``, computing time in ns for one microbatch in all of the rank's chunks."""
+        """Computing time in ns for one microbatch in all chunks of a rank, ``[ranks]``."""
         totals: Floats = np.nansum(middle(self.median_ns, axis=0), axis=(1, 2))
         return totals
 
@@ -451,7 +451,7 @@ def tame_mean(values: Floats) -> Floats:
             clipped at the same distance from their median.
 
     Returns:
-        ``[n, ...]``, or NaN if all values are missing.
+        Clipped mean of each row, ``[n, ...]``, or NaN if all values are missing.
     """
     centre = middle(values, axis=-1)[..., None]
     reach = TAME * middle(spread(values, axis=-1), axis=0)[None, ..., None]

@@ -101,7 +101,7 @@ class _Layer:
 
     @property
     def pass_ns(self) -> Floats:
-        """``[iterations]``, total time in ns of both passes, or NaN if unknown."""
+        """Total time in ns of both passes, ``[iterations]``, or NaN for unknown iterations."""
         return np.asarray(self.passes_ns.sum(axis=1))
 
 
