@@ -112,7 +112,7 @@ class ClockFit:
 
     @property
     def drift_ppm(self) -> float:
-        """Mean drift in parts per million; positive if the target clock runs faster."""
+        """Mean drift in parts per million, which is positive if the target clock runs faster."""
         if len(self.knots_ns) < 2:
             return 0.0
         length = self.knots_ns[-1] - self.knots_ns[0]

@@ -93,7 +93,7 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """Relative change of the time, as a fraction; positive if the second run is slower."""
+        """Relative change of the time, which is positive if the second run is slower."""
         return self.after_ms / self.before_ms - 1 if self.before_ms > 0 else math.inf
 
     @property
@@ -149,7 +149,7 @@ class Comparison:
 
     @property
     def relative(self) -> float:
-        """Change of the step time as a fraction; positive if the second run is slower."""
+        """Change of the step time as a fraction, which is positive if the second run is slower."""
         return self.after_ms / self.before_ms - 1
 
     def is_slower_by(self, limit: float) -> bool:

@@ -173,7 +173,7 @@ class KernelFile:
             self._file.close()
 
     def _line_end(self) -> bytes:
-        """Returns a newline if the file ends with an incomplete line; otherwise empty bytes.
+        """Returns a newline if the file ends with an incomplete line, and otherwise empty bytes.
 
         A process that was killed may have left such a line.
         """
@@ -272,7 +272,7 @@ def _whole(value: Any) -> int:
 
 
 def _text(value: Any) -> str:
-    """Returns ``value`` if it is a string; raises ``ValueError`` otherwise."""
+    """Returns ``value``, or raises ``ValueError`` if it is not a string."""
     if isinstance(value, str):
         return value
     raise ValueError("the value is not a string")

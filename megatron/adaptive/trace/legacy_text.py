@@ -41,7 +41,7 @@ from megatron.adaptive.trace.trace_format import Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Maximum number of iterations in a text file; ``process_trace.py`` cannot read more."""
+"""Maximum number of iterations in a text file, because ``process_trace.py`` cannot read more."""
 
 NS_PER_MS = 1_000_000
 

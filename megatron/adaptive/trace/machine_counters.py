@@ -382,8 +382,8 @@ class MachineCounters:
         except OSError:
             return
         _renew(self._threads, listed, _TASKS + "/{}/schedstat", _turns)
-        # The calling thread runs the actions. Python's threads are found by their names, which
-        # Linux does not know.
+        # The calling thread runs the actions. The names of Python's threads come from the module
+        # threading, because Linux does not know them.
         names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
         self.message_threads = {str(threading.get_native_id())} | {
             thread

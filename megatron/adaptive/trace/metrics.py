@@ -200,8 +200,8 @@ class RunFigures(RankFigures):
         """
         waits = self.wait_ns.copy()
         rows, columns = np.indices(self.first_cause.shape)
-        # The part "before" already includes the wait before the first action. Therefore, this wait
-        # is subtracted from the waits.
+        # The wait before the first action belongs to the part "before". Subtract it from the waits,
+        # so that it is not counted twice.
         waits[rows, columns, self.first_cause] -= self.first_wait_ns
         first, last = self._step
         ends = np.stack([self.start_ns - first, last - self.end_ns], axis=-1)

@@ -123,7 +123,10 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def rows(self) -> tuple[SpanRow, ...]:
-        """Spans of the current iteration that have been recorded; empty outside of iterations."""
+        """Spans of the current iteration that have been recorded so far.
+
+        The tuple is empty outside of iterations.
+        """
         return tuple(self._rows or ())
 
     def begin_iteration(

@@ -264,7 +264,7 @@ _SAME = ("iteration", "of", "chunk", "microbatch")
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Holds messages whose send and receive were both recorded; each array is ``[messages]``.
+    """Holds messages whose send and receive were both recorded, as arrays ``[messages]``.
 
     Attributes:
         iteration: Iteration number, ``int64``.

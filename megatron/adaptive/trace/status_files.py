@@ -146,7 +146,7 @@ class NowFile:
             OSError: The file cannot be written.
         """
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            self._close()  # The file was deleted. It is created again below.
+            self._close()  # The file was deleted, so it is created again below.
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         now_s = time.monotonic()

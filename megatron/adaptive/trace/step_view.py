@@ -82,7 +82,7 @@ class PipelineStep:
 
     @property
     def replica(self) -> str:
-        """Suffix for a chart's title that names the replica; empty if there is only one replica."""
+        """Suffix for a chart's title that names the replica if there are several replicas."""
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @property

@@ -86,7 +86,10 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Excess of ``(size / error) ** 2`` over ``doubt``; positive for a significant shift."""
+        """Excess of ``(size / error) ** 2`` over ``doubt``.
+
+        The excess is positive if the shift is significant.
+        """
         return (self.size / self.error) ** 2 - self.doubt
 
 

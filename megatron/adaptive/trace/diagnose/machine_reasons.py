@@ -349,7 +349,7 @@ def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if ranks of a link retransmit many TCP segments; otherwise ``None``.
+    """Returns a reason if ranks of a link retransmit many TCP segments, and otherwise ``None``.
 
     ``columns`` contains the indices of the link's ranks on the rank axis, and ``chosen`` contains
     the indices of the iterations to use.

@@ -182,7 +182,8 @@ class _Simulation:
             "dealing": is_unequal and header.dealing == "turns" and len(self._steps[0]) > 1,
         }
         open_settings = [name for name, is_open in settings.items() if is_open]
-        # A run that ordered its microbatches would also order them after a different distribution.
+        # If the run ordered its microbatches, it would also order them if they were distributed
+        # differently.
         was_ordered = header.order not in ("", "given")
         partition = self._best_partition()
         saved: dict[tuple[str, str], float] = {}

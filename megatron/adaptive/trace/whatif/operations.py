@@ -84,7 +84,7 @@ class StepSlices(Protocol):
     """Function that returns the number of slices of each microbatch in a replica's step."""
 
     def __call__(self, iteration: int, replica: int) -> SliceCounts:
-        """Returns the number of slices for an iteration and a data-parallel replica."""
+        """Returns the number of slices of each microbatch for an iteration and a replica."""
 
 
 def whole(iteration: int, replica: int) -> SliceCounts:
@@ -96,7 +96,10 @@ class StepSizes(Protocol):
     """Function that returns the bytes of activations of each microbatch in a replica's step."""
 
     def __call__(self, iteration: int, replica: int) -> tuple[int, ...]:
-        """Returns the sizes for an iteration and a data-parallel replica; empty if unknown."""
+        """Returns the sizes of the microbatches for an iteration and a replica.
+
+        The result is empty if the sizes are unknown.
+        """
 
 
 def no_sizes(iteration: int, replica: int) -> tuple[int, ...]:
@@ -646,7 +649,7 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         pairs.append((rows[:-1][same], rows[1:][same]))
 
     # Computations on a rank may overlap. Such a computation depends on the last computation that
-    # had finished when it started, even if another one had started in between.
+    # had finished when it started, which need not be the previous computation.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])

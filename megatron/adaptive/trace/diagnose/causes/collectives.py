@@ -203,7 +203,7 @@ def _slow_member(
 
 
 def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Finding | None:
-    """Returns a finding if the transfers of a group take too long; otherwise ``None``.
+    """Returns a finding if the transfers of a group take too long, and otherwise ``None``.
 
     Args:
         m: Measured times of the run.
