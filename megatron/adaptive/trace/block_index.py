@@ -56,7 +56,7 @@ class Block:
 
     @property
     def num_spans(self) -> int:
-        """Estimated number of spans, at least 1 and at most the number that fits into the block."""
+        """Estimated number of spans: at least 1, and at most as many as the block has room for."""
         if self.table is not None:
             return max(1, len(self.table))
         return max(1, min(sum(self.marker.counts), self.size_bytes // SHORTEST_SPAN))
@@ -85,7 +85,7 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Reads the rest of the file from :attr:`offset`, and adds its contents to the lists.
+        """Reads the file from :attr:`offset` to the end, and adds its contents to this object.
 
         Args:
             size: Size of the file in bytes.
@@ -145,7 +145,7 @@ def index_file(path: Path) -> FileIndex:
 
 
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
-    """Returns the block of spans after ``marker``, and moves ``file`` to the end of the block.
+    """Returns the block of spans after ``marker``, and advances ``file`` to the end of the block.
 
     ``index`` lists the contents of the file, and ``file_size`` is the size of the file in bytes
     when reading started.
@@ -160,7 +160,7 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
         size += len(line)
     file.seek(offset + size)
     block = Block(marker, offset, size)
-    # The file may have been edited, so parse the lines now to report any error in them.
+    # The lines may have been edited. Parse them now, so that errors in them are reported here.
     table = read_blocks(index, [block])
     return replace(block, is_whole=len(table) == sum(marker.counts), table=table)
 
@@ -239,7 +239,8 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""Columns whose values are indices of names, as (column, number of names, value if unknown)."""
+"""Name, number of known values, and replacement of unknown values for each column of indices.
+"""
 
 
 def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
@@ -251,9 +252,10 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
             line's index from 0. Used for error messages.
 
     Returns:
-        ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
-        An unknown kind of action is replaced by ``other``. An unknown ``of`` or ``reason`` is
-        replaced by the value that means that the span has no such field.
+        Array ``[lines, 12] int64``, in the order of
+        :data:`~megatron.adaptive.trace.trace_format.COLUMNS`. An unknown kind of action is replaced
+        by ``other``. An unknown ``of`` or ``reason`` is replaced by the value that means that the
+        span has no such field.
 
     Raises:
         TraceError: A line is not a list of integers, one per column.
@@ -279,16 +281,16 @@ def _plain(data: bytes) -> Ints | None:
         return np.zeros((0, width), dtype=np.int64)
     text = data.translate(_COMMAS, b"[\n")
     with warnings.catch_warnings():
-        # If older numpy cannot parse a text, it only issues a warning, while newer numpy raises an
-        # error. The filter turns the warning into an error.
+        # Older versions of numpy only warn about text that they cannot parse, while newer versions
+        # raise an error. The filter turns the warning into an error.
         warnings.simplefilter("error", DeprecationWarning)
         try:
             numbers = np.fromstring(text[:-1], dtype=np.int64, sep=",")
         except (ValueError, DeprecationWarning):
             return None
     if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
-        # numpy replaces numbers outside the range of int64 with the smallest or largest int64.
-        # These two values therefore mean that the line is damaged.
+        # numpy replaces numbers outside the range of int64 with the smallest or largest int64. If
+        # one of these two values occurs, the line is damaged.
         return None
     return numbers.reshape(lines, width)
 

@@ -60,17 +60,17 @@ WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
 """Fraction of the samples in each time window that are used.
 
-The fastest samples are used, and at least one sample.
+These are the fastest samples of the window, and at least one sample.
 """
 
 STAMP_NS = 2_000.0
 """Minimum error in nanoseconds that is assumed for each clock reading."""
 
 DRIFT_PRIOR = 1e-4
-"""Assumed clock drift in seconds per second, which limits the slope of a fit to few samples."""
+"""Expected clock drift in seconds per second, which limits the slope if there are few samples."""
 
 BENT = 4.0
-"""Ratio of residual to expected error above which a piecewise linear function replaces the line."""
+"""Ratio of residual to expected error above which a piecewise linear fit replaces the line."""
 WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
 
@@ -112,7 +112,7 @@ class ClockFit:
 
     @property
     def drift_ppm(self) -> float:
-        """Mean drift in parts per million; positive if the target clock runs faster."""
+        """Mean drift in parts per million, which is positive if the target clock runs faster."""
         if len(self.knots_ns) < 2:
             return 0.0
         length = self.knots_ns[-1] - self.knots_ns[0]
@@ -147,7 +147,7 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
 
     Args:
         samples: One or more requests to the reference rank, or an array ``[requests, 4]`` of their
-            times in ns, in the order of ``ClockExchange``.
+            times in ns, in the order of the fields of ``ClockExchange``.
 
     Returns:
         Fit that converts readings of the local clock into readings of the reference clock.
@@ -158,7 +158,7 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     delays = ((back - sent) - (answered - received)).astype(np.float64)
     keep = _fastest(sent, delays)
     pivot, base = int(sent[0]), int(received[0] - sent[0])
-    # Subtracting the large constant keeps the numbers small enough for floats to represent half
+    # Without the large constant ``base``, the numbers are small enough for floats to represent half
     # nanoseconds exactly.
     offsets = ((received - sent - base) + (answered - back - base)).astype(np.float64) / 2
     times_ns = ((sent + (back - sent) // 2) - pivot).astype(np.float64)[keep]
@@ -185,7 +185,7 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
 def settle(
     slack_ns: Mapping[tuple[int, int], int], num_clocks: int, unsure: Collection[int] = ()
 ) -> tuple[list[int], int]:
-    """Shifts clocks as little as possible so that no message arrives before it was sent.
+    """Shifts clocks as little as possible, so that no message arrives before it was sent.
 
     Args:
         slack_ns: Shortest time in ns between the send and the arrival of a message, for each pair
@@ -289,7 +289,7 @@ def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tupl
     if length <= 0:
         return np.zeros(1), np.array([np.average(offsets, weights=sigmas**-2)])
     knots = np.linspace(times_ns[0], times_ns[-1], count)
-    # Row i contains the weights of the knots in the linear interpolation at point i.
+    # Row i contains the weight of each knot in the interpolated value at point i.
     design = np.stack([np.interp(times_ns, knots, unit) for unit in np.eye(count)], axis=1)
     # One additional row per interval between knots pulls its slope towards 0 with a small weight.
     # Without these rows, a few samples could not determine all slopes.
@@ -399,7 +399,7 @@ def align(
     for rank, header in headers.items():
         first.setdefault(header.clock, header)
         ranks.setdefault(header.clock, []).append(rank)
-    # All samples of a job refer to the same rank, so reading the first record is enough.
+    # All samples of a job refer to the same rank, so the first record is enough.
     judge = next((record.reference for rank in headers for record in samples_of[rank]), None)
     samples: dict[str, list[ClockExchange]] = {}
     for rank, header in headers.items():
@@ -534,7 +534,7 @@ def start_clock_sync(
 
 
 class ClockServer:
-    """Answers requests for the time from clients that know a secret, with a thread per connection.
+    """Answers clients that know a secret and ask for the time, with one thread per connection.
 
     Args:
         host: Address to listen on. If it is empty or belongs to another machine, the server listens
@@ -556,7 +556,7 @@ class ClockServer:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops the server after waiting briefly for last requests. May be called repeatedly."""
+        """Waits briefly for the last requests, then stops the server. May be called repeatedly."""
         self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
         while self._serving:
@@ -570,7 +570,7 @@ class ClockServer:
         thread = threading.Thread(
             target=self._serve, args=(sealed.socket,), name="clock-connection", daemon=True
         )
-        thread.start()  # If no thread can start, the gate closes the connection.
+        thread.start()  # If this raises an error, the caller closes the connection.
         self._serving[thread] = sealed.socket
 
     def _serve(self, connection: socket.socket) -> None:
@@ -617,7 +617,7 @@ class ClockSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Measures once more and stops the thread. This method can be called more than once."""
+        """Runs a last burst of requests, and stops the thread. Can be called more than once."""
         self._closed.set()
         self._thread.join(2 * PATIENCE_S)
 
@@ -680,7 +680,7 @@ def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, i
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value[: _TIMESPEC.size])
             age_ns = unix_ns - (seconds * 10**9 + nanoseconds)
-            # If the age is out of range, the time of day was changed after the kernel set the
+            # If the age is out of range, the time of day was changed after the kernel had set the
             # timestamp.
             if 0 <= age_ns < 10**9:
                 return data, present_ns - age_ns

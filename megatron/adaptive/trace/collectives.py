@@ -8,8 +8,8 @@ time is the transfer::
     member 1                          arrives ┴─ transfer ─┘ end
 
 Every member records the total time of all collectives, and the times of single collectives. If
-there are many collectives, all members record the times of the same sample of them. A group is
-ignored if the trace of any member is missing.
+there are many collectives, only a sample of them is timed, which is the same on all members. A
+group is ignored if the trace of any member is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NS_PER_MS = 1e6
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinedCollectives:
-    """Holds the times of one group's collectives of one kind, as recorded by all members.
+    """Holds the times that all members of a process group recorded for one kind of collective.
 
     Attributes:
         kind: Kind of the group, such as ``tensor``.
@@ -67,22 +67,22 @@ class JoinedCollectives:
 
     @property
     def last_ns(self) -> Ints:
-        """``[collectives]``, time in ns at which the last member arrived."""
+        """Time in ns at which the last member arrived at each collective, ``[collectives]``."""
         return np.asarray(self.start_ns.max(axis=1))
 
     @property
     def wait_ns(self) -> Ints:
-        """``[collectives, members]``, time in ns from a member's arrival to the last arrival."""
+        """Time in ns from a member's arrival to the last arrival, ``[collectives, members]``."""
         return np.asarray(self.last_ns[:, None] - self.start_ns)
 
     @property
     def transfer_ns(self) -> Ints:
-        """``[collectives, members]``, time in ns from the last arrival to the collective's end."""
+        """Time in ns from the last arrival to the collective's end, ``[collectives, members]``."""
         return np.asarray(np.maximum(self.end_ns - self.last_ns[:, None], 0))
 
     @property
     def held_up_ns(self) -> Floats:
-        """``[collectives, members]``, time in ns for which the group waited only for this member.
+        """Time in ns for which the group waited only for a member, ``[collectives, members]``.
 
         The value is 0 for all members except the last member to arrive.
         """
@@ -92,11 +92,13 @@ class JoinedCollectives:
         return np.where(is_last, gap_ns[:, None], 0.0)
 
     def per_step_ns(self, times_ns: Floats | Ints) -> Floats:
-        """Estimates the total time in ns of the collectives per iteration.
+        """Estimates the total time in ns that these collectives take in each iteration.
+
+        The estimate is the mean over the recorded collectives times the number of all collectives.
+        It has the shape ``[iterations, ...]``.
 
         Args:
-            times_ns: ``[collectives, ...]``, time in ns of each collective with recorded times. The
-                result has the shape ``[iterations, ...]``.
+            times_ns: ``[collectives, ...]``, time in ns of each collective with recorded times.
         """
         means = [times_ns[self.iteration == n].mean(axis=0) for n in np.unique(self.iteration)]
         return np.array(means, dtype=np.float64) * self.per_step
@@ -193,7 +195,7 @@ def _join(
 
 
 def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
-    """Returns the count, total time in ns and total bytes of the collectives ``operation``.
+    """Returns the count, total time in ns and total bytes of the collectives called ``operation``.
 
     ``group`` contains the collectives of one member in one step.
     """
@@ -216,7 +218,7 @@ def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFigures:
-    """Holds the times of one kind of collective in a step, averaged over groups of one kind.
+    """Holds the times of one kind of collective in a step, as means over the groups of one kind.
 
     Attributes:
         kind: Kind of the groups, such as ``tensor``.
@@ -258,8 +260,8 @@ def _figures(groups: Sequence[JoinedCollectives]) -> CollectiveFigures:
     wait_ms = []
     transfer_ms = []
     for group in groups:
-        # Assume that collectives without recorded times spend the same fraction of their time
-        # waiting.
+        # Assume that collectives without recorded times wait for the same fraction of their time as
+        # those with recorded times.
         wait_ns = float(group.wait_ns.sum())
         waited = wait_ns / max(1.0, wait_ns + float(group.transfer_ns.sum()))
         wait_ms.append(group.total_ns * waited / _NS_PER_MS)

@@ -1,7 +1,7 @@
 """Compares two traced runs, and finds the parts of the work that became slower or faster.
 
-The computing times of every rank, chunk and kind of action are compared. The logarithms of the
-times are used, so that relative changes can be added::
+The computing times of cells are compared. A cell is one kind of action on one chunk of one rank.
+The logarithms of the times are used, so that relative changes can be added::
 
     change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
 
@@ -40,7 +40,7 @@ SURE = 3.5
 """Minimum size of a change to be reported, in standard errors."""
 
 LEAST = 0.02
-"""Minimum size of a change to be reported, as a fraction of the time."""
+"""Minimum size of a change to be reported, as a fraction of the time in the first run."""
 
 OF_STEP = 0.002
 """Minimum change in the time of messages or data reads to be reported, as a fraction of a step."""
@@ -49,7 +49,7 @@ RANKS_DIFFER = 0.008
 """Standard deviation of a rank's relative speed between two runs with the same settings."""
 
 FEWEST_LAYERS = 3
-"""Minimum number of layers on a rank that is required to compare its layers."""
+"""Minimum number of layers on a rank for its layers to be compared with each other."""
 
 MOST_CHANGES = 20
 """Maximum number of changes of computing time that a comparison reports."""
@@ -58,7 +58,7 @@ _MEDIAN_ERROR = 1.25
 """Ratio of the standard error of a median to the standard error of a mean."""
 
 _LEAST_ERROR = 1e-3
-"""Minimum standard error assumed for a logarithm of times."""
+"""Minimum standard error assumed for the logarithm of a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +93,12 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """Relative change of the time, as a fraction; positive if the second run is slower."""
+        """Relative change of the time, which is positive if the second run is slower."""
         return self.after_ms / self.before_ms - 1 if self.before_ms > 0 else math.inf
 
     @property
     def place(self) -> str:
-        """Text that names the affected part of the work."""
+        """Name of the affected part of the work, as text for the user."""
         if self.kind == "everything":
             return "computing on all ranks"
         if self.kind == "link":
@@ -149,7 +149,7 @@ class Comparison:
 
     @property
     def relative(self) -> float:
-        """Change of the step time as a fraction; positive if the second run is slower."""
+        """Change of the step time as a fraction, which is positive if the second run is slower."""
         return self.after_ms / self.before_ms - 1
 
     def is_slower_by(self, limit: float) -> bool:
@@ -189,7 +189,7 @@ def compare_runs(
     after: RunTrace,
     iterations: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
 ) -> Comparison:
-    """Returns the changes between two runs with the same pipeline shape.
+    """Finds the changes between two runs with the same pipeline shape.
 
     Args:
         before: Trace of the first run.
@@ -256,16 +256,16 @@ def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
 
 
 def _computing(first: Measured, second: Measured) -> Iterator[Change]:
-    """Yields the changes in computing time between two runs, with the largest first.
+    """Yields the changes in computing time between two runs.
 
-    The largest change is the change that accounts for most of the difference.
+    The first change is the change that accounts for most of the difference, and so on.
     """
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
-    # Use at least the median noise of all cells for each cell, because a run may have too few
-    # iterations to estimate the noise of a single cell. A cell is one kind of action on one chunk
-    # of a rank.
+    # A run may have too few iterations to estimate the noise of a single cell (one kind of action
+    # on one chunk of a rank). Therefore, assume for each cell at least the median noise of all
+    # cells.
     error = np.maximum(error, middle(error))
     times_ms = [np.exp(middle(log_ns, axis=0)) / 1e6 for log_ns in series]
     is_known = np.isfinite(change)
@@ -297,9 +297,9 @@ class _Part:
     """Describes a part of the work that may have changed as a whole.
 
     Attributes:
-        cells: Index of the part in arrays ``[ranks, chunks, 3]`` (the last axis is the kind of
-            action).
-        cells: Index of the part's cells in arrays ``[ranks, chunks, 3]``.
+        kind: Kind of the part, as in :class:`Change`.
+        cells: Index of the part in arrays ``[ranks, chunks, 3]``, whose last axis is the kind of
+            action.
         ranks: Global ranks that do this part of the work.
         stages: Pipeline stages that do this part of the work.
         action: Kind of action (F, B or W); empty if the part contains several kinds.
@@ -581,8 +581,8 @@ def _median_ms(times_ns: Floats) -> float:
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
     """Returns the confidence that the times changed, or ``None`` if the change may be random.
 
-    A change counts only if it exceeds the fraction :data:`LEAST` of the time and the fraction
-    :data:`OF_STEP` of a step.
+    A change counts only if it exceeds the fraction :data:`LEAST` of the time in the first run and
+    the fraction :data:`OF_STEP` of a step.
 
     Args:
         before: Times in ns in the first run.

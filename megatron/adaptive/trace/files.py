@@ -36,7 +36,7 @@ def _has_room(file: int) -> bool:
     """Returns whether the disk that contains ``file`` has enough space to try writing again.
 
     ``file`` is a file descriptor. At least 64 KiB must be free. With a smaller limit, a few bytes
-    freed by another program would briefly end the outage.
+    freed by another program would be enough to try again, and the disk would soon be full again.
     """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return True
@@ -65,7 +65,7 @@ class Outage:
         self.lost = 0
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
-        """Adds ``count`` to the lost units, and prints ``error`` if writing worked until now."""
+        """Adds ``count`` to the lost units, and prints ``error`` if this is a new outage."""
         self.lost += count
         if not self.is_on:
             self.is_on = True
@@ -98,7 +98,7 @@ class BestEffortFile:
         head: Function that returns the bytes to write first each time the file is opened.
 
     Raises:
-        OSError: The file cannot be opened. This error is not raised if the disk is full or fails.
+        OSError: The file cannot be opened, and the reason is not a full or failing disk.
     """
 
     def __init__(self, path: Path, unit: str, head: Callable[[], bytes] = lambda: b"") -> None:
@@ -182,7 +182,8 @@ class BestEffortFile:
                 data = data[os.write(file, data) :]
         except OSError:
             self._is_torn = True
-            # If the truncation fails, _is_torn stays set, and the next write truncates first.
+            # If the file cannot be truncated, _is_torn stays set, and the next write truncates it
+            # first.
             with contextlib.suppress(OSError):
                 os.ftruncate(file, self._end)
                 self._is_torn = False
@@ -299,7 +300,7 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
             number += 1
         path.rename(kept)
     except FileNotFoundError:
-        return None  # Another machine has just renamed the shared folder.
+        return None  # The folder is shared, and another machine has just renamed it.
     except OSError as error:
         raise TraceError(
             f"cannot rename {path}, which has the traces of an earlier start: {error.strerror}; "

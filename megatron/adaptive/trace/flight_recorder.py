@@ -30,9 +30,9 @@ _VERSION = re.compile(r"2(\.\d+)*")
 _LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
 _PEERS = re.compile(r"(\d+)(->|<-)(\d+)")
 _BATCH = "coalesced"
-"""Suffix of the name of an entry for a batch of messages.
+"""Suffix of the name of an entry that represents a whole batch of messages.
 
-This entry follows the entries of the messages.
+This entry follows the entries of the single messages.
 """
 
 
@@ -294,7 +294,8 @@ def _is_late(
     )
     if dumps[call.rank].is_whole and dumps[end].is_whole:
         return len(silent) <= waiting.index(call)
-    return True  # All calls of ``end`` on this route have finished, so it has not made this call.
+    # All calls of ``end`` on this route have finished, so ``end`` has not made the matching call.
+    return True
 
 
 def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
@@ -309,7 +310,7 @@ def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
     match = _PEERS.search(call.name)
     if match is None:
         return (call.rank,)
-    # The name of a message contains two ranks within the group. The first rank made the call.
+    # The name of a message contains two ranks within the group, of which the first made the call.
     members = dump.members.get(call.group, ())
     ends = [int(match[1]), int(match[3])]
     ends = [members[end] if end < len(members) else end for end in ends]
@@ -378,7 +379,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
 
 
 def _endless(stuck: StuckCall) -> tuple[str, str]:
-    """Returns the reason and advice for a call that all ranks have made, but not finished."""
+    """Returns the reason and advice if all ranks have made a call, but it does not finish."""
     call = stuck.call
     if call.is_message:
         return (
@@ -450,7 +451,8 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
         if (group := names.get(str(number))) is not None:
             last = int(status["last_enqueued_collective"])
             begun[group] = max(begun.get(group, 0), last)
-    # torch numbers its records from 0, and overwrites the oldest records first.
+    # torch numbers its records from 0 and overwrites the oldest first, so a dump is whole if its
+    # first record has the number 0.
     is_whole = all(int(entry.get("record_id", 1)) == 0 for entry in entries[:1])
     return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun, is_whole=is_whole)
 
@@ -493,9 +495,9 @@ def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
 
 
 def _place(frames: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the innermost frame outside of libraries as text.
+    """Returns the innermost stack frame outside of libraries as text.
 
-    The text is empty if there is no such frame.
+    The text is empty if all frames are in libraries.
     """
     for frame in frames:
         if not _LIBRARY.search(str(frame["filename"])):

@@ -64,7 +64,7 @@ class GpuCounters:
         ranks: Number of ranks of the job that share the GPU.
 
     Attributes:
-        why_not: Reason why nothing can be counted; empty if counting works or there is no GPU.
+        why_not: Reason why nothing can be counted. Empty if counting works or if there is no GPU.
         missing: Names of the counters that this GPU or this version of NVML does not provide.
     """
 
@@ -85,7 +85,7 @@ class GpuCounters:
             self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except ImportError:
             self.why_not = "the package nvidia-ml-py is missing"
-        # NVML raises an error if there is no driver or no permission, for example.
+        # NVML raises an error, for example, if there is no driver or no permission.
         except Exception as error:
             self.why_not = f"NVML cannot be initialized: {error}"
         else:
@@ -132,7 +132,7 @@ class GpuCounters:
                 continue
             try:
                 self._values[name] = int(read())
-            except Exception:  # This version of NVML or this GPU does not provide the counter.
+            except Exception:  # The GPU or this version of NVML does not provide the counter.
                 self._values.pop(name, None)
         self._read_s = time.monotonic()
 

@@ -35,16 +35,16 @@ STEPS = 10.0
 """Default of ``--hang-after-s`` as a multiple of the median step time, but at least 30 s."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Multiple of the hang limit for which ranks may compute between steps without progress."""
+"""Multiple of ``--hang-after-s`` for which ranks may compute between steps without progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
 """Minimum usage per second of a working rank: processor time in seconds, processor time plus time
 in the run queue in seconds, and bytes read or written. Monitoring threads alone use less."""
 _STALE_S = 6.0
 """Age in seconds above which a rank's status file is outdated; ranks write it every second."""
 _OTHERS_S = 11.0
-"""Seconds to wait for the hang detectors of other machines to report the same hang."""
+"""Time in seconds to wait until hang detectors of other machines report the same hang."""
 _SILENT_S = 20.0
-"""Seconds without a report after which another machine's hang detector is considered to be lost."""
+"""Time in seconds without a report after which another machine's detector is considered lost."""
 
 JOB_FILE, _ENDED = "job.json", "ended"
 
@@ -106,7 +106,7 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Text with the code line that the main thread runs, except in ``threading``, ``queue``."""
+        """Text with the main thread's line of code, outside of ``threading`` and ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
@@ -119,7 +119,7 @@ class RankEvidence:
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
-        """Returns whether ``line`` or one of the ``depth`` innermost files matches ``pattern``."""
+        """Returns whether ``pattern`` matches ``line`` or a file of the top ``depth`` frames."""
         files = [str(frame[0]) for frame in self.frames[:depth]]
         return any(pattern.search(text) for text in (*files, self.line))
 
@@ -252,7 +252,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the result if ``rank`` blocks the job and does not wait for other ranks."""
+    """Returns why ``rank``, which waits for no other rank, blocks the job."""
     missed = next(
         (
             f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
@@ -308,13 +308,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers above ``begun`` of collectives in group ``name`` that ranks wait in."""
+    """Returns the numbers, over ``begun``, of collectives in group ``name`` that ranks wait in."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to the ranks it waits for: senders of inputs, or late collective members."""
+    """Maps each rank to those it waits for: senders of inputs, or late members of collectives."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -344,7 +344,7 @@ def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:
-    """Returns ranks that wait for each other in a cycle; empty if there is no deadlock."""
+    """Returns ranks that wait for each other in a cycle. The list is empty if there is no cycle."""
     for start in edges:
         path = [start]
         while others := sorted(edges.get(path[-1], ())):
@@ -380,8 +380,8 @@ class Stillness:
         limit_s: Value of ``--hang-after-s`` in seconds, or ``None`` for the default limit.
 
     Attributes:
-        paused: Number of collectives started in each process group if every rank is between two
-            steps of a user's own training loop and waits for no other rank; otherwise ``None``.
+        paused: Number of collectives started in each process group; ``None`` unless every rank is
+            between two steps of a user's own training loop and waits for no other rank.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -459,7 +459,7 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the number of collectives started per group if all ``counts`` agree, or ``None``."""
+    """Returns the number of collectives started per group, or ``None`` if ``counts`` differ."""
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -508,7 +508,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # The signal would kill a rank without a handler. A rank has a handler if it has reported.
+        # The signal kills a rank without a handler. Ranks that have reported have a handler.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -532,7 +532,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may briefly wait for a disk (D), so require D twice.
+                # A healthy process may briefly wait for a disk (D), so D must be seen twice.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -544,7 +544,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
 
 
 def main_frames(stack: str) -> list[tuple[str, int, str]]:
-    """Returns the main thread's frames from ``stack``, with the innermost frame first.
+    """Returns the frames of the main thread in ``stack``, with the innermost frame first.
 
     ``py-spy`` marks the main thread; ``faulthandler`` prints it last.
     """
@@ -594,7 +594,7 @@ def _source(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Returns each rank's last status report; empty if the file is from an earlier process."""
+    """Returns each rank's last status report, which is empty if an earlier process wrote it."""
     nows: dict[int, dict[str, Any]] = {}
     for rank, pid in pids.items():
         now = _read_json(folder / f"now_rank_{rank:05d}.json")
@@ -658,7 +658,7 @@ class _Watch:
             last_s = now_s
             nows = _read_nows(self._folder, self._pids)
             if any(now.get("doing") == _ENDED for now in nows.values()):
-                return  # The job has finished, or the rank has printed an error.
+                return  # The job has finished, or the rank has printed an error itself.
             work = {rank: _work(pid) for rank, pid in self._pids.items()}
             moved = [
                 any(after[n] - self._work[r][n] > _BUSY[n] * elapsed_s for r, after in work.items())
@@ -666,7 +666,7 @@ class _Watch:
             ]
             self._work = work
             if elapsed_s > 5 * _LOOK_S:
-                # This process was suspended, and the ranks may have been too, so start again.
+                # This process was suspended. The ranks may have been suspended too, so start again.
                 self._still.restart(now_s)
             still_s = self._still.look(nows, now_s, computes=any(moved[:2]), transfers=moved[2])
             self._decide(still_s, now_s)
@@ -674,7 +674,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # A hang detector that sends evidence has found a hang, and waits for a reply.
+        # Another machine's hang detector that sends evidence has found a hang and awaits a reply.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
@@ -705,7 +705,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Returns the last report of each other machine. A report that is too old is empty."""
+        """Returns each other machine's last report, or an empty dict if the report is too old."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")

@@ -29,7 +29,7 @@ MOST_KEPT = 20_000
 """Maximum number of kernels per step whose times are kept. They take less than a megabyte."""
 
 MOST_NAMES = 1_000
-"""Maximum number of totals per step. The rest is added up by action under :data:`OTHERS`."""
+"""Maximum number of totals per step. The remaining times are added up as :data:`OTHERS`."""
 
 OTHERS = "others"
 OUTSIDE = "outside"
@@ -37,7 +37,7 @@ OUTSIDE = "outside"
 
 _LONGEST_NAME = 200
 _LIMIT = 1 << 62
-"""Maximum number in a file. Larger times could not be converted to the run's clock."""
+"""Largest number allowed in a file. Larger times could not be converted to the run's clock."""
 _AROUND = (*DRAWN_ACTIONS, "reduce", "optimizer")
 
 
@@ -146,8 +146,7 @@ class KernelFile:
         """Appends the kernels of ``step`` to the file.
 
         Raises:
-            OSError: The file cannot be opened. This error is not raised if the disk is full or
-                fails.
+            OSError: The file cannot be opened, and the reason is not a full or failing disk.
         """
         names = list(dict.fromkeys(total.name for total in step.totals))
         number_of = {name: number for number, name in enumerate(names)}
@@ -174,7 +173,7 @@ class KernelFile:
             self._file.close()
 
     def _line_end(self) -> bytes:
-        """Returns a newline if the file ends with an incomplete line, otherwise no bytes.
+        """Returns a newline if the file ends with an incomplete line, and otherwise empty bytes.
 
         A process that was killed may have left such a line.
         """
@@ -242,7 +241,7 @@ def _read(path: Path) -> tuple[list[StepKernels], str]:
 
 
 def _step(record: Any) -> StepKernels:
-    """Returns the step that ``record``, a parsed line of the file, contains.
+    """Converts ``record``, a parsed line of the file, to the kernels of a step.
 
     Raises:
         ValueError: A value has the wrong type or is out of range. Records with a different
@@ -273,7 +272,7 @@ def _whole(value: Any) -> int:
 
 
 def _text(value: Any) -> str:
-    """Returns ``value`` if it is a string; raises ``ValueError`` otherwise."""
+    """Returns ``value``, or raises ``ValueError`` if it is not a string."""
     if isinstance(value, str):
         return value
     raise ValueError("the value is not a string")

@@ -41,7 +41,7 @@ from megatron.adaptive.trace.trace_format import Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Maximum number of iterations in a text file; ``process_trace.py`` cannot read more."""
+"""Maximum number of iterations in a text file, because ``process_trace.py`` cannot read more."""
 
 NS_PER_MS = 1_000_000
 
@@ -58,7 +58,7 @@ def legacy_name(num_ranks: int, num_chunks: int) -> str:
 
 
 def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Returns the numbers of pipeline ranks and chunks per rank in the file name of ``path``.
+    """Returns the numbers of pipeline ranks and of chunks per rank from the file name in ``path``.
 
     The result is ``None`` if the name has another form.
     """

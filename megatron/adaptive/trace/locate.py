@@ -1,4 +1,4 @@
-"""Finds the trace of the run that the user chose, or of the newest run by default.
+"""Finds the trace of a run that the user names, or of the newest run by default.
 
 The folder of a run contains a folder ``traces`` with a JSON-lines file per rank. It may also
 contain a trace in the older text format (``legacy_text``). The newest run is the run whose files
@@ -33,7 +33,8 @@ _HERE = Path()
 PARENTS = (_RUNS, Path("logs"), _HERE)
 """Folders that are searched for runs by default.
 
-The current folder may itself be a run's folder. Its other subfolders are not searched.
+The current folder may be the folder of a run. Apart from ``runs`` and ``logs``, its subfolders are
+not searched.
 """
 
 _LINES = (f"{TRACES}/trace_rank_*.jsonl", "trace_rank_*.jsonl")
@@ -150,7 +151,8 @@ def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
     times_s = []
     for pattern in patterns:
         for path in folder.glob(pattern):
-            with contextlib.suppress(OSError):  # An active run may delete a file.
+            # An active run may delete a file between the two calls.
+            with contextlib.suppress(OSError):
                 times_s.append(path.stat().st_mtime)
     return max(times_s, default=None)
 

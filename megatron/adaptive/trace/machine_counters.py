@@ -55,7 +55,7 @@ Only the thread of this process that waited longest is counted.
 """
 
 TURN_WAIT = "turn_wait_ns"
-"""Name of the counter of the mean time in ns that a thread waited before it got a processor.
+"""Name of the counter of the mean time in ns for which a thread waited to get a processor.
 
 Only threads that run actions, send or receive are considered, and only the thread that waited
 longest is counted. A message may be noticed late by about this time because its receiver had no
@@ -78,7 +78,7 @@ DISK_WAIT = "disk_wait_ns"
 """Name of the counter of the time in ns for which programs of the machine waited for a disk."""
 
 DISK_PAGES = "disk_pages"
-"""Name of the counter of pages that this process had to wait for while they were read from disk."""
+"""Name of the counter of memory pages for which this process had to wait for a disk read."""
 
 DISK_READ = "disk_read_bytes"
 """Name of the counter of bytes that this process or its children read from a disk.
@@ -154,7 +154,7 @@ _CLOCKS = {
     CLOCK_LIMIT: "scaling_max_freq",
     FULL_CLOCK: "cpuinfo_max_freq",
 }
-"""Maps the name of each clock counter to the file of the processor that contains the clock.
+"""Maps the name of each clock counter to the name of the kernel's file with that clock.
 """
 
 _PROCESSORS = "/sys/devices/system/cpu"
@@ -172,9 +172,10 @@ _MESSAGE_THREADS = (
     "receive-from-",
     "send-to-",
 )
-"""Prefixes of the names of threads, other than the main thread, that run actions, send or receive.
+"""Prefixes of the names of threads that run actions or transfer messages.
 
-These threads are started by this package's executor and transports, or by libraries that they use.
+The main thread is not included. These threads are started by the package's executor and transports,
+or by libraries that these use.
 """
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
@@ -187,9 +188,9 @@ _BUSY_FIELDS = (1, 2, 3, 6, 7)
 _STEAL_FIELD = 8
 """Index of the stolen time in the first line of ``/proc/stat``."""
 _MAJOR_FAULTS_FIELD = 9
-"""Index of the major page faults in ``/proc/self/stat``, counted from the state."""
+"""Index of the number of major page faults in ``/proc/self/stat``, counted from the state."""
 _LAST_PROCESSOR_FIELD = 36
-"""Index of the processor used last in ``/proc/self/stat``, counted from the state."""
+"""Index of the number of the last processor in ``/proc/self/stat``, counted from the state."""
 _NS_PER_US = 1000
 
 
@@ -232,7 +233,7 @@ class MachineCounters:
     Attributes:
         missing: Names of the counters that are unavailable on this machine or to this user. If no
             GPU counter can be read, one entry with the reason replaces all GPU counters.
-        message_threads: IDs of this process's threads that run actions, send or receive.
+        message_threads: IDs of this process's threads that run actions or transfer messages.
     """
 
     def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1, interface: str = "") -> None:
@@ -261,7 +262,7 @@ class MachineCounters:
         self.missing = (*missing, *self._gpu.missing)
 
     def begin(self) -> None:
-        """Reads all counters. The method :meth:`end` returns the increase since this call."""
+        """Reads all counters. :meth:`end` returns how much they have increased since this call."""
         self._begun = self._read()
         self._turns_begun = self._turns
         self._tcp_begun = self._tcp.read()
@@ -275,8 +276,8 @@ class MachineCounters:
         """
         counts = dict.fromkeys(COUNTERS, 0)
         for (name, source), value in self._read().items():
-            # A counter may have several sources, such as nested control groups or processes. Their
-            # counts overlap, so the largest count is reported.
+            # A counter may have several sources, such as nested control groups or processes. The
+            # same event may be counted by more than one of them, so the largest count is reported.
             counted = value - self._begun.get((name, source), value)
             counts[name] = max(counts[name], counted)
         counts[PROCESSOR_WAIT], counts[TURN_WAIT] = self._waits()
@@ -327,11 +328,12 @@ class MachineCounters:
         return {thread: turns for thread, turns in values.items() if turns is not None}
 
     def _waits(self) -> tuple[int, int]:
-        """Returns how long threads waited for a processor since :meth:`begin`, in ns.
+        """Returns the times in ns for which threads waited for a processor since :meth:`begin`.
 
         Returns:
-            Total wait of the thread that waited longest, and the mean time per wait of the thread
-            that waited longest among the threads that run actions, send or receive.
+            Total wait of the thread that waited longest, and the mean duration of a single wait.
+            The mean is that of the longest-waiting thread among those that run actions or transfer
+            messages.
         """
         waits = {}
         for thread, turns in self._turns.items():
@@ -380,15 +382,16 @@ class MachineCounters:
         except OSError:
             return
         _renew(self._threads, listed, _TASKS + "/{}/schedstat", _turns)
-        # The calling thread runs the actions. Linux does not know the names of Python's threads.
+        # The calling thread runs the actions. The names of Python's threads come from the module
+        # threading, because Linux does not know them.
         names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
         self.message_threads = {str(threading.get_native_id())} | {
             thread
             for thread in listed
             if (names.get(thread) or _name_of(thread)).startswith(_MESSAGE_THREADS)
         }
-        # Most threads of a rank sleep for the whole run. Until the next listing, only new threads
-        # and threads that ran since the last listing are read.
+        # Most threads of a rank sleep for the whole run. Therefore, until the next listing, read
+        # only new threads and threads that have run since the last listing.
         turns = self._read_threads(self._threads)
         has_run = {thread for thread in turns if turns[thread] != self._listed.get(thread)}
         self._active = has_run | (self.message_threads & turns.keys())
@@ -432,7 +435,7 @@ def _renew(
 
 def _sources() -> Iterator[tuple[str, _Source[int]]]:
     """Yields the name and the open file of each counter of the machine or of this process."""
-    # Any control group from the group of the process up to the root may have a quota.
+    # A quota may apply to the control group of the process or to any group above it.
     quotas = [str(folder / "cpu.stat") for folder in control_groups.folders("cpu")]
     files: list[tuple[str, str, Callable[[bytes], int]]] = [
         *((THROTTLED, path, _throttled_ns) for path in quotas),
@@ -479,7 +482,7 @@ def _name_of(thread: str) -> str:
 def _throttled_ns(text: bytes) -> int:
     """Returns the time in ns for which a quota stopped a control group, from its ``cpu.stat``."""
     fields = dict(line.split()[:2] for line in text.splitlines())
-    if b"throttled_usec" in fields:  # Version 2 of control groups uses this name.
+    if b"throttled_usec" in fields:  # This is the name in version 2 of control groups.
         return int(fields[b"throttled_usec"]) * _NS_PER_US
     return int(fields.get(b"throttled_time", b""))
 

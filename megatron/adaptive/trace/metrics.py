@@ -44,7 +44,7 @@ PARTS = {
     "after": "after",
     "rest": "rest",
 }
-"""Parts of a step's time, in the order of the last axis of ``parts_ms``, with names for reports.
+"""Parts of a step's time in the order of the last axis of ``parts_ms``, with their display names.
 
 ``before`` is the time from the start of the step to the rank's first action, ``after`` is the time
 from the rank's last action to the end of the step, and ``rest`` is the time outside of all other
@@ -60,9 +60,9 @@ For smaller files, starting several processes would take longer than reading the
 """
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns from the end of a send to the end of the action that includes the send.
+"""Maximum time in ns from a send's end to its action's end for the action to include the send.
 
-For a send that takes longer, the maximum is the duration of the send.
+If the send itself takes longer, the maximum is the duration of the send.
 """
 
 Floats = npt.NDArray[np.float64]
@@ -125,7 +125,7 @@ class RankFigures:
 
     @property
     def work_ns(self) -> Floats:
-        """Computing time in ns, computed from the medians so that it is robust to outliers."""
+        """Computing time in ns per iteration, based on medians so that it is robust to outliers."""
         work: Floats = (self.count * np.nan_to_num(self.median_ns)).sum(axis=(-2, -1))
         return work
 
@@ -160,7 +160,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Start and end of the step in each rank's pipeline, both ``[iterations, ranks]``."""
+        """Start and end of the step in each rank's pipeline in ns, both ``[iterations, ranks]``."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -175,17 +175,17 @@ class RunFigures(RankFigures):
 
     @property
     def step_start_ns(self) -> Ints:
-        """``[iterations, ranks]``, start of the first action in the rank's pipeline."""
+        """Start in ns of the first action in each rank's pipeline, ``[iterations, ranks]``."""
         return self._step[0]
 
     @property
     def step_ns(self) -> Ints:
-        """``[iterations, ranks]``, time in ns from the first to the last action in the pipeline."""
+        """Time in ns from the first to the last action in the pipeline, ``[iterations, ranks]``."""
         return self._step[1] - self._step[0]
 
     @property
     def bubble_fraction(self) -> Floats:
-        """``[iterations, ranks]``, idle fraction of the step, or NaN if nothing was recorded."""
+        """Idle fraction of the step for each rank, ``[iterations, ranks]``, or NaN if unknown."""
         step = np.where(self.num_actions > 0, self.step_ns, 0).astype(np.float64)
         with np.errstate(invalid="ignore", divide="ignore"):
             fraction: Floats = np.where(step > 0, 1 - self.busy_ns / step, np.nan)
@@ -193,15 +193,15 @@ class RunFigures(RankFigures):
 
     @cached_property
     def parts_ms(self) -> Floats:
-        """``[iterations, ranks, parts]``, time in ms of each part of the step (:data:`PARTS`).
+        """Time in ms of each part of the step (:data:`PARTS`), ``[iterations, ranks, parts]``.
 
         The parts add up to the step time unless clocks disagree. Values are NaN if nothing was
         recorded.
         """
         waits = self.wait_ns.copy()
         rows, columns = np.indices(self.first_cause.shape)
-        # The part "before" already includes the wait before the first action, so it is subtracted
-        # from the waits.
+        # The wait before the first action belongs to the part "before". Subtract it from the waits,
+        # so that it is not counted twice.
         waits[rows, columns, self.first_cause] -= self.first_wait_ns
         first, last = self._step
         ends = np.stack([self.start_ns - first, last - self.end_ns], axis=-1)
@@ -222,7 +222,7 @@ class RunFigures(RankFigures):
             Arrays ``[ranks, iterations]`` for the ranks and ``[replicas, stages]`` for the stages.
             Values are relative to the mean, and NaN if nothing was recorded.
         """
-        # The sums are taken over the kinds of actions, so they are per chunk.
+        # Only the last axis, the kinds of actions, is summed, so there is one value per chunk.
         work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)
         is_recorded = self.num_actions > 0
         usual = max(1.0, float(work[is_recorded].sum(axis=-1).mean()))
@@ -468,8 +468,8 @@ def _covered(actions: TraceTable) -> Ints:
     reach = np.maximum.accumulate(actions.end_ns)
     free_from = np.concatenate([actions.start_ns[:1], reach[:-1]])
     later = np.flatnonzero(np.diff(actions.iteration, prepend=actions.iteration[0] - 1))
-    # Actions of two iterations do not overlap. But if the clock was set back between the
-    # iterations, the first iteration would seem to cover the second.
+    # Actions of two iterations do not overlap. However, if the clock was set back between the
+    # iterations, the first iteration would seem to overlap the second.
     free_from[later] = actions.start_ns[later]
     covered: Ints = np.maximum(0, actions.end_ns - np.maximum(actions.start_ns, free_from))
     return covered

@@ -41,27 +41,31 @@ from megatron.adaptive.trace.status_files import (
 from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices_of
 
 TAIL_BYTES = 1 << 20
-"""Number of bytes to read first from the end of a large file. More bytes are read if a step is
-larger.
+"""Number of bytes that are read first from the end of a large file.
+
+If a step is larger, more bytes are read.
 """
 
 ALL_TAILS_BYTES = 1 << 28
-"""Maximum total number of bytes to read first from the ends of all files."""
+"""Maximum total number of bytes that are read first from the ends of all files."""
 
 LEAST_TAIL_BYTES = 1 << 16
-"""Minimum number of bytes to read first from the end of each large file if there are many files."""
+"""Minimum number of bytes that are read first from the end of a large file.
+
+It applies if there are many files.
+"""
 
 LOOKED_AT = 8
 """Number of latest iterations whose medians are displayed."""
 
 SILENT_S = 5.0
-"""Seconds without a status report after which a rank is shown as silent.
+"""Time in seconds without a status report after which a rank is shown as silent.
 
 Ranks write a status report twice a second.
 """
 
 LONG_S = 60.0
-"""Seconds without a write after which a rank without status reports is shown as silent.
+"""Time in seconds without a write after which a rank without status reports is shown as silent.
 
 Such a rank writes only its trace, once per step.
 """
@@ -153,7 +157,7 @@ class Snapshot:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the run has written any file."""
+        """Whether the run has written at least one file."""
         return bool(self.ranks or self.progress or self.total_iterations)
 
     @property
@@ -162,7 +166,7 @@ class Snapshot:
         return any(rank.header is not None and rank.header.gpu_ranks > 1 for rank in self.ranks)
 
     def last(self, name: str) -> float | None:
-        """Returns the value ``name`` of the trainer's latest progress record, or ``None``."""
+        """Returns ``name`` from the trainer's latest progress record, or ``None`` if missing."""
         value = self.progress[-1].get(name) if self.progress else None
         return float(value) if isinstance(value, int | float) else None
 
@@ -204,7 +208,7 @@ def find_live(folder: Path | None) -> Path:
             raise TraceError(
                 f"there is no run in {searched()}; pass the folder of a run or its traces"
             )
-        return newest.resolve()  # This path stays valid even if a later run changes the link.
+        return newest.resolve()  # Resolve the link now, because a later run may change it.
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise TraceError(f"{folder} {problem}; pass the folder of a run or its traces")
@@ -333,7 +337,7 @@ class RankTail:
         return True
 
     def _skip(self) -> None:
-        """Reads the header of a large file, and then skips to a marker near the end of the file."""
+        """Reads the header of a large file, and skips to a marker near the end of the file."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
             tail_bytes = self._tail_bytes
@@ -382,9 +386,9 @@ def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list
     """Returns the fractions of the latest steps for which each rank computes and waits.
 
     Returns:
-        Fractions of the step time in which each rank computes (``busy``) and waits (``waits``), as
-        medians over the latest iterations that all ranks of its pipeline finished, and the times of
-        these steps in ms.
+        Dict from rank to the fractions of the step time in which the rank computes (``busy``) and
+        waits (``waits``), and list of the step times in ms. The fractions are medians over the
+        latest iterations that all ranks of the pipeline finished.
     """
     shifts: dict[str, int] = {}
     headers: list[TraceHeader] = []
@@ -446,7 +450,8 @@ def _rank(
 
 def _is_gone(header: TraceHeader, age_s: float) -> bool:
     if age_s < SILENT_S / 2 or header.host != socket.gethostname():
-        # The rank has just reported, or /proc on this machine does not contain its process.
+        # The rank has just reported, or it runs on another machine, whose processes are not in
+        # /proc.
         return False
     return not os.path.exists(f"/proc/{header.pid}")
 

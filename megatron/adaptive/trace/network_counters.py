@@ -27,7 +27,7 @@ RESENT_SEGMENTS = "resent_segments"
 """Name of the counter of TCP segments that this process retransmitted."""
 
 LINK_ERRORS = "link_errors"
-"""Name of the counter of faulty or dropped packets on the port that has the most of them."""
+"""Name of the counter of faulty or dropped packets on the port where there are most of them."""
 
 LINK_RETRIES = "link_retries"
 """Name of the counter of packets that an RDMA port retransmitted for the most common reason."""
@@ -133,12 +133,12 @@ def error_files() -> list[Path]:
 
 
 def retry_files() -> list[Path]:
-    """Returns the files with the retransmission counters of this machine's RDMA ports."""
+    """Returns the paths of the files that count retransmissions of this machine's RDMA ports."""
     return [port / "hw_counters" / name for port in _rdma() for name in _RETRIES]
 
 
 def pause_files() -> list[Path]:
-    """Returns the files that count ticks in which an RDMA port had data to send but no credits."""
+    """Returns the paths of the files that count ticks in which an RDMA port waited for credits."""
     return [port / "counters" / "port_xmit_wait" for port in _rdma()]
 
 
@@ -152,7 +152,7 @@ def speed_mbit_per_s(interface: str) -> int:
 
 
 def _ethernet() -> Iterator[Path]:
-    """Yields the folders of the ports of real devices, excluding ``lo`` and bridges."""
+    """Yields the folder of each network port of a real device, unlike ``lo`` and bridges."""
     for port in _listed(_NETWORKS):
         if (port / "device").exists():
             yield port

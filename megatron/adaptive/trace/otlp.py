@@ -69,7 +69,7 @@ _NAMES = {
     "receive": "queued_input",
 }
 _PASSES = {"F": "forward", "B": "backward"}
-_INTERNAL = 1  # The number is the kind of an internal span in OTLP.
+_INTERNAL = 1  # This number stands for an internal span in OTLP.
 
 
 def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def otlp_spans(
         spans: Spans of the iteration.
         unix_ns: Time in ns to add to the spans' times to convert them to the time since 1970.
         first: Number of spans of the iteration that were converted by earlier calls.
-        has_step: Whether the iteration has a span of the step. If it is ``None``, this is
+        has_step: Whether the iteration has a span of the whole step. ``None`` means that this is
             determined from ``spans``.
         slices: Number of slices of each microbatch of the iteration.
     """
@@ -225,7 +225,7 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
     """Treats redirects as errors, because following a redirect would not send the spans."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Returns ``None``, so that the redirect fails."""
+        """Returns ``None``, which makes the request fail."""
 
 
 _opener = urllib.request.build_opener(_NoRedirection)
@@ -345,8 +345,8 @@ class SpanSender:
             return
         end_s = time.monotonic() + CLOSE_S
         self._closing.set()
-        # If the queue stays full, the thread is waiting for a response. It is a daemon thread, so
-        # it does not prevent the process from exiting.
+        # If the queue stays full, the sending thread waits for a response. It is a daemon thread,
+        # so the process can still exit.
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_S)
         self._thread.join(max(0.0, end_s - time.monotonic()))
@@ -402,7 +402,7 @@ class SpanSender:
             )
 
     def _answers(self) -> None:
-        """Resets the pause, and prints a note if the collector did not respond before."""
+        """Resets the pause, and prints a note if earlier requests had failed."""
         self._pause_s = FIRST_PAUSE_S
         if self._is_down:
             self._is_down = False

@@ -42,7 +42,7 @@ REFINED_ITERATIONS = 5
 """Number of evenly spaced iterations of the run whose messages are used to correct the clocks."""
 
 MOST_MATCHED = 4_000_000
-"""Maximum total number of spans in these iterations, unless a single iteration has more spans."""
+"""Maximum total number of spans in these iterations. A single iteration may have more spans."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -113,12 +113,18 @@ class RankTrace:
         return frozen_chunks_of(self.header, blocks[0].marker) if blocks else 0
 
     def lengths(self, iteration: int) -> Lengths:
-        """Returns the sizes of the microbatches in ``iteration``; empty if all are equal."""
+        """Returns the sizes of the microbatches in ``iteration``.
+
+        The result is empty if all microbatches have the same size.
+        """
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.lengths if blocks else ()
 
     def sizes(self, iteration: int) -> tuple[int, ...]:
-        """Returns the activation bytes of each microbatch in ``iteration``; empty if unknown."""
+        """Returns the size in bytes of the activations of each microbatch in ``iteration``.
+
+        The result is empty if the sizes are unknown.
+        """
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.sizes if blocks else ()
 
@@ -129,17 +135,26 @@ class RankTrace:
         return {i: marker for i, marker in markers if marker.tokens}
 
     def machine(self, iteration: int) -> Mapping[str, int]:
-        """Returns the machine counters of ``iteration`` by name; empty if they are unknown."""
+        """Returns the machine counters of ``iteration`` by name.
+
+        The result is empty if nothing was counted.
+        """
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.machine if blocks else {}
 
     def layers(self, iteration: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the times of layers in ``iteration``; empty if layers were not timed."""
+        """Returns the times of the layers in ``iteration``, as in ``IterationStart.layers``.
+
+        The result is empty if layers were not timed.
+        """
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.layers if blocks else ()
 
     def layer_passes(self, iteration: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Returns the passes of layers in ``iteration``, with times on the run's common clock."""
+        """Returns the rows of ``IterationStart.layer_passes`` for ``iteration``.
+
+        Their times are on the run's common clock.
+        """
         blocks = self._blocks.get(iteration)
         return _rows_on_clock(blocks[0].marker.layer_passes, self.fit) if blocks else ()
 
@@ -346,7 +361,7 @@ class RunTrace:
 
     @property
     def bubble_note(self) -> str:
-        """Remark to print after a bubble or busy time; empty if no GPU is shared."""
+        """Note to print after an idle or busy time. The note is empty if no GPU is shared."""
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:
@@ -378,7 +393,10 @@ class RunTrace:
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
-    """Returns a dict from rank to the path of the rank's trace file in ``folder``; may be empty."""
+    """Returns a dict from rank to the path of the rank's trace file in ``folder``.
+
+    The dict is empty if there are no trace files.
+    """
     if not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))

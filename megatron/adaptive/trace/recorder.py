@@ -52,7 +52,7 @@ WRITER_PATIENCE_S = 10.0
 
 
 _Batch: TypeAlias = tuple[IterationStart, Sequence[SpanRow]]
-"""Marker of an iteration and the iteration's spans, which form an entry of the queue."""
+"""Entry of the queue: the marker of an iteration, and the spans of the iteration."""
 
 
 class Recorder(AbstractContextManager["Recorder"]):
@@ -101,8 +101,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._begun: IterationStart | None = None
         self._rows: list[SpanRow] | None = None
         self._open = True
-        self._gap: Gap | None = None  # The writer thread is the only user of this attribute.
-        # The recording thread is the only user of this attribute.
+        self._gap: Gap | None = None  # Only the writer thread uses this attribute.
+        # Only the recording thread uses this attribute.
         self._delay = Outage(self._path, "iterations")
         self._queue: queue.Queue[_Batch | ClockSamples | None] = queue.Queue(QUEUE_ITERATIONS)
         self._thread = threading.Thread(
@@ -123,7 +123,10 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def rows(self) -> tuple[SpanRow, ...]:
-        """Spans of the current iteration that have been recorded; empty outside of iterations."""
+        """Spans of the current iteration that have been recorded so far.
+
+        The tuple is empty outside of iterations.
+        """
         return tuple(self._rows or ())
 
     def begin_iteration(
@@ -243,7 +246,9 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer(samples)
 
     def watch(self, read_state: ReadState) -> None:
-        """Updates the status file ``now_rank_*.json`` twice a second until :meth:`close`.
+        """Keeps the status file ``now_rank_*.json`` up to date until :meth:`close` is called.
+
+        The file is written twice a second.
 
         Args:
             read_state: Function that returns fields of
@@ -252,7 +257,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         """
         self._read_state = read_state
         if self._open:
-            self._offer(ClockSamples(0, ()))  # An empty record wakes the writer thread.
+            # An empty record in the queue wakes the writer thread.
+            self._offer(ClockSamples(0, ()))
 
     def close(self) -> None:
         """Writes all remaining spans and closes the file. This method can be called repeatedly."""
@@ -261,8 +267,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.end_iteration()
         self._open = False
         atexit.unregister(self.close)
-        # The wait has a timeout, because the thread may hang while writing to a disk. It is a
-        # daemon thread, so it does not prevent the process from exiting.
+        # The thread may hang while writing to a disk, so the wait has a timeout. The thread is a
+        # daemon thread, so the process can still exit.
         if self._hand_over(None):
             self._thread.join(WRITER_PATIENCE_S)
         if self._sender is not None:
@@ -276,7 +282,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         try:
             self._queue.put_nowait(batch)
         except queue.Full:
-            return  # The batch is dropped, because only end_iteration() may wait for the queue.
+            # The batch is dropped, because only end_iteration() may wait for space in the queue.
+            return
 
     def _hand_over(self, batch: _Batch | None) -> bool:
         """Puts ``batch`` into the queue within 10 s, and returns whether this succeeded."""

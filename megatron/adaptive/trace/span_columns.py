@@ -125,7 +125,8 @@ class TraceTable:
         Args:
             iteration: ``[spans]``, iteration number of each span.
             rows: ``[spans, 12] int64``, in the order of
-                :data:`~megatron.adaptive.trace.trace_format.COLUMNS`, but with absolute starts.
+                :data:`~megatron.adaptive.trace.trace_format.COLUMNS`. Unlike in the file, start
+                times are absolute.
         """
         columns = {
             name: rows[:, number].astype(_WIDTHS[name]) for number, name in enumerate(COLUMNS)
@@ -136,7 +137,7 @@ class TraceTable:
 
     @classmethod
     def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
-        """Creates a table from some of its columns, which are named as in ``trace_format.COLUMNS``.
+        """Creates a table from some of its columns, named as in ``trace_format.COLUMNS``.
 
         Args:
             iteration: ``[spans]``, iteration number of each span.
@@ -166,7 +167,7 @@ class TraceTable:
 
     @property
     def duration_ns(self) -> Ints:
-        """``[spans] int64``, duration of each span in nanoseconds."""
+        """Duration of each span in nanoseconds, ``[spans] int64``."""
         return self.end_ns - self.start_ns
 
     def where(self, *kinds: str) -> Mask:
@@ -176,7 +177,7 @@ class TraceTable:
         return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Returns a table with the rows selected by a mask, by indices or by a slice."""
+        """Returns a table with only the rows that a mask, indices or a slice select."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:
@@ -184,7 +185,7 @@ class TraceTable:
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the rows as objects, in which ``wait_ns`` is the wait before an action."""
+        """Returns the spans as objects whose ``wait_ns`` is the wait before an action in ns."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]
@@ -209,7 +210,7 @@ def wait_before(table: TraceTable) -> Ints:
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """Returns a number for each row of ``columns``, ``[rows] int64``.
+    """Returns a number for each row of ``columns``, as an array ``[rows] int64``.
 
     Equal rows get equal numbers, and the numbers sort in the same order as the rows.
     """
@@ -233,12 +234,13 @@ def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
         needles: Columns ``[needles]`` of the rows to find, in the same order as in ``haystack``.
 
     Returns:
-        ``[needles] int64``, index of the first equal row in ``haystack``, or -1 if there is none.
+        Index of the first equal row in ``haystack`` for each needle, ``[needles] int64``, or -1 if
+        there is none.
     """
     count = len(haystack[0])
     key = row_keys([np.concatenate(pair) for pair in zip(haystack, needles, strict=True)])
     order = np.argsort(key[:count], kind="stable")
-    # A key beyond the largest key gets the position of the appended key -1, which no key equals.
+    # A key beyond the largest key is looked up at the appended -1, which is equal to no key.
     ordered = np.append(key[:count][order], -1)
     positions = np.searchsorted(ordered[:-1], key[count:])
     is_equal = ordered[positions] == key[count:]
@@ -262,7 +264,7 @@ _SAME = ("iteration", "of", "chunk", "microbatch")
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Holds messages whose send and receive were both recorded; each array is ``[messages]``.
+    """Holds messages whose send and receive were both recorded, as arrays ``[messages]``.
 
     Attributes:
         iteration: Iteration number, ``int64``.

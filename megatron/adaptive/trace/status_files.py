@@ -107,7 +107,7 @@ class NowFile:
         self._failed = self._is_said = False
 
     def report(self, read_state: ReadState | None) -> float | None:
-        """Writes the rank's current action if half a second has passed since the last report.
+        """Writes the rank's current action if the last report is at least half a second old.
 
         If ``read_state`` fails twice in a row, a warning is printed once.
 
@@ -126,8 +126,9 @@ class NowFile:
                 self.write(read_state())
                 self._failed = False
             except OSError:
-                self._close()  # The warning about the trace file already reports a full disk.
-            except Exception as error:  # The function may fail once while the run shuts down.
+                # No warning is needed here, because the recorder already warns about a full disk.
+                self._close()
+            except Exception as error:  # The function may fail while the run shuts down.
                 if self._failed and not self._is_said:
                     self._is_said = True
                     reason = f"cannot read the rank's current action: {error!r}"
@@ -154,7 +155,7 @@ class NowFile:
         report = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
         line = json.dumps(report, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
         os.pwrite(self._file, line.encode("ascii"), 0)
-        # Otherwise, the end of a longer previous line would remain in the file.
+        # If the previous line was longer, its end would otherwise remain in the file.
         os.ftruncate(self._file, len(line))
 
     def end(self, read_state: ReadState | None) -> None:
@@ -246,7 +247,7 @@ class ProgressTail:
         self.slow: dict[int, float | None] = {}
 
     def refresh(self) -> list[dict[str, Any]]:
-        """Reads the lines appended since the last call, and returns the records of all types."""
+        """Reads the lines appended since the last call, and returns their records of all types."""
         try:
             with open_file(self.path) as file:
                 status = os.fstat(file.fileno())

@@ -41,7 +41,7 @@ class PipelineStep:
         lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
             have the same size.
         figures: Statistics of this iteration for each pipeline rank that has a trace.
-        bubble_note: Remark to print after the idle fraction; empty unless ranks share a GPU.
+        bubble_note: Note to print after the idle fraction; empty unless ranks share a GPU.
         num_slices: Number of slices of each microbatch, or 1 if microbatches are not split.
     """
 
@@ -82,7 +82,7 @@ class PipelineStep:
 
     @property
     def replica(self) -> str:
-        """Suffix for a chart's title that names the replica; empty if there is only one replica."""
+        """Suffix for a chart's title that names the replica if there are several replicas."""
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @property

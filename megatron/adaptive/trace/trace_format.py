@@ -111,7 +111,7 @@ COLLECTIVES = (
     "broadcast",
     "barrier",
 )
-"""Names of collectives in imported traces: phases of Megatron-LM, followed by basic operations."""
+"""Names of collectives in imported traces: first phases of Megatron-LM, then basic operations."""
 
 REASONS = (
     "",
@@ -156,14 +156,14 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Names of the numbers in the line of a span, in order."""
+"""Names of the numbers in the line of a span, in the order in which they are written."""
 
 PLACEMENTS = ("loop", "v")
 """Ways to assign stages to ranks: round-robin (``loop``), or down the ranks and back up (``v``)."""
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""Number of token positions, then the number of tokens of each document, for each microbatch.
+"""For each microbatch, the number of token positions, then the number of tokens per document.
 
 Positions that belong to no document are padding. The tuple is empty if all microbatches have the
 same size.
@@ -340,16 +340,16 @@ class GroupCollectives:
         """Returns the fields as they appear in a marker of the trace file.
 
         Args:
-            start_ns: Start of the iteration on the rank's monotonic clock.
+            start_ns: Start of the iteration in ns on the rank's monotonic clock.
         """
         kept = [(number, of, start - start_ns, end - start) for number, of, start, end in self.kept]
         return {**asdict(self), "kept": kept}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Creates an object from ``record``, an entry of a marker whose values were checked.
+        """Creates an object from ``record``, an entry of a marker, whose values have been checked.
 
-        ``start_ns`` is the start of the iteration on the rank's monotonic clock.
+        ``start_ns`` is the start of the iteration in ns on the rank's monotonic clock.
         """
         kept = tuple(
             (number, of, start_ns + start, start_ns + start + duration)
@@ -377,7 +377,8 @@ class IterationStart:
             relative.
         counts: Number of spans of each kind that follow, in the order of :data:`KINDS`.
         size_bytes: Total size in bytes of the spans' lines, so that a reader can skip them.
-        is_late: Whether the spans were recorded after the iteration's own marker had been written.
+        is_late: Whether the spans were recorded late, after the first marker of the iteration had
+            been written.
         exchange_ns: Time in ns for which actions waited for all-to-all exchanges of the experts'
             tokens.
         tokens: Load of the experts, with a row per MoE layer: index of the layer in the model
@@ -551,7 +552,7 @@ class Span:
 
 
 def is_item(number: int, num_slices: SliceCounts) -> bool:
-    """Returns whether ``number`` is a valid index of a slice, as in ``SpanRow.microbatch``.
+    """Returns whether ``number`` is a possible index of a slice in an iteration.
 
     Damaged files may contain other numbers.
     """
@@ -568,7 +569,7 @@ _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
 SLICES = "time slices of a shared GPU"
-"""Remark printed next to the busy and bubble times of ranks that share a GPU."""
+"""Note printed next to the busy and bubble times of ranks that share a GPU."""
 
 
 def shared_gpu_note(gpu_ranks: int) -> str:
@@ -651,7 +652,9 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
 def parse_line(
     line: str | bytes, origin: object
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
-    """Parses a line of a trace file that contains a JSON object, which is any line except a span.
+    """Parses a line of a trace file that contains a JSON object.
+
+    These are all lines except those of spans, which contain lists.
 
     Args:
         line: Text of the line, with or without the newline.

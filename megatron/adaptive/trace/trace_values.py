@@ -19,7 +19,7 @@ MAX_SIZES = {
     "num_microbatches": 1 << 20,
     "num_slices": MAX_SLICES,
 }
-"""Maximum sizes of a run that a header may contain.
+"""Maximum sizes of a run that the header of a trace may contain.
 
 Readers loop over all ranks, including ranks without a file. A damaged header with a huge number
 would therefore take very long.
@@ -29,7 +29,7 @@ MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum iteration number. Multiplied by the number of ranks, it still fits into 64 bits."""
+"""Maximum iteration number. Even multiplied by the number of ranks, it fits into 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30
@@ -152,7 +152,7 @@ def value_of(
     if not is_sound(value):
         shown = reprlib.repr(value)
         raise TraceError(f"{origin}: field {name!r} must be {expected}, got {shown}")
-    # The text is shown in tables and sheets, which cannot contain control characters.
+    # The text is later shown in tables and sheets, which cannot contain control characters.
     return printable(value) if isinstance(value, str) else value
 
 
@@ -172,7 +172,9 @@ def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
 
 
 def check_layers(values: Mapping[str, Any], origin: object) -> None:
-    """Checks the number of layers and their work, because searches loop over all layers.
+    """Checks that a header's numbers of layers and their work are plausible.
+
+    Otherwise, searches over all layers of a damaged header would take very long.
 
     Args:
         values: Header fields.

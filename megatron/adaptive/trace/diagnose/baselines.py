@@ -51,10 +51,10 @@ LEAST_NOISE = 0.004
 """Minimum relative standard deviation that is assumed for a rank's time over iterations."""
 
 OF_TIME = 0.1
-"""Minimum fraction of the computing time that a kind of action (F, B, W) must take to be used."""
+"""Minimum fraction of the computing time above which a kind of action (F, B, W) is examined."""
 
 MOST_INTERVALS = 20_000_000
-"""Maximum number of intervals of iterations that are searched for shifts, over all ranks.
+"""Maximum number of intervals of iterations in which shifts are searched, summed over all ranks.
 
 If there are more, only intervals that last to the end of the run are searched.
 """
@@ -86,7 +86,10 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Amount by which the evidence exceeds ``doubt``; positive if the shift is significant."""
+        """Excess of ``(size / error) ** 2`` over ``doubt``.
+
+        The excess is positive if the shift is significant.
+        """
         return (self.size / self.error) ** 2 - self.doubt
 
 
@@ -143,7 +146,7 @@ class RankBaselines:
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """Returns the size of ``shift`` in each kind of action (F, B, W).
+        """Returns the size of ``shift`` for each kind of action (F, B, W), as a logarithm.
 
         Kinds of actions that take little time are omitted.
         """
@@ -180,15 +183,16 @@ class RankBaselines:
 
         Args:
             least: Minimum size of a shift, as a logarithm.
-            sure: Minimum ratio of a significant shift to its standard error, for a shift that lasts
-                for the whole run with few ranks. The threshold rises with the numbers of ranks and
-                intervals, because noise then causes more false findings.
+            sure: Minimum ratio of a shift's size to its standard error for the shift to be
+                significant. It applies to a shift over the whole run with few ranks. With more
+                ranks or intervals, the threshold is higher, because noise then causes more false
+                findings.
         """
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
         level, each = self._level @ mean, (self._each @ (self.series - mean).T).T
         first, end = intervals(count, ended=count * count * ranks <= 2 * MOST_INTERVALS)
-        # Add the interval with all iterations at index 0, because intervals() does not include it.
+        # intervals() does not include the interval with all iterations, so add it at index 0.
         first = np.append(0, first)
         end = np.append(count, end)
         inside = end - first
@@ -273,7 +277,7 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Corrects the durations of actions for microbatches that take longer on all stages.
+    """Removes the effect of microbatches that take longer on all stages from the durations.
 
     Otherwise, long microbatches would look like slow stages.
 
@@ -291,8 +295,8 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         entries = max(1, int(np.isfinite(usual[pipeline]).sum()))
         alone = 1.57 * float(middle(spread(rest, axis=-1))) ** 2 / entries
         variance = float(spread(common.ravel())) ** 2
-        # Noise alone also causes a common part. The weight is therefore the fraction of the common
-        # part's variance that is not caused by noise.
+        # Noise alone also seems to make microbatches longer on all stages. The weight is therefore
+        # the fraction of the variance of ``common`` that is not caused by noise.
         weight = max(0.0, 1 - alone / variance) if variance > 0 else 0.0
         is_measured = np.isfinite(common)
         mean = np.nansum(common, axis=1) / np.maximum(1, is_measured.sum(axis=1))

@@ -70,7 +70,7 @@ class Evidence:
         return spec is not None and spec.is_rule
 
     def move_layers(self, finding: Finding) -> Remedy:
-        """Returns advice to move layers away from the slow stages in ``finding``.
+        """Returns the advice to move layers away from the slow stages in ``finding``.
 
         The remedy is empty if the slowdown has ended, or if the best partition saves too little
         time.
@@ -94,10 +94,11 @@ class Evidence:
 
 @dataclass(frozen=True, eq=False)
 class RecordedSteps:
-    """Contains the operations of recorded steps, so that they can be simulated without a cause.
+    """Contains the operations of recorded steps, with durations that a cause can change.
 
-    The simulation has one worker per tensor-parallel group, which represents all ranks in the
-    group. A finding about any rank in the group is therefore applied to that worker.
+    To find the cost of a cause, the steps are simulated again with these changes. The simulation
+    has one worker per tensor-parallel group, which represents all ranks in the group. A finding
+    about any rank in the group is therefore applied to that worker.
 
     Attributes:
         evidence: Measured times of the run.
@@ -113,7 +114,7 @@ class RecordedSteps:
 
     @property
     def delay_s(self) -> float:
-        """Delay in seconds of the finding's messages or actions, or 0 if there is no delay."""
+        """Delay in seconds of each message or action in the finding, or 0 if there is no delay."""
         return (self.finding.delay_ms or 0.0) / 1e3
 
     @cached_property
@@ -202,7 +203,7 @@ class Cause:
         return steps.duration_s
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        """Returns whether to report ``finding`` after its cost was computed.
+        """Returns whether to keep ``finding`` in the diagnosis now that its cost is known.
 
         Args:
             finding: Finding with its cost.
@@ -212,7 +213,7 @@ class Cause:
 
 
 def built_in_causes() -> tuple[Cause, ...]:
-    """Returns an object of each cause in the folder ``causes``, in the order of the search."""
+    """Returns an instance of each cause in the folder ``causes``, in the order of the search."""
     from megatron.adaptive.trace.diagnose import causes
 
     classes = {
@@ -225,7 +226,7 @@ def built_in_causes() -> tuple[Cause, ...]:
 
 
 def find_cause(name: str) -> Cause:
-    """Returns an object of the user-defined cause class ``name``.
+    """Returns an instance of the user-defined cause class ``name``.
 
     Such a class searches for one cause of slow steps.
 

@@ -26,7 +26,7 @@ from megatron.adaptive.trace.span_columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Describes deviations that the ranks of a group have in common. No rank is in two groups.
+    """Describes deviations that the ranks of a group have in common. Each rank is in one group.
 
     Attributes:
         group: ``[ranks]``, index of each rank's group, from 0 without gaps.
@@ -56,7 +56,7 @@ class Covariance:
         return Covariance(self.variances + factor * other.variances, (*self.shared, *scaled))
 
     def with_own(self, added: Floats) -> Covariance:
-        """Returns a copy of this covariance in which ``added`` is added to the ranks' variances."""
+        """Returns a copy of this covariance with ``added`` added to the variances of the ranks."""
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
@@ -114,7 +114,7 @@ class InverseCovariance:
         return self @ unit
 
     def _within_groups(self, values: Floats) -> Floats:
-        """Multiplies ``values`` by the inverse covariance of only the first kind of group."""
+        """Multiplies ``values`` by the inverse covariance, using only the first kind of group."""
         scaled = values / self._variances[:, None]
         sums = self._sums(scaled * self._size[:, None]) * self._shrink[:, None]
         result: Floats = scaled - (self._size / self._variances)[:, None] * sums[self._group]

@@ -32,7 +32,7 @@ SIMULATED_SPANS = 300_000
 """Maximum total number of spans in the simulated iterations."""
 
 MOST_RECORDED = 4
-"""Maximum number of sets of simulated iterations that are kept in memory."""
+"""Maximum number of sets of simulated iterations that are kept in memory for later findings."""
 
 MOST_FINDINGS = 20
 """Maximum number of findings per cause, because the cost of each requires a simulation."""
@@ -66,7 +66,7 @@ def diagnose(
             findings += search.find(cause, findings)
         except AdaptiveError:
             raise
-        except Exception as error:  # A user's class may raise any exception.
+        except Exception as error:  # The class may belong to a user, so any exception can occur.
             raise TraceError(
                 f"cause {cause.name}: {line_of_error(error)} raised {type(error).__name__}: {error}"
             ) from error
@@ -145,8 +145,7 @@ class _Search:
     def _cost_fraction(self, cause: Cause, finding: Finding) -> float | None:
         """Returns the fraction of the step time that the cause of ``finding`` costs.
 
-        For this purpose, the last affected iterations are simulated without the cause. The result
-        is ``None`` if the trace cannot be simulated.
+        For this purpose, the last affected iterations are simulated without the cause.
 
         Returns:
             Fraction of the step time that the cause costs, or ``None`` if the trace cannot be

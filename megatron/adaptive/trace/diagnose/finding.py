@@ -40,7 +40,7 @@ class Reason:
     Attributes:
         counter: Name of the counter in ``machine_counters``.
         text: Sentence about the ranks or the machine, with the measured values.
-        remedy: Instruction for the user that removes the cause.
+        remedy: Instruction for the user on how to remove the cause.
     """
 
     counter: str
@@ -111,7 +111,7 @@ class Finding:
 
     @property
     def culprit(self) -> str:
-        """Text that names the first affected rank, the affected stages and the machines."""
+        """Text that names the first affected rank, and the affected stages and machines."""
         hosts = " to ".join(dict.fromkeys(self.hosts))
         return f"rank {self.ranks[0]} ({self.stages_text}, {hosts})"
 

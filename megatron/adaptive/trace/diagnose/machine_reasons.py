@@ -59,7 +59,7 @@ Differences between the times of starved ranks may be random.
 """
 
 EXPLAINS_TOO = 0.2
-"""Minimum fraction of the lost time that a counter must explain to be one of the reasons."""
+"""Minimum fraction of the lost time that a single counter must explain to be one of the reasons."""
 
 COUNTS = 0.05
 """Minimum fraction of the step time that a counter must reach to be reported as a reason."""
@@ -71,16 +71,16 @@ SLOWER_CLOCK = 0.95
 """Maximum ratio of a processor's clock rate to the usual rate for a slow clock to be reported."""
 
 LOSES = 0.005
-"""Minimum fraction of TCP segments that must be retransmitted to report packet loss."""
+"""Minimum fraction of TCP segments that must be retransmitted for packet loss to be reported."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of retransmitted segments, or of port faults, per iteration."""
+"""Minimum number of retransmitted segments or port faults per iteration to be reported."""
 
 FAULT_TIMES = 4.0
-"""Minimum ratio of a port's faults to the faults on other machines."""
+"""Minimum ratio of a port's faults to the faults on other machines for the port to be reported."""
 
 SLOWER_PORT = 0.6
-"""Maximum ratio of an interface's speed to the speed on other machines."""
+"""Ratio of an interface's speed to the speed on other machines below which it is called slow."""
 
 OVER_TCP = ("gloo", "tcp")
 """Names of transports that use TCP even between ranks on the same machine."""
@@ -104,7 +104,7 @@ class _Wait:
     Attributes:
         counter: Name of the counter.
         text: Sentence with the measured values.
-        remedy: Instruction for the user that removes the cause.
+        remedy: Instruction for the user on how to remove the cause.
     """
 
     counter: str
@@ -201,7 +201,7 @@ _GPU_FAULTS = (
 """Counter, description and remedy for each kind of fault of a GPU."""
 
 _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
-"""Counters of waits that cover all programs on a machine."""
+"""Names of the counters of waits that include all programs on a machine."""
 
 _CONTAINED = frozenset(((THROTTLED, PROCESSOR_WAIT), (STEAL, PROCESSOR_WAIT)))
 """Pairs of counters in which the second counter includes the time of the first counter."""
@@ -237,7 +237,7 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
 
 
 def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
-    """Returns the mean duration in ns of a wait for a processor, summed over several ranks.
+    """Returns the mean duration in ns of one wait for a processor, summed over several ranks.
 
     Args:
         m: Measured times of the run.
@@ -273,16 +273,16 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         excess = mean - _usual(m, share, wait.counter, column, chosen)
         if wait.counter == MEMORY_WAIT and mean >= COUNTS:
             excess += _kernel_excess(m, column, chosen)
-        # The counter for disk waits covers all processes of the machine, so this rank may not have
-        # waited.
+        # The counter for disk waits includes all processes of the machine. Therefore, check whether
+        # this rank reads from the disk.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
         is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
         if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:
             parts.append((excess, wait))
     reasons = []
     if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
-        # The sort is stable, so reasons that each explain enough of the lost time keep the order of
-        # the table.
+        # All reasons that explain enough of the lost time have the same key. The sort is stable, so
+        # they keep the order of the table.
         parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
         reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
     further = (
@@ -332,7 +332,8 @@ def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | N
     """
     reason = lost_packets(m, columns, chosen) if may_use_tcp(m, columns) else None
     if reason is not None or len({m.headers[column].host for column in columns}) == 1:
-        return reason  # Messages within a machine do not use a network port.
+        # No port is involved, because messages within a machine do not use the network.
+        return reason
     return _port_counts(m, columns, chosen) or _slow_port(m, columns, chosen)
 
 
@@ -348,7 +349,7 @@ def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if ranks of a link retransmit many TCP segments, otherwise ``None``.
+    """Returns a reason if ranks of a link retransmit many TCP segments, and otherwise ``None``.
 
     ``columns`` contains the indices of the link's ranks on the rank axis, and ``chosen`` contains
     the indices of the iterations to use.
@@ -418,7 +419,7 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
 
 
 def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]]:
-    """Yields, for each counter of waits, the fraction of time that the ranks on a machine waited.
+    """Yields, for each counter of waits, the fraction of time that ranks on one machine waited.
 
     Args:
         m: Measured times of the run.
@@ -435,7 +436,7 @@ def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]
 
 
 def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) -> Reason:
-    """Returns the reason that a counter provides for the waits of ranks on one machine.
+    """Returns the reason why ranks on one machine wait, according to the counter ``counter``.
 
     Args:
         m: Measured times of the run.
@@ -456,7 +457,8 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
     """
     compared = [other for other in range(len(m.headers)) if other != column]
     if counter in _OF_MACHINE and _reads_most(m, column, chosen):
-        # All ranks on a machine have the same count. Skip them, because this rank causes the count.
+        # A rank that reads a lot affects all ranks on its machine, which have the same count.
+        # Compare with other machines instead.
         compared = [c for c in compared if m.headers[c].host != m.headers[column].host]
     others = share[chosen][:, compared]
     before = np.delete(share[:, column], np.s_[chosen])
@@ -465,7 +467,7 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
 
 
 def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
-    """Returns the additional fraction of a step for which a rank executes kernel code.
+    """Returns the fraction of a step by which a rank executes kernel code for longer than usual.
 
     If memory is short, the kernel spends this time on freeing memory and reading pages for the
     rank. ``chosen`` contains the indices of the iterations to use.
@@ -501,10 +503,11 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if a low clock rate of the processor explains enough of a rank's slowdown.
+    """Returns a reason if a slow processor clock explains enough of a rank's slowdown.
 
-    Ranks that compute on a GPU are skipped, because the clock rate of the processor has little
-    effect on them. ``factor`` is the ratio of the rank's computing time to the expected time.
+    Otherwise, the result is ``None``. Ranks that compute on a GPU are skipped, because the clock
+    rate of the processor has little effect on them. ``factor`` is the ratio of the rank's computing
+    time to the expected time.
     """
     if m.headers[column].device != "cpu":
         return None
@@ -530,9 +533,10 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if a low clock rate of the GPU explains enough of a rank's slowdown.
+    """Returns a reason if a slow GPU clock explains enough of a rank's slowdown.
 
-    ``factor`` is the ratio of the rank's computing time to the expected time.
+    Otherwise, the result is ``None``. ``factor`` is the ratio of the rank's computing time to the
+    expected time.
     """
     clocks = _clocks(m, GPU_CLOCK, column, chosen, factor)
     if clocks is None:
@@ -546,10 +550,10 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a rank's GPU is used by more outside processes than other GPUs.
+    """Returns a reason if more outside processes use a rank's GPU than other GPUs.
 
-    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
-    use.
+    Otherwise, the result is ``None``. ``column`` is the index of the rank, and ``chosen`` contains
+    the indices of the iterations to use.
     """
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
@@ -567,15 +571,15 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
     """Returns a reason if a rank's GPU has many more faults than the GPUs of other ranks.
 
-    ``column`` is the index of the rank, and ``chosen`` contains the indices of the iterations to
-    use.
+    Otherwise, the result is ``None``. ``column`` is the index of the rank, and ``chosen`` contains
+    the indices of the iterations to use.
     """
     for counter, text, remedy in _GPU_FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
         others = np.delete(means, column)
         usual = float(np.median(others)) if others.size else 0.0
         count = float(means[column])
-        # Even a single uncorrectable error is too many.
+        # A single uncorrectable memory error is already too many.
         least = LOSES_OFTEN if counter != GPU_ERRORS else 0.0
         if count > least and count >= FAULT_TIMES * usual:
             host = m.headers[column].host
@@ -590,7 +594,7 @@ def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 def _clocks(
     m: Measured, counter: str, column: int, chosen: slice, factor: float
 ) -> tuple[float, float] | None:
-    """Returns the clock rate of a rank and the usual rate if their ratio explains the slowdown.
+    """Returns the clock rate of a rank and the usual rate, if their ratio explains the slowdown.
 
     The usual rate is the rate on other ranks or in other iterations, whichever is higher. The
     result is ``None`` if the rate explains too little of ``factor``, which is the ratio of the

@@ -105,13 +105,16 @@ class Measured:
 
     @cached_property
     def median_ns(self) -> Floats:
-        """``[iterations, ranks, chunks, 3]``, median duration in ns over microbatches, or NaN."""
+        """Median duration of an action in ns over microbatches, ``[iterations, ranks, chunks, 3]``.
+
+        The value is NaN for actions that the rank did not run.
+        """
         medians: Floats = middle(self.action_ns, axis=-1)
         return medians
 
     @cached_property
     def microbatch_ns(self) -> Floats:
-        """``[ranks]``, computing time in ns for one microbatch in all of the rank's chunks."""
+        """Computing time in ns for one microbatch in all chunks of a rank, ``[ranks]``."""
         totals: Floats = np.nansum(middle(self.median_ns, axis=0), axis=(1, 2))
         return totals
 
@@ -274,7 +277,10 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 
 
 def _count(trace: RankTrace, iteration: int) -> int:
-    """Returns the number of microbatches in ``iteration``, limited by its number of spans."""
+    """Returns the number of microbatches in ``iteration``.
+
+    The result is at most the number of spans, in case the recorded number is wrong.
+    """
     return min(trace.num_microbatches.get(iteration, 0), trace.num_spans.get(iteration, 0))
 
 
@@ -381,25 +387,25 @@ NORMAL = 1.4826
 """Ratio of the standard deviation to the median absolute deviation in a normal distribution."""
 
 FROM_END = 4
-"""Minimum number of values in a series before and after a change."""
+"""Minimum number of values that a series must have before and after a change."""
 
 PASSED = 6
 """Minimum number of values in an interval that ends before the end of the series."""
 
 TO_THE_END = 0.85
-"""Minimum ratio of the score of an interval that lasts to the end of the series to the best score.
+"""Fraction of the best score that an interval up to the end of the series must reach.
 
-If the interval reaches this score, it is preferred to the interval with the best score.
+An interval with at least this score is preferred to the interval with the best score.
 """
 
 APART = 0.2
 """Minimum gap between the lower quartile inside an interval and the upper quartile outside.
 
-The gap is a fraction of the rise, which is the median inside minus the median outside.
+The gap is given as a fraction of the rise, which is the median inside minus the median outside.
 """
 
 TAME = 1.75
-"""Distance from the median, in standard deviations, at which :func:`tame_mean` clips values."""
+"""Distance from the median, in standard deviations, to which :func:`tame_mean` clips values."""
 
 
 @dataclass(frozen=True)
@@ -441,11 +447,11 @@ def tame_mean(values: Floats) -> Floats:
     This estimate has a smaller error than the median, and is equally robust to a few outliers.
 
     Args:
-        values: ``[n, ..., m]``, with NaN for missing values. Values are clipped at the same
-            distance from their median for all ``n``.
+        values: ``[n, ..., m]``, with NaN for missing values. All values along the first axis are
+            clipped at the same distance from their median.
 
     Returns:
-        ``[n, ...]``, or NaN if all values are missing.
+        Clipped mean of each row, ``[n, ...]``, or NaN if all values are missing.
     """
     centre = middle(values, axis=-1)[..., None]
     reach = TAME * middle(spread(values, axis=-1), axis=0)[None, ..., None]
@@ -520,7 +526,8 @@ def best_interval(
     rest = np.concatenate([series[:a], series[b:]])
     height = float(np.median(series[a:b]) - np.median(rest))
     interval = Interval(slice(a, b), height, float(scores[best]))
-    # A few outliers can raise the mean, so most values inside must exceed most values outside.
+    # A few outliers can raise the mean. Therefore, also require that most values inside the
+    # interval exceed most values outside.
     overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * interval.rise
     return None if overlaps or interval.rise < rise or interval.score < score else interval
 

@@ -13,7 +13,7 @@ from megatron.adaptive.trace.diagnose.samples import Floats, Measured, middle
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """Holds the times of a layer, and of embedding and loss, on each stage.
+    """Holds the time of one layer, and the time of embedding and loss, on each stage.
 
     Attributes:
         layer_ns: ``[stages]``, time in ns of one layer for one microbatch.
@@ -55,7 +55,8 @@ def stage_costs(m: Measured) -> StageCosts | None:
     for column, header in enumerate(m.headers):
         for chunk, stage in enumerate(m.stages[column]):
             chunk_ns = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
-            # Data-parallel replicas wait for each other, so the time of the slowest replica counts.
+            # Data-parallel replicas wait for each other, so only the time of the slowest replica
+            # matters.
             stage_ns[stage] = max(stage_ns[stage], chunk_ns)
             rank_of[stage] = header.pp_rank
     return split_costs(stage_ns, m.layers, m.work, rank_of)
@@ -79,8 +80,8 @@ def split_costs(
     pure = pure if pure.any() else layers > 0
     usual = float(np.median(stage_ns[pure] / layers[pure]))
     # If a stage takes longer than its layers usually do, attribute the extra time to embedding and
-    # loss, up to twice the time planned for them. Any time beyond that means that the layers are
-    # slow.
+    # loss, up to twice the time planned for them. If there is still more time, the layers
+    # themselves are slow.
     extra_ns = np.where(
         extra_work > 0, np.clip(stage_ns - layers * usual, 0, 2 * extra_work * usual), 0.0
     )

@@ -39,7 +39,7 @@ CHUNK_BYTES = 4 << 20
 HEAD_BYTES = 1 << 18
 MOST_LINE_BYTES = 64 << 20
 MOST_HEAD_BYTES = 64 << 20
-"""Maximum number of bytes before the first event, which list the job's process groups."""
+"""Maximum number of bytes before the first event. These bytes list the job's process groups."""
 
 MOST_NS = 1 << 62
 """Largest plausible time in nanoseconds. Larger times mean that the file is damaged."""
@@ -54,7 +54,7 @@ _COMPUTES = {
     "weight-compute": r"PP:(\d{1,9})W(\d{1,9})",
     "optimizer": r"Optimizer\.step#.*|optimizer[ _-]?step|_exec_optimizer_step",
 }
-"""Patterns of range names that torch.distributed.pipelining, Megatron-LM and DeepSpeed use."""
+"""Maps each kind of computation to a pattern of the range names that common training loops use."""
 _COLLECTIVES = {
     "all-reduce": r"all_?reduce",
     "all-gather": r"all_?gather",
@@ -113,7 +113,7 @@ _NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 @dataclass
 class _Event:
-    """Contains one operation of a rank, read from the file; -1 stands for an unknown number.
+    """Contains one operation of a rank, as read from the file. A number of -1 means unknown.
 
     Attributes:
         kind: Kind of operation, as in a published table. If the direction of a message (forward or
@@ -140,7 +140,7 @@ class _Event:
 
     @property
     def direction(self) -> str:
-        """First part of the kind, such as ``forward`` or ``backward``."""
+        """First part of the operation's kind, such as ``forward`` or ``backward``."""
         return self.kind.split("-")[0]
 
 
@@ -179,7 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an omitted event called ``name``, for a note that states the ``reason``."""
+        """Counts an omitted event called ``name`` for the note that states the ``reason``."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -257,7 +257,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
 
 
 def _listed(names: Counter[str]) -> str:
-    """Returns a text for messages that lists the most frequent names and their counts."""
+    """Returns a text for messages that lists the most frequent of ``names`` and their counts."""
     return ", ".join(f"{printable(name[:60])} ({count})" for name, count in names.most_common(6))
 
 
@@ -299,7 +299,7 @@ def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
 
 
 def _append(file: _RankFile, later: _RankFile) -> None:
-    """Appends ``later``, a later file of the same process, and renumbers its steps."""
+    """Appends the data of ``later``, a later file of the same process, and renumbers its steps."""
     last = max((number for number, _, _ in file.steps), default=-1)
     first = min((number for number, _, _ in later.steps), default=last + 1)
     shift = last + 1 - first if first <= last else 0
@@ -356,8 +356,8 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
                 ranks[rank] = _RankFile(path, rank, world, sizes=sizes)
             rank_file = ranks[rank]
             if short == "train_step":
-                # Spans between two steps belong to evaluations. These spans are omitted, so their
-                # step is set to -1.
+                # Spans between two steps belong to evaluations. Their step is set to -1, so that
+                # they are omitted.
                 number = _number(span.attributes, "iteration", len(rank_file.steps))
                 rank_file.steps.append((number, _SPAN, span.start))
                 rank_file.steps.append((-1, _SPAN, span.end))
@@ -460,7 +460,7 @@ def _read(path: Path) -> _RankFile:
             ]
             tokens.append(b'"name' + space + b"nccl")
             has_head = True
-        # The last event may be incomplete, so keep it for the next chunk.
+        # The last event may be incomplete. Keep its bytes until the next chunk has been read.
         cut = held.rfind(b"{", 0, max(held.rfind(b'"ph"'), 0))
         if cut > 0:
             _take_events(file, held[:cut], tokens, decode)
@@ -554,7 +554,7 @@ def _take_events(
 
 
 def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
-    """Adds ``event`` to ``file`` if its kind of operation is known; otherwise counts its name."""
+    """Adds ``event`` to ``file`` if its kind of operation is known. Otherwise, counts its name."""
     name = str(event.get("name", ""))
     category = str(event.get("cat", ""))
     try:
@@ -587,8 +587,8 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
         int(rank) for rank in re.findall(r"\d{1,9}", str(arguments.get("Process Group Ranks", "")))
     ]
     root = min(group) if group else file.only_group
-    # NCCL uses the same kernel to send, to receive and to do both, so the kernel's name does not
-    # show the direction. The event's arguments may contain it.
+    # NCCL uses the same kernel to send, to receive and to do both, so the direction cannot be seen
+    # from the kernel's name. The arguments of the event may contain the direction.
     if kind == "both":
         kind = {"send": "send", "recv": "recv"}.get(
             str(arguments.get("Collective name", "")), "both"
@@ -625,7 +625,7 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
-    """Returns the rank's pipeline rank, the number of pipeline ranks, and the rank's replica."""
+    """Returns the pipeline rank, pipeline size and replica of the rank in ``file``."""
     world = max(file.world_size, file.rank + 1)
     group = file.groups.get("pp", [])
     if pipeline is not None:
@@ -646,7 +646,7 @@ def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
 
 
 def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[OperationRow]:
-    """Returns the operations of a rank as rows of a published table."""
+    """Returns the operations in ``file`` as rows of a table in the published format."""
     operations, computes = _operations(file)
     counts: Counter[tuple[int, str]] = Counter()
     for event in operations:
@@ -678,7 +678,7 @@ def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[O
 
 
 def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
-    """Returns two lists with all operations, and only the computations, of the rank in ``file``."""
+    """Returns two lists for the rank in ``file``: all its operations, and only its computations."""
     events = sorted(file.events, key=lambda event: (event.start, -event.length))
     computes = [event for event in events if event.kind.endswith("-compute")]
     host = "user_annotation"
@@ -728,7 +728,7 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns the messages that have no span because a single call sends and receives.
+    """Returns sends or receives (``end``) without a span, because one call sends and receives.
 
     The times of these messages are estimated. The wait for an input begins at the end of the
     previous computation, and a result is sent at the end of its computation.
@@ -750,7 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Removes computations within a computation of the same kind, and numbers the rest per step."""
+    """Removes computations nested in a computation of the same kind, and renumbers the rest."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []

@@ -181,7 +181,9 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 
 
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
-    """Aligns ranks whose clocks seem to differ, and returns start times and notes for the user.
+    """Aligns the first steps of ranks whose clocks seem to differ.
+
+    Returns the start times after the alignment, and notes for the user.
 
     A rank's clock seems to differ if its first step begins earlier or later than the first step of
     the lowest rank, by more than twice the median length of these steps.
@@ -206,10 +208,10 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Shifts the steps in time so that each step begins after the end of the previous step.
+    """Shifts the steps in time so that each step begins after the previous step has ended.
 
-    Returns the start times in ns. The shift is needed because the times of every step in a table
-    may begin at 0.
+    Returns the shifted start times in ns. The shift is needed because, in a table, the times of
+    every step may begin at 0.
     """
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
@@ -384,10 +386,10 @@ class _Table:
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns the spans of all computations and messages.
+        """Returns the spans of all operations, and the index of the table row of each span.
 
-        The first array contains the index of the table row of each span. A received message gets
-        two spans: ``wait`` and ``receive``. ``computes`` contains the rows of the computations.
+        A received message gets two spans: ``wait`` and ``receive``. ``computes`` contains the rows
+        of the computations.
         """
         parts: list[tuple[Ints, TraceTable]] = []
 
@@ -436,7 +438,7 @@ class _Table:
         return np.concatenate(row_parts), TraceTable.concat(span_parts)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
-        """Pairs the n-th message of a rank in each step with the n-th computation in that step.
+        """Pairs a rank's n-th message in a step with the rank's n-th computation in that step.
 
         Returns the rows of the paired messages and of their computations.
         """

@@ -86,8 +86,8 @@ def write_page(
         run: Trace of the run.
         target: Path of the ``.html`` file.
         iterations: Numbers of the iterations to show. If the run is large, only some are shown.
-        dp_rank: Data-parallel replica to show, or ``None`` for all replicas (only some of them if
-            there are many).
+        dp_rank: Data-parallel replica to show. ``None`` means all replicas, or only some of them if
+            there are many.
         figures: Statistics of all ranks in these iterations, such as step and idle times, or
             ``None`` to compute them.
         labels: Row label of each global rank to show. If it is not ``None``, all these ranks are
@@ -117,8 +117,8 @@ def write_page(
     return notes
 
 
-# The pattern matches JSON escapes of unprintable characters. An additional backslash before each
-# escape makes the page show the escape instead of the character.
+# The pattern matches JSON escapes of unprintable characters. With one more backslash in front, the
+# page shows the escape instead of the character.
 _UNPRINTABLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
 )
@@ -406,8 +406,8 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
     """Returns a block of data for the page, with compressed columns and values for JSON.
 
     Args:
-        columns: Columns of integers below 2^53, by name.
-        head: Other values of the block, by name.
+        columns: Columns of integers below 2^53, by column name.
+        head: Other values that the block contains, by name.
     """
     most = np.iinfo("int32").max
     typed = {

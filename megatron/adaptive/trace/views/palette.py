@@ -26,7 +26,7 @@ WAIT_NAMES = {
     "group": "wait for group",
     "": "wait, cause unknown",
 }
-"""Legend text for each cause of a wait (``Span.reason``). The empty key stands for any other cause.
+"""Legend text for each cause of a wait (``Span.reason``). The empty key stands for other causes.
 """
 WAIT_COLORS = {
     "input": "F6C9C9",
@@ -49,7 +49,7 @@ OTHER_COLORS = {
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
-"""Maximum number of chunks in the legend. If there are more, only evenly spaced chunks are listed.
+"""Maximum number of chunks in the legend. If there are more, some at even distances are listed.
 """
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
@@ -73,12 +73,12 @@ def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
 
 
 def cause_of(wait: Span) -> str:
-    """Returns the cause of ``wait``; empty if the cause has no colour."""
+    """Returns the cause of ``wait``, or an empty text if the cause has no colour of its own."""
     return wait.reason if wait.reason in WAIT_NAMES else ""
 
 
 def fill_of(span: Span | None, num_chunks: int) -> str:
-    """Returns the fill colour of ``span`` as ``RRGGBB``; ``None`` stands for idle time."""
+    """Returns the fill colour of ``span``, or of idle time if it is ``None``, as ``RRGGBB``."""
     if span is None:
         return IDLE
     if span.action == "wait":

@@ -43,7 +43,7 @@ from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_500_000
-"""Maximum number of spans in a file, so that browser-based viewers can open it."""
+"""Maximum number of spans in a file. Viewers in a browser cannot open larger files."""
 
 NS_PER_US = 1000
 THREADS: dict[str, tuple[str, ...]] = {
@@ -173,7 +173,7 @@ def _within_limit(
 ) -> tuple[list[int], list[int], list[str]]:
     """Returns the iterations and ranks to write, and notes on omitted iterations.
 
-    The first of the ``iterations`` are omitted if there are more than :data:`MAX_SPANS` spans.
+    If there are more than :data:`MAX_SPANS` spans, the first of the ``iterations`` are omitted.
     ``dp_rank`` is the replica to write, or ``None`` for all replicas.
     """
     for iteration in iterations:
@@ -216,7 +216,7 @@ def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) 
 
 
 def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
-    """Yields the events that set the name and the position ``index`` of a rank's process."""
+    """Yields the events that set the name of a rank's process, and its position ``index``."""
     header = trace.header
     name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
@@ -246,7 +246,7 @@ def _tid(rank: int, number: int) -> int:
 
 _IDEAL = "ideal: nobody slower than others"
 _SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
-"""Threads whose overlapping spans are independent, and are therefore never nested."""
+"""Threads on which overlapping spans are independent and must not be drawn as nested."""
 
 
 def _thread(
@@ -350,7 +350,8 @@ def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
         may_nest: Whether a span may nest in another span of the same thread.
     """
     lanes: list[int] = []
-    # Each entry contains the end times of a thread's open spans, with the innermost span last.
+    # Each entry belongs to a thread and contains the end times of its open spans, with the
+    # innermost span last.
     ends_of: list[list[int]] = []
     for span in spans:
         stop = max(span.end_ns, span.start_ns + 1)
@@ -369,7 +370,7 @@ def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
 
 
 def _microseconds(times_ns: Sequence[int]) -> list[float]:
-    """Converts nanoseconds to microseconds so that viewers recover the exact nanoseconds.
+    """Converts nanoseconds to microseconds in such a way that viewers recover the nanoseconds.
 
     A time divided by 1000 may be slightly too small as a float. If a viewer truncates it, the slice
     begins a nanosecond early and overlaps the previous slice. Viewers discard such slices.
@@ -412,8 +413,8 @@ def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Ev
     times = _microseconds([action.start_ns - origin_ns for action in actions])
     for action, time in zip(actions, times, strict=True):
         if action.iteration != iteration:
-            # An interrupted iteration leaves forward passes without a backward pass, so the count
-            # restarts from 0.
+            # If an iteration was interrupted, some forward passes have no backward pass. Therefore,
+            # the count restarts from 0 in each iteration.
             iteration = action.iteration
             in_flight = 0
         in_flight = max(0, in_flight + {"F": 1, "B": -1}.get(action.action, 0))
@@ -446,8 +447,8 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
             passes = [row for row in trace.layer_passes(iteration) if row[1] == kind]
             passes.sort(key=lambda row: row[2])
             ends_ns = [row[3] for row in passes]
-            # A backward pass may begin slightly before the previous layer's pass ends. Slices must
-            # nest, so the previous pass is cut off at that time.
+            # A backward pass may begin slightly before the pass of the previous layer ends. Slices
+            # must nest, so the previous pass is shortened.
             for index, (row, following) in enumerate(pairwise(passes)):
                 if row[2] < following[2] < ends_ns[index] < following[3]:
                     ends_ns[index] = following[2]
@@ -509,7 +510,7 @@ def _kernel_slices(
             continue
         of_step = [span for span in spans if span.iteration == step.iteration]
         for kernel, action in zip(step.kept, actions_of(of_step, step.kept), strict=True):
-            # The clocks of the actions and the profiler differ by microseconds, so kernels are
+            # The clocks of the actions and of the profiler differ by microseconds, so kernels are
             # clipped. Perfetto drops events that start before time 0.
             start_ns = max(kernel.start_ns, origin_ns)
             end_ns = kernel.end_ns if action is None else min(kernel.end_ns, action.end_ns)

@@ -39,7 +39,9 @@ DPI = 150
 WIDTH_IN = 14.0
 MAX_WIDTH_IN = 22.0
 FORWARD_IN = 0.13
-"""Desired width in inches of a short action. The picture gets wider for it, up to ``MAX_WIDTH_IN``.
+"""Desired width in inches of a short action.
+
+To reach it, the picture gets wider, up to ``MAX_WIDTH_IN``.
 """
 AROUND_IN = 1.5
 """Total height in inches of the parts of the picture above and below the rows."""
@@ -89,12 +91,11 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
-    # The bars and texts drawn below lie within the axes, so the layout does not have to be computed
-    # again.
+    # The bars and texts below are drawn within the axes, so the layout need not be computed again.
     figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
-    # Edges must be much thinner than the bars, because they would otherwise hide the bars of a
+    # The edges of bars must be much thinner than the bars. Otherwise, they would hide the bars of a
     # dense chart.
     edge_pt = min(0.5, 0.05 * durations[len(durations) // 2] * points_per_ns)
     _draw_rows(axes, step, edge_pt)
@@ -183,7 +184,7 @@ def _write_texts(
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
         upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
-        # The common size must be so small that the texts of nine tenths of the bars fit.
+        # The texts of nine tenths of the bars must fit into their bars at the common font size.
         turned = min(largest, np.sort(along)[len(bars) // 10]) < UPRIGHT_BELOW_PT
         sizes = upright if turned else along
         common = max(min(largest, np.sort(sizes)[len(bars) // 10]), SMALLEST_PT)
@@ -290,8 +291,8 @@ def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> 
     figure = _figure(WIDTH_IN * 0.8, height, DPI * 2 // 3)
     whole, part = figure.subplots(1, 2, width_ratios=(3, 1))
     for axes, values in ((whole, ranks[shown]), (part, stages)):
-        # Values are durations divided by the mean. White is the mean, red is slower, blue is
-        # faster.
+        # Values are durations divided by the mean duration. White is the mean, red is slower, and
+        # blue is faster.
         image = axes.imshow(
             values, aspect="auto", cmap="RdBu_r", vmin=0.5, vmax=1.5, interpolation="nearest"
         )

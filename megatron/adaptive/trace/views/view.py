@@ -96,7 +96,7 @@ class View:
             lines = [result] if isinstance(result, str) else [str(line) for line in result or ()]
         except AdaptiveError:
             raise
-        except Exception as error:  # A user's function may raise any exception.
+        except Exception as error:  # The function may belong to a user, so any exception can occur.
             if not self.is_own:
                 raise
             raise TraceError(
@@ -160,7 +160,7 @@ def find_views(names: Iterable[str]) -> tuple[View, ...]:
 
 
 def refuse_shared_files(views: Sequence[View]) -> None:
-    """Raises ``ConfigError`` if two of ``views`` would write the same file."""
+    """Raises ``ConfigError`` if several of ``views`` would write the same file."""
     by_ending: dict[str, View] = {}
     for view in views:
         other = by_ending.setdefault(view.ending, view)

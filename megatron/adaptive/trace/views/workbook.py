@@ -64,7 +64,7 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Maximum number of rows in the sheet *iterations*. Longer runs show every n-th iteration."""
+"""Maximum number of rows in the sheet *iterations*. If a run is longer, every n-th is shown."""
 MAX_RANK_COLUMNS = 256
 """Maximum number of ranks in the sheet *iterations*, which has a column for each rank."""
 
@@ -75,7 +75,7 @@ HEAD_ROW = 2
 HEAD_HEIGHT = 44
 """Height in points of a header row, which is enough for three lines of text."""
 PART_COLUMN = 5
-"""Number of the first column of the sheet *summary* that contains a part of the step."""
+"""Number of the first column in the sheet *summary* that shows a part of the step."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),
@@ -277,7 +277,8 @@ def _draw(
     sheet.sheet_view.showGridLines = False
     sheet.freeze_panes = f"B{FIRST_ROW}"
     sheet.column_dimensions["A"].width = max(12, *map(len, map(step.label, range(step.num_ranks))))
-    # One record for the range sets the width of all columns, instead of up to 16,384 records.
+    # A single record sets the width of all columns in the range. Otherwise, up to 16,384 records
+    # would be needed.
     columns = sheet.column_dimensions["B"]
     columns.min, columns.max, columns.width = 2, LABEL_COLUMNS + width, column_width
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
@@ -423,7 +424,7 @@ def _add_charts(workbook: Workbook, step: PipelineStep, num_iterations: int) -> 
     bars = _bars(workbook["summary"], step)
     sheet.add_chart(bars, "B2")
     if num_iterations > 1:
-        # The second chart is below the first chart. Rows are about half a centimetre high.
+        # The second chart is placed below the first chart. A row is about half a centimetre high.
         row = 4 + int(bars.height / 0.5)
         sheet.add_chart(_curves(workbook["iterations"], num_iterations), f"B{row}")
 
@@ -447,7 +448,7 @@ def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
         chart.series[-1].graphicalProperties.solidFill = PART_COLORS[part]
         chart.series[-1].graphicalProperties.line.solidFill = "FFFFFF"
     chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
-    # Excel draws the first row at the bottom, so the axis is reversed to put the first rank at the
+    # Excel draws the first row at the bottom. The axis is reversed so that the first rank is at the
     # top.
     chart.x_axis.scaling.orientation = "maxMin"
     chart.x_axis.delete = chart.y_axis.delete = False
@@ -577,7 +578,7 @@ def _style_head(sheet: Worksheet, title_row: int) -> None:
 
 
 def _mean(values: Floats) -> float:
-    """Returns the mean of ``values``, ignoring NaN. The result is NaN if all values are NaN."""
+    """Returns the mean of ``values``, ignoring NaN, or NaN if all values are NaN."""
     numbers = values[~np.isnan(values)]
     return float(numbers.mean()) if len(numbers) else float("nan")
 

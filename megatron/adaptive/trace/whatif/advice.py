@@ -1,4 +1,4 @@
-"""Defines the settings that remove causes of delay, for each program that writes traces."""
+"""Defines, for each program that writes traces, the settings that remove causes of delay."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Contains a program's setting, or advice, for each change that would make a run faster.
+    """Contains the settings of one program that make a run faster, as texts for the user.
 
     Attributes:
         slow_rank: Setting that moves work away from a slow rank.
         slow_replica: Setting that gives a slow replica less work; empty if there is no setting.
-        partition: First part of the setting for a partition.
-        links: Advice for faster messages.
+        partition: Beginning of the setting that selects a partition.
+        links: Advice on how to make messages faster.
         one_length: Setting that makes microbatches equally long in a run without replicas.
         lengths: Setting that makes microbatches equally long in a run with replicas.
         adaptive: Setting that selects the rule ``adaptive`` with two chunks per rank.

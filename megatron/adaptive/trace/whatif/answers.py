@@ -1,4 +1,4 @@
-"""Reports how much time a run loses, which ranks cause the loss, and what each repair would save.
+"""Reports how much time a run loses, which ranks cause the loss, and what changes would save it.
 
 All results come from simulations of the recorded steps in which some durations are replaced. The
 ``ideal`` duration of a computation is the mean over replicas, stages and steps for its kind
@@ -59,30 +59,33 @@ from megatron.adaptive.trace.whatif.result import SHOWN, SLOW, Repair, WhatIf
 from megatron.adaptive.trace.whatif.slice_tokens import token_repairs
 
 SPANS_AT_ONCE = 1_000_000
-"""Maximum number of trace spans that are read at once, unless a single step has more."""
+"""Maximum number of spans that are read at once. A single step may have more spans."""
 SETS_AT_ONCE = 8
-"""Number of sets of durations with which the steps are simulated at the same time."""
+"""Number of alternatives with different durations that are simulated at the same time."""
 SLOWEST_WORKERS = 0.03
-"""Fraction of all ranks that count as the slowest ranks, at least one rank."""
+"""Fraction of all ranks that count as the slowest ranks. At least one rank counts."""
 CAUSE_SHARE = 0.3
 """Minimum fraction of the slowdown that a cause must explain to be reported."""
 WORTH = 0.002
-"""Minimum fraction of the step time that a repair must save to be listed."""
+"""Minimum fraction of the step time that a change must save to be listed."""
 SLICES = 8
-"""Number of slices used to simulate recorded steps of whole microbatches."""
+"""Number of slices per microbatch if a step with whole microbatches is simulated with slices."""
 SLICES_TEXT = f"sequences in {SLICES} slices that cost nothing more"
 SLICES_FLAG = f"--sequence-slices {SLICES}"
 _EVEN = "stages of equal work"
-"""Repair that is omitted if other partitions were simulated with the times of single segments."""
+"""Name of the change that is not listed if better estimates of other partitions exist.
+
+These are simulated with the times of single segments.
+"""
 MOST_GROUPS = 64
-"""Maximum number of stages, and of replicas, to simulate. If there are more, the slowest are used.
+"""Maximum number of stages and of replicas to simulate. If there are more, the slowest are used.
 """
 MOST_SPANS = 8_000_000
 """Maximum number of spans to analyze. For a longer run, evenly spaced iterations are used."""
 REPLAYED = 4
-"""Maximum number of steps to simulate under each other schedule."""
+"""Maximum number of steps that are simulated for each alternative schedule."""
 RECORDED_SPAN_S = 1e-6
-"""CPU time in seconds that the trace recorder needs per span, including writing (measured)."""
+"""CPU time in seconds that the recorder of the trace needs per span, as measured."""
 
 CAUSES = ("worker", "last stage", "sequence lengths")
 
@@ -104,9 +107,10 @@ class _Part:
     length: Floats = field(default_factory=lambda: np.zeros(0))
 
     def column(self, group: str) -> Ints:
-        """Returns the group (stage, replica, rank, kind or link) of each operation, as an index.
+        """Returns the index of the group to which each operation belongs.
 
-        ``group`` is the type of the group. The link of operations other than messages is -1.
+        ``group`` is the type of the group: ``stage``, ``replica``, ``rank``, ``kind`` or ``link``.
+        The link is -1 for operations other than messages.
         """
         ops = self.ops
         where = ops.where
@@ -203,7 +207,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Splits the iterations in ``chosen`` into groups with at most :data:`SPANS_AT_ONCE` spans."""
+    """Splits the iterations in ``chosen`` into lists of at most :data:`SPANS_AT_ONCE` spans."""
     ranks = where.ranks.tolist()
     group: list[int] = []
     spans = 0
@@ -219,14 +223,15 @@ def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable
 
 
 Durations = Callable[[_Part], Floats]
-"""Function that returns durations in seconds, ``[operations]``, some of which are replaced."""
+"""Function that returns the duration of each operation in seconds, with some of them replaced."""
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
-    """Multiplies ``durations_s`` of computations by the lengths of their microbatches.
+    """Multiplies the durations of computations by the lengths of their microbatches.
 
-    The lengths are raised to ``power``. A ``power`` of -1 removes the effect of unequal lengths.
-    The results are then scaled so that the total computing time of each step stays the same.
+    The length of a microbatch is its time relative to the usual time. The length is raised to
+    ``power``, so that -1 removes the effect of unequal lengths. The results are then scaled so that
+    the total computing time of each step stays the same.
     """
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)
@@ -237,7 +242,7 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
 
 
 def _only(group: str, value: int) -> Durations:
-    """Returns a function for durations that are recorded for one group and ideal for the rest.
+    """Returns a function that uses recorded durations for one group and ideal ones otherwise.
 
     The function takes a part of the run, and returns the duration of each operation. ``group`` is
     the type of the group, such as ``rank``, and ``value`` is its index.
@@ -246,7 +251,7 @@ def _only(group: str, value: int) -> Durations:
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Returns a function for durations that are ideal for some groups and recorded for the rest.
+    """Returns a function that uses ideal durations for some groups and recorded ones otherwise.
 
     The function takes a part of the run, and returns the duration of each operation. ``group`` is
     the type of the groups, such as ``rank``, and ``values`` contains their indices.
@@ -257,10 +262,10 @@ def _without(group: str, values: Sequence[int]) -> Durations:
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns the repairs in ``steps_s``, in descending order of the time saved.
+    """Returns the possible changes in ``steps_s`` in descending order of the time that they save.
 
-    ``steps_s`` maps the description and flag of each repair to a step time in seconds. ``whole`` is
-    the step time in seconds without a repair.
+    ``steps_s`` maps the description and flag of each change to a step time in seconds. ``whole`` is
+    the step time in seconds without a change.
     """
     repairs = [
         Repair(description, flag, step_s, 1 - step_s / whole)
@@ -270,7 +275,7 @@ def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> 
 
 
 class _Answers:
-    """Simulates the steps of a run with all sets of durations that the analysis needs."""
+    """Simulates the steps of a run with all alternative durations that the analysis needs."""
 
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
@@ -347,11 +352,11 @@ class _Answers:
         )
 
     def _groups(self) -> dict[tuple[str, str], Durations]:
-        """Returns, for each group of operations, the durations for a simulation.
+        """Returns the alternative durations with which the slowdown of each group is simulated.
 
-        The keys of the dict are (type, name) of the groups. The durations are recorded for the
-        group, and ideal for all other operations. The first two entries are the recorded step
-        (``simulated``) and the ideal step.
+        The keys of the dict are (type, name) of the groups. For each group, the durations are
+        recorded for its operations, and ideal for all other operations. The first two entries are
+        the recorded step (``simulated``) and the ideal step.
         """
         where = self._where
         sets: dict[tuple[str, str], Durations] = {
@@ -374,12 +379,11 @@ class _Answers:
         return sets
 
     def _shares(self, workers: list[int], slowest: list[int]) -> dict[tuple[str, str], Durations]:
-        """Returns the durations of simulations that each concern one cause or one slow rank.
+        """Returns the alternative durations with which causes and slow ranks are simulated.
 
-        In the simulation for a cause, the cause is removed. In the simulation for a rank, only the
-        durations of that rank are recorded, and all other durations are ideal. ``slowest`` contains
-        the indices of the slowest ranks, which are a cause together, and ``workers`` contains the
-        indices of all ranks, with the slowest first.
+        For a cause, the durations are those without the cause. For a rank, only its durations are
+        recorded, and all other durations are ideal. ``slowest`` contains the indices of the slowest
+        ranks, which together are one cause, and ``workers`` those of all ranks, slowest first.
         """
         shares: dict[tuple[str, str], Durations] = {
             ("share", "worker"): _without("rank", slowest),
@@ -391,17 +395,17 @@ class _Answers:
         return shares
 
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
-        """Returns the mean step time in seconds after a repair (a change that makes steps faster).
+        """Returns the mean step time in seconds after a change that makes steps faster.
 
-        ``durations`` contains the durations after the repair, and ``steps`` the step times
-        simulated with them. ``whole`` is the mean step time without the repair. Under a run-time
-        scheduling rule, a repair also changes the order of actions.
+        ``durations`` contains the durations after the change, and ``steps`` the step times
+        simulated with them. ``whole`` is the mean step time without the change. Under a run-time
+        scheduling rule, the order of actions changes too, so the rule is simulated.
         """
         saved = self._replay.saved_s(durations(self._parts[-1]))
         return float(steps.mean()) if saved is None else whole - saved
 
     def _simulate(self, sets: Mapping[tuple[str, str], Durations]) -> dict[tuple[str, str], Floats]:
-        """Returns the simulated step times in seconds, ``[steps]``, for each set of durations."""
+        """Returns the simulated time in seconds of each step, ``[steps]``, for each of ``sets``."""
         names = list(sets)
         step_s: dict[tuple[str, str], Floats] = {}
         for low in range(0, len(names), SETS_AT_ONCE):
@@ -423,8 +427,8 @@ class _Answers:
             np.add.at(total, cell, part.ops.duration_s[: part.ops.num_computes])
             np.add.at(number, cell, 1)
         self._cells: Floats = total / np.maximum(number, 1)
-        # If all ranks of a replica take longer, the reason is long microbatches. Dividing by this
-        # factor gives the speed of the ranks.
+        # If all ranks of a replica take longer, its microbatches are long. Dividing by this factor
+        # leaves the speed of the ranks.
         cell_sum_s = self._cells.sum(axis=(1, 2))
         ratio = cell_sum_s / self._stage_sum_s()[self._where.pp_rank]
         replica_factor = np.ones(int(self._where.replica.max()) + 1)
@@ -444,7 +448,7 @@ class _Answers:
         return medians(pp_rank, self._cells.sum(axis=(1, 2)), number)
 
     def _cell(self, ops: Operations) -> tuple[Ints, Ints, Ints]:
-        """Returns the index of each computation's mean time in ``[ranks, chunks, 3]``."""
+        """Returns, for each computation, the index of its mean time in ``[ranks, chunks, 3]``."""
         rows = slice(0, ops.num_computes)
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
@@ -491,7 +495,7 @@ class _Answers:
         return sorted(np.argsort(-late_s, kind="stable")[:MOST_GROUPS].tolist())
 
     def _by_score(self, slow: Mapping[str, Mapping[str, float]]) -> list[int]:
-        """Returns the indices of all ranks, with the slowest first.
+        """Returns the indices of all ranks, sorted from the slowest to the fastest.
 
         A rank's score is the smaller of the slowdowns of its replica and of its stage. A stage or
         replica that was not simulated alone counts as the fastest.
@@ -510,7 +514,7 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Returns a dict from the description of a repair to its flags or advice, and durations.
+        """Returns the possible changes, by description, with flags or advice, and durations.
 
         ``slowest`` contains the indices of the slowest ranks.
         """
@@ -551,13 +555,13 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Returns a function that multiplies the recorded computing times by a factor per rank."""
+        """Returns a function that multiplies each rank's computing times by the rank's factor."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag for equal stages, and the factor of each rank's computing time.
+        """Returns the flag for equal stages, and the factor by which each rank's time changes.
 
         ``usual`` contains the usual computing time of each pipeline rank in seconds.
         """
@@ -579,11 +583,11 @@ class _Answers:
     def _with_content(
         self, repaired_s: dict[tuple[str, str], float], whole: float, notes: list[str]
     ) -> dict[tuple[str, str], float]:
-        """Adds step times of a ``Pipeline`` with another order, distribution or partition.
+        """Adds step times of a ``Pipeline`` with other settings for microbatches and partition.
 
         Args:
-            repaired_s: Mean step time in seconds by description and flag of the repair.
-            whole: Mean simulated step time in seconds without a repair.
+            repaired_s: Mean step time in seconds, by description and flag of each possible change.
+            whole: Mean simulated step time in seconds without a change.
             notes: Caveats about the result, to which a caveat about the added times may be
                 appended.
         """
@@ -597,7 +601,7 @@ class _Answers:
         """Simulates steps under another schedule, with microbatches on other replicas, or both.
 
         Returns:
-            Dict from (description, flag) of each repair to the mean step time in seconds.
+            Dict from (description, flag) of each change to the mean step time in seconds.
         """
         header = self._header
         if self._where.num_stages == 1:
@@ -607,8 +611,8 @@ class _Answers:
             return self._sliced(simulated)
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
-        # Steps of different lengths are chosen: with the steps sorted by duration, the middle step
-        # of each quarter is used.
+        # Choose steps of different durations: sort the steps by duration, and use the middle step
+        # of each quarter.
         count = steps_at_most(self._parts[-1].ops, REPLAYED)
         quantiles = (np.arange(count) + 0.5) * len(by_length) / count
         chosen = {by_length[int(index)] for index in quantiles} & set(times.steps)
@@ -619,7 +623,7 @@ class _Answers:
             return float(np.mean([times.step_s(step, schedule) for step in chosen]))
 
         fixed = "seq-1f1b" if times.is_cut else "1f1b"
-        # Schedules with a fixed order require equal numbers of slices.
+        # Schedules with a fixed order require that all microbatches have the same number of slices.
         follows_rule = header.schedule == "adaptive" or times.is_unequal
         present = "adaptive" if follows_rule else fixed
         replayed_s = mean_s(OtherSchedule(present, 1))
@@ -643,10 +647,10 @@ class _Answers:
         }
 
     def _sliced(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates steps of the ``adaptive`` schedule with several chunks per rank and slices.
+        """Simulates steps under ``adaptive`` in which each microbatch is split into slices.
 
         Returns:
-            Dict from (description, flag) of each repair to the mean step time in seconds.
+            Dict from (description, flag) of each change to the mean step time in seconds.
         """
         ops = self._parts[-1].ops
         iterations = np.unique(ops.iteration).tolist()
@@ -659,7 +663,7 @@ class _Answers:
         return {(SLICES_TEXT, SLICES_FLAG): float(simulated.mean()) - saved_s}
 
     def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
-        """Estimates the step time in seconds without tracing.
+        """Estimates the step time in seconds that a run would have without tracing.
 
         ``whole_s`` is the mean simulated step time with tracing.
 
@@ -671,9 +675,9 @@ class _Answers:
         return {("tracing off", self._advice.no_trace): whole_s - spans * RECORDED_SPAN_S}
 
     def _recorded(self) -> Floats:
-        """Returns the recorded time of each step in seconds, ``[steps]``.
+        """Returns the recorded duration of each step in seconds, ``[steps]``.
 
-        The time lasts from the first start to the last end of an operation.
+        A step lasts from the first start to the last end of an operation.
         """
         steps = []
         for part in self._parts:
@@ -694,20 +698,22 @@ class _Answers:
         slowest: int,
         repairs: Sequence[Repair],
     ) -> str:
-        """Returns the cause that explains most of the slowdown, or ``none`` or ``mixed``.
+        """Returns the cause that explains most of the slowdown.
+
+        The result is ``none`` if little time is lost, and ``mixed`` if no cause explains enough.
 
         Args:
             whole: Mean simulated step time in seconds.
             base: Mean ideal step time in seconds.
             shares: Fraction of the slowdown that each cause in :data:`CAUSES` explains.
             slowest: Index of the slowest rank.
-            repairs: All repairs with their gains.
+            repairs: All possible changes, with the fraction of the step time that they save.
         """
         largest = int(np.argmax(shares))
         if whole >= SLOW * base:
             return CAUSES[largest] if shares[largest] >= CAUSE_SHARE else "mixed"
-        # Without replicas, a slow rank raises the mean that it is compared with, so its slowdown is
-        # small. Only the gain of its repair shows that the rank is slow.
+        # Without replicas, a slow rank itself raises the mean with which it is compared, so its
+        # slowdown looks small. Only the time that a faster rank would save shows that it is slow.
         name = self._where.name(slowest)
         gains = [
             repair.gain for repair in repairs if repair.description.startswith(f"{name} as fast")

@@ -1,4 +1,4 @@
-"""Simulates a ``Pipeline`` run with unequal microbatches ordered or distributed differently.
+"""Simulates ``Pipeline`` runs whose unequal microbatches have another order or distribution.
 
 Recorded steps are simulated under the schedule of the run::
 
@@ -34,20 +34,20 @@ from megatron.adaptive.trace.whatif.replay import ALIKE, RecordedStep, recorded_
 STEPS = 4
 """Maximum number of steps that are simulated."""
 UNEQUAL = 0.05
-"""Minimum relative spread of the microbatches' costs to simulate a different order or distribution.
+"""Minimum relative spread of the costs of microbatches for another order to be simulated.
 
-Smaller differences are noise.
+The same minimum applies to another distribution over replicas. Smaller differences are noise.
 """
 _MOST_SEGMENTS = 1 << 12
 """Maximum number of segments in a run for which other partitions are searched."""
 _ROUNDS = 4
-"""Maximum number of segments that are moved one at a time to improve a partition."""
+"""Maximum number of steps of the search for a better partition. Each moves one segment."""
 _TEXTS = {"order": "ordered", "dealing": "dealt over replicas"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """Describes how a step is simulated.
+    """Describes the settings with which a step is simulated.
 
     Attributes:
         is_dealt: Whether microbatches are distributed over replicas by their cost.
@@ -62,13 +62,13 @@ class Treatment:
 
 @dataclass(frozen=True, eq=False)
 class ContentAnswers:
-    """Contains the time that a step of a ``Pipeline`` would save with other settings.
+    """Contains the seconds that a step of a ``Pipeline`` would save with other settings.
 
     Attributes:
         saved_s: Dict from (description, settings) of a change to the seconds that a step would
             save.
         note: Reason why nothing could be simulated; empty if the simulation succeeded.
-        covers_partitions: Whether other partitions were simulated too.
+        covers_partitions: Whether other partitions of the segments were simulated too.
     """
 
     saved_s: dict[tuple[str, str], float]
@@ -77,7 +77,7 @@ class ContentAnswers:
 
 
 def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswers:
-    """Simulates steps of a ``Pipeline`` run with a different order, distribution and partition.
+    """Simulates steps of a ``Pipeline`` run with other orders, distributions and partitions.
 
     Args:
         run: Trace of the run.
@@ -85,7 +85,7 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
     """
     header = next(iter(run.ranks.values())).header
     if len(header.layers) != parts[0].where.num_stages or sum(header.layers) > _MOST_SEGMENTS:
-        # Without the sizes of the stages, other partitions cannot be simulated.
+        # If the sizes of the stages are unknown, other partitions cannot be simulated.
         header = replace(header, layers=())
     steps: list[list[RecordedStep]] = []
     error = 0.0
@@ -112,11 +112,11 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
 
 
 def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
-    """Returns the fraction of its stage's time that each segment takes, ``[3, segments]``.
+    """Returns the fraction of a stage's time that each of its segments takes, ``[3, segments]``.
 
-    The rows are F, B and W. Measured times of segments are used if the trace contains them,
-    otherwise the estimated work. W is not measured, so it is divided like F and B together among
-    the segments with a B.
+    The rows are F, B and W. If the trace contains measured times of segments, these are used,
+    otherwise the estimated work. W is not measured. Its time is divided among the segments with a B
+    in proportion to the sum of F and B.
     """
     count = sum(header.layers)
     times = np.zeros((3, count))
@@ -132,14 +132,15 @@ def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
     shares = np.zeros_like(times)
     for part in _slices(header.layers):
         totals = times[:, part].sum(axis=1, keepdims=True)
-        # If nothing was measured, as in the backward pass of frozen segments, all shares are equal.
+        # If no time was measured, as for the backward passes of frozen segments, all shares are
+        # equal.
         equal = np.full_like(times[:, part], 1 / max(1, part.stop - part.start))
         shares[:, part] = np.divide(times[:, part], totals, out=equal, where=totals > 0)
     return shares
 
 
 def _slices(partition: Sequence[int]) -> list[slice]:
-    """Returns the range of segments in each stage of ``partition``."""
+    """Returns, for each stage of ``partition``, the range of its segments."""
     ends = list(itertools.accumulate(partition))
     return [slice(end - size, end) for end, size in zip(ends, partition, strict=True)]
 
@@ -168,7 +169,7 @@ class _Simulation:
 
     @property
     def covers_partitions(self) -> bool:
-        """Whether the sizes of all stages are known, so that segments can be moved."""
+        """Whether the sizes of all stages are known, so that other partitions can be simulated."""
         return bool(self._header.layers) and 0 not in self._header.layers
 
     def answers(self) -> dict[tuple[str, str], float]:
@@ -198,7 +199,7 @@ class _Simulation:
                 try:
                     then_s = self._mean_s(treatment)
                 except ScheduleError:
-                    # The schedule does not support replicas with these numbers of microbatches.
+                    # The schedule cannot run replicas with these numbers of microbatches.
                     continue
                 saved[_described(names, cut, header.layers)] = now_s - then_s
         return saved
@@ -240,7 +241,7 @@ class _Simulation:
         """Returns ``step`` with its segments divided among the stages by ``partition``."""
         segments = step.durations_s[:, self._stage_of] * self._shares[:, :, None]
         stages = [segments[:, part].sum(axis=1) for part in _slices(partition)]
-        # A frozen stage runs backward passes after a trained segment has moved to it.
+        # A frozen stage needs backward passes after a trained segment has moved to it.
         has_backward = segments[1].any(axis=1)
         frozen_segments = int(has_backward.argmax()) if has_backward.any() else 0
         return replace(
@@ -250,7 +251,9 @@ class _Simulation:
         )
 
     def _best_partition(self) -> tuple[int, ...]:
-        """Returns the partition with the shortest steps; empty if that is the recorded partition.
+        """Returns the partition with the shortest step time.
+
+        The result is empty if that is the recorded partition.
 
         The search starts from the better of the recorded partition and the most even partition. It
         moves single segments as long as this makes the steps shorter.
@@ -289,9 +292,9 @@ def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
 
 
 def _in_turns(replicas: Sequence[RecordedStep]) -> RecordedStep:
-    """Returns a step with the microbatches of all replicas, in the order of the whole batch.
+    """Returns one step with the microbatches of all replicas, in the order of the whole batch.
 
-    The batch was assigned to the replicas round-robin.
+    The batch was distributed over the replicas in turn (round-robin).
     """
     places = [
         (index, replica)
@@ -344,7 +347,7 @@ def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
 def _described(
     names: Sequence[str], partition: tuple[int, ...], layers: Sequence[int]
 ) -> tuple[str, str]:
-    """Returns a text that describes a change of settings, and the new settings.
+    """Returns two texts: the description of a change, and the new settings.
 
     ``names`` contains the settings that change to ``"time"``. ``partition`` is the new number of
     segments per stage, or empty if it does not change, and ``layers`` contains the recorded

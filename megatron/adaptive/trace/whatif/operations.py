@@ -84,23 +84,26 @@ class StepSlices(Protocol):
     """Function that returns the number of slices of each microbatch in a replica's step."""
 
     def __call__(self, iteration: int, replica: int) -> SliceCounts:
-        """Returns the number of slices for an iteration and a data-parallel replica."""
+        """Returns the number of slices of each microbatch for an iteration and a replica."""
 
 
 def whole(iteration: int, replica: int) -> SliceCounts:
-    """Returns 1, the number of slices of a microbatch in runs whose microbatches are not split."""
+    """Returns 1, the number of slices in runs whose microbatches are not split."""
     return 1
 
 
 class StepSizes(Protocol):
-    """Function that returns the activation bytes of each microbatch in a replica's step."""
+    """Function that returns the bytes of activations of each microbatch in a replica's step."""
 
     def __call__(self, iteration: int, replica: int) -> tuple[int, ...]:
-        """Returns the sizes for an iteration and a data-parallel replica; empty if unknown."""
+        """Returns the sizes of the microbatches for an iteration and a replica.
+
+        The result is empty if the sizes are unknown.
+        """
 
 
 def no_sizes(iteration: int, replica: int) -> tuple[int, ...]:
-    """Returns an empty tuple, for runs whose microbatches have equal or unknown sizes."""
+    """Returns an empty tuple for runs whose microbatches have equal or unknown sizes."""
     return ()
 
 
@@ -115,8 +118,8 @@ class Pipelines:
         stages: ``[pipeline ranks, chunks]``, index of the stage that each chunk of a rank computes.
         slices: Function that returns the number of slices of each microbatch, given the numbers of
             an iteration and a replica. It returns 1 if microbatches are not split.
-        sizes: Function that returns the activation bytes of each microbatch, given the numbers of
-            an iteration and a replica. It returns an empty tuple if they are equal or unknown.
+        sizes: Function that returns the bytes of activations of each microbatch, given the numbers
+            of an iteration and a replica. It returns an empty tuple if they are equal or unknown.
     """
 
     ranks: Ints
@@ -247,9 +250,9 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
 
 
 def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
-    """Returns the ideal time of each kind of work in seconds, ``[kinds]``.
+    """Returns the ideal duration of each kind of work in seconds, ``[kinds]``.
 
-    This is the mean of the computations and the median of the transfers. ``kinds`` and
+    For computations, this is the mean duration, and for transfers the median. ``kinds`` and
     ``durations_s`` contain the kind of work and the duration in seconds of each operation.
     """
     kind = np.concatenate(kinds)
@@ -375,7 +378,7 @@ def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> 
 def _transfers(
     table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
-    """Returns the times of the messages that contained the inputs of the computations ``came``.
+    """Returns the transfer times of the messages with the inputs of the computations ``came``.
 
     If the arrival of a message was not recorded, its transfer time is assumed to be the median of
     the other messages in its direction. ``table`` contains all spans, and ``worker`` the rank index
@@ -394,8 +397,7 @@ def _transfers(
         actions.chunk[came],
         actions.microbatch[came],
     ]
-    # Unknown peers (-1) read the extra last element, which stays -1, so they are not mapped to a
-    # worker.
+    # Unknown peers (-1) are looked up at the additional last element, which stays -1.
     worker_of_rank = np.full(int(where.ranks.max()) + 2, -1)
     worker_of_rank[where.ranks] = np.arange(len(where.ranks))
 
@@ -436,13 +438,13 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
     """Returns the index of the collective that each operation is part of, or -1 if there is none.
 
     Operations are part of the same collective if they have the same iteration, kind and lowest
-    rank, and if each is the n-th such operation on its rank for the same n.
+    rank, and the same position among such operations on their rank.
     """
     is_reduce = table.kind == KIND["reduce"]
     root = np.where(is_reduce, where.pp_rank[worker], table.peer)
     if is_reduce.any():
-        # If all ranks finish their gradient reduction at the same time, it is a single collective.
-        # Otherwise, each stage has its own reduction.
+        # If all ranks finish their gradient reduction at the same time, the reduction is one
+        # collective. Otherwise, each stage has a separate reduction.
         _, step = np.unique(table.iteration, return_inverse=True)
         last, first, least = (np.full(int(step.max()) + 1, bound) for bound in (0, _FAR, _FAR))
         np.maximum.at(last, step[is_reduce], table.end_ns[is_reduce])
@@ -530,20 +532,20 @@ class Graph:
     final_step: Ints
 
     def simulate(self, durations_s: Sequence[Floats]) -> Floats:
-        """Returns the step times that result from each set of durations.
+        """Returns the step times that result from different durations of the operations.
 
         Args:
-            durations_s: Sets of durations, each with the duration of every operation in seconds.
+            durations_s: Alternatives, each with the duration of every operation in seconds.
 
         Returns:
-            Time of each step in seconds, ``[steps, sets]``.
+            Time of each step in seconds, ``[steps, alternatives]``.
         """
         ends = self._ends(np.stack(durations_s, axis=1))
         steps: Floats = np.maximum.reduceat(ends[self.final], self.final_step, axis=0)
         return steps
 
     def ends_s(self, durations_s: Floats) -> Floats:
-        """Returns the seconds from the step's start to each operation's end, ``[operations]``."""
+        """Returns the time in seconds from the step's start to the end of each operation."""
         ends: Floats = self._ends(durations_s[:, None])[self.node, 0]
         return ends
 
@@ -559,14 +561,14 @@ class Graph:
 
 
 def build_graph(operations: Operations) -> Graph:
-    """Returns the dependencies between the operations, sorted topologically.
+    """Returns the dependencies between ``operations``, sorted topologically.
 
     Raises:
         TraceError: Operations depend on each other in a cycle, so the recorded order is impossible.
             The message names the earliest of these operations.
     """
     sources, targets, count = _edges(operations)
-    # All node numbers are increased by 1, because node 0 is the start of every step.
+    # Node 0 is the start of every step, so the numbers of all other nodes are increased by 1.
     before = _two_each(sources + 1, targets + 1, count + 1)
     level, is_known = _levels(before)
     if not is_known.all():
@@ -596,7 +598,7 @@ def build_graph(operations: Operations) -> Graph:
 def ideal_steps(
     run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]
 ) -> dict[int, TraceTable] | None:
-    """Simulates iterations on ``ranks`` with the ideal duration for each kind of work.
+    """Simulates ``iterations`` on ``ranks`` as if all work took the ideal time for its kind.
 
     Returns:
         Computations of the ideal steps, in which no rank is slower than the others, by global rank.
@@ -646,9 +648,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # Computations on a rank may overlap in time. An overlapping computation depends on the last
-    # computation that finished before its start, not on the last computation that started before
-    # it.
+    # Computations on a rank may overlap. Such a computation depends on the last computation that
+    # had finished when it started, which need not be the previous computation.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
@@ -665,8 +666,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         follow(messages[np.lexsort((ops.end_ns[messages], way[messages]))], way)
     pairs += _around(ops, rank, ended, computes[overlaps], others)
     sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    # A collective begins when all ranks have joined. A dependency of one member therefore becomes a
-    # dependency of the collective's own node, on which all members depend.
+    # A collective begins when all ranks have joined. Therefore, the dependencies of all members
+    # become dependencies of the collective's node, on which the members depend.
     group = ops.group[targets]
     targets = np.where(group >= 0, len(ops) + group, targets)
     members = np.flatnonzero(ops.group >= 0)
@@ -678,7 +679,7 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
 def _around(
     ops: Operations, rank: Ints, ended_ns: Ints, overlapping: Ints, others: Ints
 ) -> list[tuple[Ints, Ints]]:
-    """Returns the operation that each overlapping computation and each collective waits for.
+    """Returns for which operation each overlapping computation and each collective waits.
 
     Args:
         ops: Operations of the iterations.
@@ -716,7 +717,7 @@ def _around(
     early = others[~after & (ops.kind[others] != _GATHER)]
     early = early[ops.start_ns[early] < ops.start_ns[np.maximum(first[number[early]], 0)]]
     pairs += [(latest[after], others[after]), (early, first[number[early]])]
-    # The first forward pass of a chunk needs the chunk's parameters, so it depends on their
+    # The first forward pass of a chunk needs the chunk's parameters, and therefore waits for their
     # all-gather.
     gathers = others[ops.kind[others] == _GATHER]
     chunks = ops.where.stages.shape[1]
@@ -731,7 +732,7 @@ def _around(
 
 
 def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
-    """Returns up to two predecessors of each node, ``[2, nodes]``, or 0 if there are fewer.
+    """Returns up to two predecessors of each node, ``[2, nodes]``. Missing predecessors are 0.
 
     A node with more than two predecessors gets helper nodes in between, each with at most two
     predecessors. ``sources`` and ``targets`` contain the two nodes of each dependency, and
@@ -768,7 +769,7 @@ def _levels(before: Ints) -> tuple[Ints, Ints]:
     begins = np.searchsorted(sources[order], np.arange(count + 1))
     level = np.zeros(count, dtype=np.int32)
     is_known = waits == 0
-    # Node 0, the start of a step, is skipped because its level is already set.
+    # Skip node 0, the start of a step, because its level is already set.
     front = np.flatnonzero(is_known)[1:]
     number = 1
     while len(front):

@@ -48,15 +48,15 @@ Counts: TypeAlias = tuple[int, ...]
 RULE_STEPS = 3
 """Maximum number of steps that are simulated under the run's scheduling rule."""
 MOST_PIPELINES = 256
-"""Maximum number of pipelines (steps times replicas) to simulate under a rule.
+"""Maximum number of pipelines (steps times replicas) that are simulated under a rule.
 
 At least one step is simulated, even if it has more pipelines.
 """
 ALIKE = 0.1
 """Maximum relative difference between the simulated and the recorded step time.
 
-Both times are based on the recorded durations. A larger difference means that the simulated rule
-had a different limit on activation memory than the run, or that the trace's spans do not cover the
+Both step times are based on the recorded durations. The difference is larger if the simulated rule
+had a different limit on activation memory than the run, or if the trace's spans do not cover the
 whole step.
 """
 
@@ -156,9 +156,9 @@ class RecordedTimes:
         )
 
     def usual_part(self, iteration: int, replica: int) -> Floats:
-        """Returns the times of ``replica`` in ``iteration``, as if its ranks had the usual speed.
+        """Returns the durations of ``replica`` in ``iteration`` if its ranks had the usual speed.
 
-        Times are in seconds, ``[2, stages, microbatches]``.
+        The result contains times in seconds, ``[2, stages, microbatches]``.
         """
         part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return part
@@ -207,8 +207,8 @@ class RecordedTimes:
         durations_s = np.stack(
             [of_slices[:, :, a:b].sum(axis=2) for a, b in zip(begins, ends, strict=True)], axis=2
         )
-        # A replica is as fast as its slowest rank, so microbatches are compared by their cost on
-        # that rank.
+        # A replica is only as fast as its slowest rank, so the cost of a microbatch on that rank
+        # counts.
         slowest = [
             int(np.argmax(durations_s.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor
         ]
@@ -220,7 +220,8 @@ class RecordedTimes:
         stages = durations_s.shape[1]
         dealt, dealt_counts = [], []
         for share in map(list, deal([cost.tolist() for cost in costs])):
-            # Small differences in cost are noise, so reorder only if the costs differ clearly.
+            # Small differences in cost are noise. Therefore, change the order only if the costs
+            # differ clearly.
             if np.std(work[share]) > 0.05 * np.mean(work[share]):
                 share = [share[index] for index in order_by_cost(work[share].tolist(), stages)]
             slices = [item for m in share for item in range(begins[m], ends[m])]
@@ -277,7 +278,7 @@ def candidate_for(
     pieces: int,
     kind: PlacementKind | None = None,
 ) -> Candidate:
-    """Returns a schedule with the default limit on activations, for the slices of a step.
+    """Returns a schedule for the slices of a step, with the default limit on activation memory.
 
     Args:
         name: Name of the schedule or rule.
@@ -299,7 +300,7 @@ def candidate_for(
     )
     if is_equal or candidate.cap is None:
         return candidate
-    # Raise the limit to the size of the largest microbatch, as a real step does.
+    # Raise the limit to the size of the largest microbatch, as the executor of a real step does.
     cap = default_cap(candidate.placement, len(counts), mean_slices(counts))
     return replace(candidate, cap=max(cap, *whole_sizes([1.0] * sum(counts), counts)))
 
@@ -333,7 +334,7 @@ def simulated_s(
     )
     policies = candidate.policies(work.num_microbatches, slices)
     if sizes and candidate.cap is not None:
-        # Raise the limit so that every microbatch can start, as a real step does.
+        # Raise the limit so that every microbatch can start, as the executor of a real step does.
         candidate = replace(candidate, cap=max(candidate.cap, *whole_sizes(sizes, slices)))
     shared = rule_of(policies)
     compiled = shared is not None and saves_time(shared[0], actions)
@@ -356,7 +357,7 @@ class RuleReplay:
         self._header, self._ops = header, ops
 
     def saved_s(self, then_s: Floats, *, slices: int = 1) -> float | None:
-        """Returns the time in seconds that a step would save with the durations ``then_s``.
+        """Returns the time in seconds by which a step gets shorter with the durations ``then_s``.
 
         Args:
             then_s: Changed durations in seconds, ``[operations]``.
@@ -405,7 +406,7 @@ class RuleReplay:
         return recorded
 
     def _last(self) -> Ints:
-        """Returns the numbers of the iterations to simulate, which are the last iterations."""
+        """Returns the numbers of the iterations to simulate, which are the last ones of the run."""
         iterations: Ints = np.unique(self._ops.iteration)[-steps_at_most(self._ops, RULE_STEPS) :]
         return iterations
 
@@ -424,7 +425,10 @@ class _RecordedReplica:
 
 
 def steps_at_most(ops: Operations, most: int) -> int:
-    """Returns the number of steps to simulate, limited by ``most`` and :data:`MOST_PIPELINES`."""
+    """Returns the number of steps to simulate, at most ``most``.
+
+    The number of pipelines is also limited by :data:`MOST_PIPELINES`.
+    """
     replicas = int(ops.where.replica.max()) + 1
     return max(1, min(most, MOST_PIPELINES // replicas))
 
@@ -485,7 +489,7 @@ class RecordedStep:
 
     @property
     def costs_s(self) -> list[float]:
-        """Total time in seconds that each microbatch takes in all stages."""
+        """Total time in seconds that each microbatch takes over all stages and kinds of action."""
         return [float(cost) for cost in self.durations_s.sum(axis=(0, 1))]
 
     def with_microbatches(self, order: Sequence[int]) -> RecordedStep:
@@ -538,7 +542,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     shape = (3, ops.where.num_stages, int(microbatch.max(initial=0)) + 1)
     work = kind <= WEIGHT
     if shape[1] * shape[2] > int(work.sum()):
-        return None  # A damaged file may contain a huge microbatch number.
+        return None  # If a file is damaged, the number of a microbatch may be huge.
     durations = np.zeros(shape)
     counts = np.zeros(shape, dtype=np.int64)
     cell = kind[work], stage[work], microbatch[work]
@@ -548,7 +552,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     # Leading stages without B are frozen: no gradient flows through them.
     frozen = int((counts[1].sum(axis=1) > 0).argmax())
     counts[1, :frozen] = 1
-    # A stage whose parameters are all frozen has no W.
+    # Stages whose parameters are all frozen have no W.
     if (counts[:2] != 1).any() or not np.isin(counts[2], (0, pieces)).all():
         return None
     delays = np.zeros((2, *shape[1:]), dtype=np.int64)
@@ -574,7 +578,7 @@ def _slices_of(ops: Operations, rows: Ints) -> SliceCounts:
 
 
 def _sizes_of(ops: Operations, rows: Ints) -> tuple[int, ...]:
-    """Returns the activation bytes of each microbatch in the step that contains ``rows``."""
+    """Returns the bytes of activations of each microbatch in the step that contains ``rows``."""
     if not len(rows):
         return ()
     replica = int(ops.where.replica[ops.worker[rows[0]]])
@@ -631,9 +635,9 @@ def recorded_times(
 
 
 def _step_durations(ops: Operations, rows_of: Sequence[Ints]) -> tuple[Floats, ...] | None:
-    """Returns the times in seconds of each replica, ``[2, stages, microbatches]``, or ``None``.
+    """Returns the times in seconds of each replica's passes, ``[2, stages, microbatches]``.
 
-    ``None`` means that actions are missing.
+    The first axis is F, and B and W together. The result is ``None`` if actions are missing.
 
     Args:
         ops: Recorded operations.

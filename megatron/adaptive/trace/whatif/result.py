@@ -11,9 +11,9 @@ from megatron.adaptive.trace.span_columns import Ints
 from megatron.adaptive.trace.whatif.operations import Floats, Pipelines
 
 SHOWN = 5
-"""Number of slowest ranks, and of slowest links, whose slowdown is computed."""
+"""Number of ranks, and of links, whose slowdown is computed. The slowest are chosen."""
 SLOW = 1.05
-"""Minimum slowdown at which the report names a cause and the share of each cause."""
+"""Minimum slowdown for which the report names a cause and the share of each cause."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class WhatIf:
             based.
         cause: Main cause of the slowdown, one of :data:`CAUSES`. It is ``none`` if little time is
             lost, or ``mixed`` if no single cause explains enough of the slowdown.
-        repairs: Possible repairs, in descending order of the time saved.
+        repairs: Changes that would make the run faster, in descending order of the time saved.
         notes: Caveats about the result, one line each.
     """
 
@@ -81,12 +81,12 @@ class WhatIf:
 
     @property
     def slowdown(self) -> float:
-        """Mean simulated step time divided by the mean ideal step time (S in the paper)."""
+        """Ratio of the mean simulated step time to the mean ideal step time (S in the paper)."""
         return float(self.simulated_s.mean() / self.ideal_s.mean())
 
     @property
     def launch_slowdown(self) -> float:
-        """Mean recorded step time divided by the mean simulated step time.
+        """Ratio of the mean recorded step time to the mean simulated step time.
 
         The difference from 1 is the error of the simulation, which mainly comes from host delays
         that are not simulated.
@@ -161,7 +161,7 @@ class WhatIf:
         return "\n".join(lines)
 
     def _format_shares(self) -> str:
-        """Returns a line with the fraction of the slowdown that each repair would remove."""
+        """Returns a line with the fraction of the slowdown that each cause explains."""
         if self.slowdown < SLOW and self.cause != "none":
             return "  compared with the mean there is no slowdown to divide; see the repairs below"
         if self.slowdown < SLOW:
@@ -176,8 +176,8 @@ class WhatIf:
 def _format_share(share: float) -> str:
     """Returns a fraction as a percentage, ``none`` if it is at most 0, or ``all`` if at least 1.
 
-    Fractions outside 0 to 1 occur because a repair replaces durations with the mean of the whole
-    run. A repaired step may therefore be slower than the recorded step, or faster than the ideal
+    A fraction may be below 0 or above 1, because a change replaces durations with the mean of the
+    whole run. The step may therefore become slower than the recorded step, or faster than the ideal
     step.
     """
     if round(share, 2) <= 0:

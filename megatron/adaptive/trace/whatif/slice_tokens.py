@@ -38,7 +38,7 @@ from megatron.adaptive.trace.whatif.replay import (
 
 _MOST_TOKENS = 1 << 40
 _RULES = ("adaptive", "auto")
-"""Schedules whose steps are simulated with slices of a different length."""
+"""Schedules for which slices of a different length are simulated."""
 
 
 def token_repairs(
@@ -50,8 +50,8 @@ def token_repairs(
         run: Trace of the run.
         ops: Recorded operations of the steps.
         whole_s: Mean step time of the run in seconds.
-        notes: List of notes. If the run has slices but no other length can be simulated, the reason
-            is appended.
+        notes: List to which the reason is appended if the run has slices but no other length can be
+            simulated.
 
     Returns:
         Dict from (description, flag) of a slice length to the mean step time in seconds.
@@ -85,7 +85,8 @@ def token_repairs(
     now_s = model.mean_s(tokens)
     repairs = {}
     for n in others:
-        # A run with this length would stop with the same error, so this length is not a repair.
+        # A run with slices of this length would stop with the same error, so the length is not
+        # suggested.
         with contextlib.suppress(ConfigError):
             names = f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"
             repairs[names] = whole_s - now_s + model.mean_s(n)
@@ -134,7 +135,7 @@ class _Row:
 
 
 def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
-    """Returns a list of the microbatches in ``iteration`` for each replica.
+    """Returns, for each replica, a list of its microbatches in ``iteration``.
 
     The lists are empty if the lengths of the microbatches are unknown.
     """
@@ -151,7 +152,7 @@ def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
 
 
 def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
-    """Returns the number of tokens per slice, or ``None`` if the number is not constant.
+    """Returns the number of tokens per slice, or ``None`` if there is no such number.
 
     The result is ``None`` if slices have different numbers of tokens, if no microbatch is split, or
     if a file is damaged.
@@ -198,13 +199,13 @@ class _Step:
 
 
 def _cut(tokens: int, documents: Sequence[int]) -> Cut:
-    """Returns the positions that split a row of documents into slices of ``tokens`` tokens."""
+    """Returns the positions at which documents are split into slices of ``tokens`` tokens."""
     rule = SliceRule(slices=1, tokens=tokens, is_packed=True, varies=True)
     return rule.cut(-(-sum(documents) // tokens) * tokens, documents)
 
 
 def _work(cuts: Sequence[Cut]) -> Floats:
-    """Returns the number of tokens, and of token pairs, in each slice of ``cuts``.
+    """Returns the numbers of tokens and of token pairs in each slice of ``cuts``.
 
     The result has the shape ``[slices, 2]``.
     """
@@ -213,7 +214,7 @@ def _work(cuts: Sequence[Cut]) -> Floats:
 
 
 class _Model:
-    """Holds the fitted times of a run, and simulates its steps with slices of any length.
+    """Holds the times fitted to a run, and simulates its steps with slices of any length.
 
     Args:
         header: Trace header of any rank, with the rule to simulate.
@@ -248,7 +249,7 @@ class _Model:
     def miss(self) -> float:
         """Largest relative difference between the recorded and the simulated time of a step.
 
-        Each step is simulated twice: with its recorded durations, and with durations that were
+        Each step is simulated twice: with the recorded durations, and with durations that were
         fitted for the slice length of the recording.
         """
         misses = []

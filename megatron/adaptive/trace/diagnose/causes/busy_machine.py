@@ -17,7 +17,7 @@ from megatron.adaptive.trace.diagnose.machine_reasons import COUNTS, reason_by, 
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, best_interval, chance, noise
 
 SURE = 3.2
-"""Minimum rise of the waiting time in a part of the run, in standard errors, to report this part.
+"""Minimum rise of the waiting time, in standard errors, for a part of the run to be reported.
 """
 
 MOST_OF = 0.75
@@ -27,7 +27,7 @@ LEAST_NOISE = 0.005
 """Minimum standard deviation assumed for the noise, as a fraction of an iteration."""
 
 LEAST_BUSY = 0.1
-"""Minimum fraction of the computing time that remains after the waits are subtracted."""
+"""Lower limit for the computing time without waits, as a fraction of the computing time."""
 
 
 class BusyMachineCause(Cause):
@@ -60,9 +60,10 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding if ranks on one machine wait for this machine, otherwise ``None``.
+    """Returns a finding if the ranks on a machine often wait for its processors, quotas or memory.
 
-    ``columns`` contains the indices of all ranks on the machine.
+    The result is ``None`` if they do not. ``columns`` contains the indices of all ranks on the
+    machine.
     """
     for counter, series in waits_of(m, columns):
         period = _period(series)
@@ -90,8 +91,9 @@ def _period(series: Floats) -> tuple[slice, str | None] | None:
         series: ``[iterations]``, fraction of each iteration for which the ranks waited.
 
     Returns:
-        Indices of the iterations, and the kind of :class:`Period` (``None`` for a part of the run),
-        or ``None`` if the ranks hardly wait.
+        A slice of the iterations in which ranks wait, and the kind of :class:`Period`. The kind is
+        ``None`` if the slice is only a part of the run. The whole result is ``None`` if ranks
+        hardly wait.
     """
     everything = slice(0, len(series))
     if len(series) and float(np.mean(series >= COUNTS)) >= MOST_OF:

@@ -50,7 +50,7 @@ FEWEST_GROUPS = 2
 """Minimum number of other groups that is required for a comparison."""
 
 _LEAST_LEFT = 0.1
-"""Minimum fraction of an operation's duration that remains after a delay is subtracted."""
+"""Lower limit for the duration of an operation without the delay, as a fraction of its duration."""
 
 
 class SlowMember(Cause):
@@ -128,7 +128,8 @@ class CongestedCollectives(Cause):
         kind = finding.detail.partition(" ")[0]
         if kind in IN_STEP:
             return _shortened(steps, steps.affected)
-        # Groups of other kinds, such as data-parallel groups, communicate at the end of a step.
+        # The finding is about a group of another kind, such as a data-parallel group. Such groups
+        # communicate at the end of a step.
         ops = steps.operations
         at_end = np.isin(ops.kind, (OPTIMIZER, REDUCE)) & np.isin(ops.worker, steps.workers)
         return _shortened(steps, at_end)
@@ -202,7 +203,7 @@ def _slow_member(
 
 
 def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Finding | None:
-    """Returns a finding if the transfers of a group take too long, otherwise ``None``.
+    """Returns a finding if the transfers of a group take too long, and otherwise ``None``.
 
     Args:
         m: Measured times of the run.
@@ -244,18 +245,18 @@ def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Findi
 def _period(
     m: Measured, series_ns: Floats, least_ns: float, differ_ns: float
 ) -> tuple[Ints, float, float, str] | None:
-    """Finds the iterations in which ``series_ns`` is too large.
+    """Finds the iterations in which the transfers of a group take too long.
 
     Args:
         m: Measured times of the run.
         series_ns: ``[iterations]``, time in ns by which each iteration is longer than usual.
         least_ns: Minimum time in ns for a finding.
-        differ_ns: Standard deviation in ns of this time over groups of the same kind.
+        differ_ns: Standard deviation in ns of the usual time between groups of the same kind.
 
     Returns:
-        Numbers of the iterations, additional time in ns, this time in standard errors, and the
-        reference of the comparison (``history`` or ``others``). ``None`` if the additional time is
-        too short or may be random.
+        Numbers of the iterations, the additional time in ns, the additional time in standard
+        errors, and the reference of the comparison (``history`` or ``others``). The result is
+        ``None`` if the additional time is too short or may be random.
     """
     change = best_interval(series_ns, 0.1 * least_ns, rise=least_ns, score=CHANGE_SURE)
     if change is not None:
@@ -269,7 +270,7 @@ def _period(
 
 
 def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
-    """Returns the minimum time in ns per step that a finding about a group must cost.
+    """Returns the time in ns that a group must lose per step for a finding to be reported.
 
     Args:
         m: Measured times of the run.

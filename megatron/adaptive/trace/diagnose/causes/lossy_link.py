@@ -28,13 +28,13 @@ LATE_OF_AN_ACTION = 0.25
 """Minimum delay of a late message, as a fraction of the median duration of an action."""
 
 LATE_FEWEST = 3
-"""Minimum number of late messages to report a link."""
+"""Minimum number of late messages on a link for the link to be reported."""
 
 LATE_OF_STEP = 0.03
 """Minimum total delay of a link's late messages per step, as a fraction of the step time."""
 
 LATE_TOGETHER = 0.8
-"""Minimum fraction of the total delay that must be in iterations with retransmitted segments."""
+"""Minimum fraction of the delay that must be in iterations with retransmitted TCP segments."""
 
 RANDOMLY = 0.02
 """Maximum probability that late messages and retransmitted segments coincide by chance."""
@@ -60,7 +60,9 @@ class LossyLink(Cause):
             if finding.cause == "slow link" and finding.reason is not None
         }
         if explained:
-            return []  # Lost packets are counted per machine, so they may belong to the slow link.
+            # A slow link was already found. Lost packets are counted per machine, so they may
+            # belong to that link.
+            return []
         return find_lossy_links(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
@@ -168,12 +170,12 @@ def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
         lost: ``[iterations]``, number of retransmitted segments.
     """
     orders = np.random.default_rng(0).permuted(np.tile(lost, (DRAWS, 1)), axis=1)
-    # The factor below 1 allows for rounding errors in the sums.
+    # The factor slightly below 1 allows for rounding errors in the sums.
     return float((orders @ late_ns >= (1 - 1e-9) * float(lost @ late_ns)).mean())
 
 
 def _is_starved(m: Measured, ends: tuple[int, int], affected: Ints, late_ns: float) -> bool:
-    """Returns whether a link's ranks waited for processors for longer than ``late_ns``.
+    """Returns whether the ranks of a link waited for processors for longer than ``late_ns``.
 
     Args:
         m: Measured times of the run.

@@ -58,7 +58,7 @@ OVERLOAD_OF_STEP = 0.01
 """Minimum fraction of the step time that the overload must cost to be reported."""
 
 OVERLOAD_ERRORS = 3.0
-"""Minimum additional waiting time of the other ranks, in standard errors, to report a rank.
+"""Minimum additional waiting time of the other ranks, in standard errors, to report an overload.
 """
 
 

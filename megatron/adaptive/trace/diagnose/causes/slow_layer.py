@@ -35,7 +35,7 @@ FEWEST = 4
 """Minimum number of timed layers in the run that is required to determine the usual time."""
 
 MOST_SLOW = 0.25
-"""Maximum fraction of slow layers. If more are slow, they are assumed to be of another kind.
+"""Maximum fraction of slow layers. If more are slow, they are assumed to do different work.
 """
 
 
@@ -43,16 +43,19 @@ SLOWER_PASS = 1.15
 """Minimum ratio of a slow layer's forward and backward times to the times of other layers."""
 
 SLOWER_LAST = 2.0
-"""Minimum ratio for the model's last layer, which often does additional work.
+"""Minimum ratio of the last layer's time to the time of other layers for it to count as slow.
 
-For other layers, the minimum ratio is :data:`SLOWER`.
+The last layer often does additional work. For other layers, the minimum ratio is :data:`SLOWER`.
 """
 
 ALIKE = 1.25
-"""Maximum ratio between the times of two slow layers that are assumed to be of another kind."""
+"""Ratio of the times of two slow layers below which both are assumed to be of the same kind.
+
+They are then not reported.
+"""
 
 FEWEST_SPACED = 3
-"""Minimum number of evenly spaced slow layers that are assumed to be of another kind."""
+"""Minimum number of evenly spaced slow layers that are assumed to be a separate kind of layer."""
 
 
 class SlowLayer(Cause):
@@ -98,7 +101,7 @@ class _Layer:
 
     @property
     def pass_ns(self) -> Floats:
-        """``[iterations]``, total time in ns of both passes, or NaN if unknown."""
+        """Total time in ns of both passes, ``[iterations]``, or NaN for unknown iterations."""
         return np.asarray(self.passes_ns.sum(axis=1))
 
 
@@ -116,7 +119,7 @@ def _kind(m: Measured, index: int) -> int:
 
 
 def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
-    """Returns findings for the slow layers among ``layers``, which all do the same work."""
+    """Returns findings for the slow layers among ``layers``, which are all of the same kind."""
     levels = np.array([float(middle(layer.pass_ns)) for layer in layers])
     if len(levels) < FEWEST:
         return []
@@ -145,7 +148,7 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
         error_ns = 1.25 * noise(series) / math.sqrt(len(series)) + 0.01 * usual
         if excess_ns < SURE * error_ns:
             continue
-        # If a rank waits for processors most of the time, its layer times are random.
+        # If a rank waits for processors most of the time, the times of its layers are random.
         if levels[number] / usual < 1 / (1 - starved(m, layer.column, slice(None))):
             continue
         of_rank = excess_ns / max(float(m.microbatch_ns[layer.column]), excess_ns)

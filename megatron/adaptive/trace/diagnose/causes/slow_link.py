@@ -39,8 +39,8 @@ class SlowLink(Cause):
         return find_slow_links(evidence.measured)
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        # If a rank is slow, the thread that receives its messages is slow too. Such a delay does
-        # not slow down the step.
+        # A slow rank also receives its messages late, because the receiving thread is slow. Such a
+        # delay does not slow down the step.
         is_symptom = is_simulated and not self._slow_ranks.isdisjoint(finding.ranks)
         return not is_symptom or finding.cost_fraction >= LINK_OF_STEP
 
@@ -81,7 +81,7 @@ LINK_FEWEST = 6
 """Minimum number of messages that is required to judge a link."""
 
 LINK_TIMES = 2.0
-"""Minimum ratio of a slow link's message time to the message time of other links.
+"""Minimum ratio of the time of a slow link's messages to the time of messages on other links.
 
 A link must also exceed the limits below to be reported.
 """
@@ -93,7 +93,7 @@ LINK_ERRORS = 5.0
 """Minimum delay of a slow link's messages, in standard deviations of their time."""
 
 LINK_ALONE = 0.25
-"""Value used instead of ``LINK_OF_AN_ACTION`` if there are fewer than two other links."""
+"""Value that replaces ``LINK_OF_AN_ACTION`` if there are fewer than two other links to compare."""
 
 LINK_STEADY = 0.4
 """Minimum delay of a slow link's fastest messages, as a fraction of the link's median delay."""
@@ -105,7 +105,7 @@ Threads may have to wait for a processor before they send a message or notice it
 """
 
 MOST_COMPARED = 1000
-"""Maximum number of links that a link is compared with. If there are more, a sample is used."""
+"""Maximum number of links with which a link is compared. If there are more, a sample is used."""
 
 LINK_OF_STEP = 0.02
 """Minimum cost of a slow link to or from a slow rank, as a fraction of the step time."""
@@ -205,8 +205,8 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
     """
     alone = len(others) < 2
     usual, usually_fast = np.median(others, axis=0).tolist() if len(others) else (0.0, 0.0)
-    # The error is the spread between links, or the standard error of this link's median if this is
-    # larger.
+    # The error is the larger of the spread between links and the standard error of this link's
+    # median.
     differ = float(spread(others[:, 0])) if len(others) else 0.0
     error = max(differ, 1.25 * spread(link.travel_ns) / math.sqrt(len(link.travel_ns)), 1_000.0)
     least = max((LINK_ALONE if alone else LINK_OF_AN_ACTION) * action, LINK_ERRORS * error)

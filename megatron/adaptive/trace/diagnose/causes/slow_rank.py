@@ -68,7 +68,7 @@ SURE = 3.2
 """Minimum slowdown to report, in standard errors. Noise rarely reaches this value."""
 
 QUICKER = 0.7
-"""Minimum ratio of the evidence for a slow rank to the evidence for a fast rank.
+"""Minimum ratio of the evidence for a slow rank to the evidence for an unusually fast rank.
 
 If the ratio is lower, the fast rank is the exception, and other ranks only appear to be slow.
 """
@@ -77,9 +77,9 @@ AGREE = 0.4
 """Minimum fraction of a rank's slowdown that must be present in each kind of action (F, B, W)."""
 
 OWN_CHANGE = 0.5
-"""Minimum fraction of a temporary slowdown that must be visible in the times of the rank itself.
+"""Minimum fraction of a temporary slowdown that must appear in the times of the rank itself.
 
-The rest may come from the ranks that this rank is compared with.
+The rest may be due to changes on the ranks with which the rank is compared.
 """
 
 OF_LAYER = 0.5
@@ -142,7 +142,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 
 
 def _least_factor(m: Measured, shift: Shift) -> float:
-    """Returns the minimum slowdown, as a factor, to report ``shift`` without a known reason."""
+    """Returns the factor by which a rank must be slower to be reported without a known reason."""
     chosen = slice(shift.first, shift.end)
     # If ranks wait for processors most of the time, the differences between their times are random.
     least = 1 / (1 - starved(m, shift.column, chosen))
@@ -201,8 +201,8 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
 
-    Ranks whose indices are in ``judged`` are skipped. The caller stops comparing other ranks with
-    the fast rank, because all other ranks would seem slow.
+    Ranks whose indices are in ``judged`` are skipped. The caller no longer compares other ranks
+    with the fast rank, because all of them would then seem slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape

@@ -75,7 +75,7 @@ SPIKE_OF_STEP = 0.003
 """Minimum fraction of the step time that spikes must cost to be reported."""
 
 MOST_WITH_ALL = 3
-"""Maximum number of ranks for which each rank is compared with all other ranks.
+"""Maximum number of ranks in a run for each rank to be compared with all other ranks.
 
 If there are more ranks, the other rank with the most spikes is excluded from the comparison.
 """

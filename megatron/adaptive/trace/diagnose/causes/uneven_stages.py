@@ -21,13 +21,14 @@ UNEVEN = 0.10
 
 
 class UnevenStages(Cause):
-    """Finds a partition of layers into stages that does not match the ranks' speeds."""
+    """Finds pipelines whose partition of layers into stages does not match the ranks' speeds."""
 
     name = "uneven stages"
     order = 60
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
-        # A slow rank or a slow layer can be the only reason why the stages are uneven.
+        # If there is a slow rank or a slow layer, it can be the only reason why the stages are
+        # uneven.
         is_slow = any(
             finding.cause in ("slow rank", "slow layer")
             and finding.period.kind in ("lasting", "begun")
@@ -60,7 +61,7 @@ class UnevenStages(Cause):
 
 
 def find_uneven_stages(m: Measured, times: StageCosts) -> list[Finding]:
-    """Returns a finding if another partition would make the slowest rank in ``m`` much faster."""
+    """Returns a finding if a different partition makes the slowest rank in ``m`` much faster."""
     better = best_partition(times, sum(m.layers))
     ranks = times.rank_ns(m.layers)
     best = times.rank_ns(better).max()
