@@ -82,7 +82,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
 
 
 def initialize_adapters(model: Any, seed: int) -> None:
-    """Initializes this process's adapters randomly, except adapters on the ``meta`` device.
+    """Randomly initializes the adapters of this process; skips adapters on the ``meta`` device.
 
     Args:
         model: Model with adapters.

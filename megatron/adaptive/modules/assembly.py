@@ -257,7 +257,7 @@ class Assembly:
 
     @property
     def frozen_segments(self) -> int:
-        """Returns the number of leading segments that are frozen in all recordings."""
+        """Returns how many segments at the model's start are frozen in all recordings."""
         return frozen_segments_of(self.forwards)
 
 
@@ -297,7 +297,8 @@ def assemble(
     def measured() -> tuple[tuple[float, ...], SegmentTimes]:
         if not is_on_meta(request.model):
             _check_replays(request, examples, moved)
-        # Do not measure costs for a single stage, which contains all segments anyway.
+        # Do not measure costs if the user set them or the partition, or if a single stage contains
+        # all segments.
         if request.partition or weights or placement.num_stages == 1:
             return tuple(weights or ()), ()
         times = first_partition.measure(request, examples)
@@ -437,6 +438,9 @@ def _keep_part(
 
 def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
     """Returns the index of each segment's kind, or an empty tuple if segments are not measured.
+
+    The settings in ``request`` determine whether segments are measured. Segments of the same kind
+    make the same calls in the first recording of ``examples``.
 
     ``request`` determines whether segments are measured. Segments of the same kind make the same
     calls in the first recording of ``examples``.
@@ -588,7 +592,8 @@ def _report_unused(
 ) -> None:
     """Prints the names of the entries of the sample batch that no stage uses, if there are any.
 
-    ``examples`` contains the microbatches, and ``cut_examples`` lists the entries that stages use.
+    ``examples`` contains the microbatches of the sample batch, and ``cut_examples`` lists the
+    entries that the stages use.
     """
     used = set(request.decisive_entries)
     for cut in cut_examples:

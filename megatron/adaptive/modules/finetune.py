@@ -154,7 +154,8 @@ class FineTuning:
         """Returns whether an earlier start of this job has saved the tuned model.
 
         Args:
-            samples: Samples of this start; ``None`` compares only the settings.
+            samples: Samples to compare with the samples of the earlier start; ``None`` compares
+                only the settings.
         """
         if not Environment.read().restart_count:
             return False
@@ -244,7 +245,7 @@ def _read_together(reader: SampleReader, path: Path) -> SampleFile:
     # Import after Pipeline, because Pipeline lets megatron-core run without CUDA.
     from megatron.adaptive.modules.mesh import join_job
 
-    # This job ends before the pipeline joins its own job, which may have different settings.
+    # End this job before the pipeline joins a job of its own, whose settings may differ.
     job = join_job(_READ_LIMIT_S)
     try:
         samples = reader.read(path, job)
@@ -297,7 +298,8 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         try:
             run.train()
         except DivergedError:
-            # All processes raise this error after the same step, so none waits for another.
+            # All processes raise this error after the same step, so no process is left waiting for
+            # another.
             pipeline.close()
             raise
         _save(settings, pipeline, processor, samples)
@@ -306,8 +308,8 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
 def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
     """Saves the model and its processor, unless an earlier start of this job has saved them.
 
-    ``settings`` names the output folder. ``samples`` identifies the samples with which the model
-    was trained.
+    ``settings`` contains the path of the output folder. ``samples`` identifies the samples with
+    which the model was trained.
 
     The folder is renamed to its final name when it is complete. If a process is lost before then,
     the restarted job saves the model again.
@@ -343,7 +345,7 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
         ConfigError: If samples have entries without a batch dimension, such as images.
     """
     kinds = samples.kinds
-    # The layout must have enough memory for every sample, so use the largest sample.
+    # Use the largest sample, because the layout must have enough memory for every sample.
     sample = samples[samples.largest]
     entries = [*kinds[0].values(), *sample.values()]
     if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in entries):
@@ -407,7 +409,8 @@ class _Run:
             batch = self._encoded(pipeline.share(self._indices(epoch, position)))
             scale = pipeline.loss_scale
             loss, is_skipped = pipeline.step(batch, num_items=num_learned(batch))
-            # Without fp16, the scale is always 1. In fp16, 1 is its minimum.
+            # The loss scale is always 1 without fp16. With fp16, a scale of 1 cannot be lowered
+            # further.
             if is_skipped and scale <= 1:
                 raise _diverged(step + 1, loss, settings)
             self.say(f"step {step + 1} of {steps}: loss {loss:.6f}")
@@ -443,8 +446,8 @@ class _Run:
                     f"{self._settings.data} contains now; use the former file and images, or a "
                     "new folder of checkpoints"
                 )
-            # Checkpoints of earlier versions do not contain a digest of the samples, so it may be
-            # missing.
+            # The digest of the samples may be missing, because checkpoints of earlier versions do
+            # not contain it.
             if name != "samples" and saved != value:
                 raise CheckpointError(
                     f"{self._settings.checkpoints} was made with {name} {saved}, but this run "
@@ -452,7 +455,7 @@ class _Run:
                 )
 
     def _evaluate(self) -> float:
-        """Returns the mean loss over all tokens to learn in the evaluation samples.
+        """Returns the mean loss over the learned tokens of the evaluation samples.
 
         All processes must call this. The samples are evaluated in batches of a training step's
         size, because more samples may not fit in memory.
@@ -463,8 +466,8 @@ class _Run:
         total = total_items = 0.0
         for start in range(0, len(indices), size):
             chosen = indices[start : start + size]
-            # Each replica needs a sample, so repeat a sample if needed. Repeated samples count as 0
-            # items.
+            # Each replica needs a sample, so repeat a sample if there are too few. Repeated samples
+            # count as 0 items, so they do not change the mean.
             items = [(index, float(self._samples.num_learned[index])) for index in chosen]
             items += [(chosen[0], 0.0)] * max(0, pipeline.replicas - len(chosen))
             part = pipeline.share(items)
@@ -477,7 +480,7 @@ class _Run:
         return total / total_items
 
     def _encoded(self, indices: Sequence[int]) -> list[Microbatch]:
-        """Returns the encoded samples at ``indices``, which only this replica needs."""
+        """Returns the encoded samples at ``indices``."""
         return [self._samples[index] for index in indices]
 
     def _indices(self, epoch: int, position: int) -> list[int]:

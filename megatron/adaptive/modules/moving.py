@@ -57,7 +57,7 @@ class _Plan:
 
     Attributes:
         layout: Parameters and buffers that each rank needs.
-        part: Description of the rank's new part of the model, for later recordings.
+        part: Description of the part of the model that this rank will have, for later recordings.
         cuts: Recordings of this rank, cut into the new stages.
     """
 
@@ -189,7 +189,7 @@ class SegmentMover:
         return _Plan(layout=layout, part=part, cuts=cuts)
 
     def _refusal(self, plan: _Plan) -> str:
-        """Returns the reason why this rank cannot change to ``plan``, or an empty string."""
+        """Returns why this rank cannot change to ``plan``, or an empty string if it can."""
         held = self._assembly.held
         optimizer = self._update.optimizer
         gains = [name for name in plan.layout.uses if name in plan.layout.kept - held.keys()]

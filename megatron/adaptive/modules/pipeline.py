@@ -363,9 +363,10 @@ class Pipeline:
         self._mesh.settle()
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
-        """Creates the executor and its channels, with message buffers for the largest message.
+        """Creates the executor, which runs this rank's stages, and its channels to other ranks.
 
-        ``request`` contains the settings of the pipeline.
+        ``request`` contains the settings of the pipeline. The channels have buffers for the largest
+        message.
         """
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
@@ -385,7 +386,7 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Creates the hang detector and gives it access to the trace and the executor.
+        """Creates the hang detector, which can read the state of the trace and of the executor.
 
         ``request`` contains the settings of the pipeline.
         """
@@ -417,7 +418,7 @@ class Pipeline:
 
     @property
     def costs(self) -> list[dict[str, float]]:
-        """Returns a dict for each stage, from names of units of data to measured seconds per unit.
+        """Returns, for each stage, the measured time per unit of data in seconds, by unit.
 
         A unit is an element of a batch entry, a pair of elements in a sequence, or a microbatch.
         The list is empty until times have been fitted, which happens only if ``order`` or

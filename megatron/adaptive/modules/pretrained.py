@@ -148,7 +148,7 @@ def _model_class(folder: Path, config: Any) -> Any:
 
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
-    """Converts parameters of ``model`` that need their own dtype, such as float32 in a router."""
+    """Converts parameters that require another dtype than ``dtype``, such as a router's."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
@@ -231,7 +231,7 @@ class PretrainedWeights:
         self._check(dict(named))
 
     def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Reads values from the folder into ``tensors``, one conversion at a time.
+        """Fills ``tensors`` with values from the folder, which are converted to the model's layout.
 
         Args:
             tensors: Tensors to fill, by their names in the model.

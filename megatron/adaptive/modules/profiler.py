@@ -73,7 +73,7 @@ this many seconds.
 
 
 _MOST_COPIED = 1 << 26
-"""Maximum size in bytes of a batch that is copied to be recorded."""
+"""Maximum size in bytes of a batch that is copied before its forward pass is recorded."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,7 +157,7 @@ class Profiler(SampledModel):
         is_quick: bool = False,
         recordings: RecordingCache | None = None,
     ) -> ModuleProfile:
-        """Measures like :meth:`run`, in a job that the processes have already joined.
+        """Does the same as :meth:`run`, in a job that the processes have already joined.
 
         Args:
             job: Job that all ranks have joined.
@@ -297,8 +297,8 @@ class Profiler(SampledModel):
     ) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with the same type of device.
 
-        ``measured`` measures each microbatch size when it is iterated. ``limit_bytes`` is the
-        memory limit that an error message states.
+        ``measured`` is an iterator that measures a microbatch size for each item. ``limit_bytes``
+        is the memory limit that an error message states.
 
         Returns errors instead of raising them, so that all ranks can raise the same error.
         """
@@ -385,14 +385,14 @@ class Profiler(SampledModel):
         cache: RecordingCache,
         early: EarlySamples,
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-        """Yields the same as :meth:`_by_size`, but measures only the smallest and largest size.
+        """Yields the same as :meth:`_by_size`, but measures only the smallest and the largest size.
 
-        ``early`` contains the sizes that were already measured on two processes.
+        ``early`` contains the measurements that two processes have already made.
 
         The costs of the sizes in between are interpolated.
         """
-        # Repeated measurements of the smallest size show how much the durations of equal actions
-        # vary.
+        # The smallest size is measured repeatedly, to find out how much the durations of equal
+        # actions vary.
         if early.error is not None:
             raise early.error
         smallest = early.smallest

@@ -208,8 +208,8 @@ class Forwards:
         """Returns the forward pass recorded in evaluation mode."""
         return self.tapes["evaluation"]
 
-    # The recorder detects changes of a tensor by the tensor's version. Tensors have no version in
-    # inference mode.
+    # Disable inference mode, because tensors have no version in it. The recorder detects changes of
+    # a tensor by the tensor's version.
     @classmethod
     @torch.inference_mode(mode=False)
     def of(
@@ -314,8 +314,9 @@ class Forwards:
             forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
             return None
-        # Random numbers depend on the positions of calls. Earlier versions exported models with the
-        # user's own cut points. Export such models, so that their random numbers do not change.
+        # Earlier versions exported models in which users had placed cut points. Random numbers
+        # depend on the positions of calls, so export such models to keep their random numbers the
+        # same.
         if forwards.tapes[modes[0]].is_random and not are_added(forward.model):
             return None
         return forwards
@@ -393,9 +394,9 @@ class RecordingCache:
     def training(self, model: SampledModel, microbatch: Mapping[str, torch.Tensor]) -> Forwards:
         """Records a model in training mode, and keeps the recording if possible.
 
-        A recording is not kept if calls would be moved behind frozen segments. It is not kept
-        either if the model draws random numbers with Python or numpy, because the assembly detects
-        this while it records the model.
+        A recording is not kept if calls would be moved behind frozen segments, or if the model
+        draws random numbers with Python or numpy. The assembly of the pipeline detects such random
+        numbers only while it records the model.
 
         Args:
             model: Model with its settings for recording.
@@ -505,9 +506,9 @@ def _recorded(
         freeze: Whether Python code may read tensor values, which are then assumed equal for every
             microbatch. Otherwise, reading them is an error.
     """
-    # Copy the inputs, because the forward pass may change them in place. Another reason is that the
-    # recorder identifies an input by its tensor object, but a microbatch may contain the same
-    # object under two names.
+    # Copy the inputs, because the forward pass may change them in place. Copies are also different
+    # tensor objects, even if a microbatch contains an object under two names. The recorder
+    # identifies an input by its tensor object.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
     with forward.under_autocast(), undisturbed(forward.model, recorder.tape.device):

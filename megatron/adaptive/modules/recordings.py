@@ -178,12 +178,12 @@ def _with_modes(
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether each segment needs at most as much in evaluation as in training.
+    """Returns whether each segment needs only tensors in evaluation that it needs in training.
 
     This function records the evaluation of a microbatch and compares it with the recording in
-    training mode. If each segment needs the same parameters, buffers, inputs and messages or fewer,
-    the evaluation does not affect the partition or the tensors that ranks keep. It can then be
-    recorded later. If the evaluation cannot be recorded, the function returns false.
+    training mode. If no segment needs additional parameters, buffers, inputs or messages, the
+    evaluation does not affect the partition or the tensors that ranks keep. It can then be recorded
+    later. If the evaluation cannot be recorded, the function returns false.
 
     Args:
         model: Model with its settings for recording.
@@ -206,7 +206,7 @@ def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache
             return False
         plans = slice_tape(tape, (1,) * tape.num_segments)
     except Exception:
-        # All ranks now record the evaluation during the start, and raise this error themselves.
+        # All ranks then record the evaluation when the pipeline starts, and raise this error.
         return False
     return all(
         set(plan.parameters) <= set(other.parameters)
@@ -227,7 +227,7 @@ def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
 
     ``recorded`` contains forward passes of the model.
 
-    A segment is included if it uses the parameter in training or in evaluation.
+    A segment is included if it uses the parameter in training, in evaluation or in both.
     """
     homes: dict[str, set[int]] = {}
     for forwards in recorded:
@@ -344,7 +344,7 @@ class CutForwards:
 
 @dataclass(kw_only=True, eq=False)
 class BufferUse:
-    """Records which ranks use each buffer in any recording.
+    """Contains the ranks that use each buffer in any of the recordings.
 
     Attributes:
         placement: Assignment of stages to ranks.
@@ -401,7 +401,7 @@ class BufferUse:
 
 
 def frozen_segments_of(forwards: Iterable[Forwards]) -> int:
-    """Returns the number of leading segments through which no gradient flows in ``forwards``."""
+    """Returns how many segments at the model's start no gradient flows through in ``forwards``."""
     return min(frozen_segments(each.training) for each in forwards)
 
 

@@ -137,7 +137,7 @@ def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings,
     If the sample batch is a list, the returned settings also set ``micro_batch_size``.
 
     Raises:
-        ConfigError: The sample batch is invalid, a setting contradicts it, or ``shared_weights``
+        ConfigError: If the sample batch is invalid, a setting contradicts it, or ``shared_weights``
             does not fit the model.
     """
     check_groups(request.model, request.shared_weights)
@@ -183,9 +183,9 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
 
 def _check_profile_ranks(request: PipelineSettings, job: Job) -> None:
-    """Checks that the ranks in ``profile_ranks`` exist, except in an elastic job.
+    """Checks that the ranks in ``profile_ranks`` exist.
 
-    The number of ranks of an elastic job changes.
+    The number of ranks of an elastic job may change, so such a job is not checked.
 
     Raises:
         ConfigError: If a rank does not exist.
@@ -200,7 +200,7 @@ def _check_profile_ranks(request: PipelineSettings, job: Job) -> None:
 
 
 def request_signature(request: PipelineSettings) -> str:
-    """Returns a hash of the model and the settings in ``request`` that affect its measurement."""
+    """Returns a hash of the model and of the settings in ``request`` that affect measurements."""
     model, sample = request.model, request.sample
     content: dict[str, Any] = {
         "model": type(model).__qualname__,
@@ -216,7 +216,8 @@ def request_signature(request: PipelineSettings) -> str:
         "autocast": str(request.autocast),
     }
     if request.recompute is not None:
-        # Omit the entry without recomputation, so that signatures of earlier versions stay valid.
+        # Omit the entry if nothing is recomputed, so that signatures of earlier versions stay
+        # valid.
         content["recompute"] = request.recompute
     text = json.dumps(content, default=list, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

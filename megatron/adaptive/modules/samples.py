@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of tokens that the loss ignores."""
 
-# Entries whose values determine shapes: sizes of images, and which tokens are image placeholders.
+# Names of entries whose values determine the shapes of tensors: the sizes of images, and which
+# tokens are placeholders of images.
 _DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
 
 # Names of placeholder tokens in processors and configurations. A processor that does not store the
@@ -64,9 +65,10 @@ def num_learned(batch: Sequence[Microbatch]) -> list[float]:
 
 
 def placeholder_ids(*sources: Any) -> frozenset[int]:
-    """Returns the IDs of the placeholder tokens for parts of images, videos and audio.
+    """Returns the IDs of the tokens that stand for parts of images, videos and audio.
 
-    A sample has such a token for each feature of an image, so the loss ignores these tokens.
+    An image, for example, is represented by one such token per feature. The loss ignores these
+    tokens.
 
     Args:
         sources: Processors, tokenizers or configurations of a model.
@@ -88,7 +90,7 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleReader:
-    """Encodes lines of JSON, each of which is a sample, as microbatches.
+    """Encodes samples, which are lines of JSON, as microbatches.
 
     Attributes:
         processor: Processor or tokenizer of the model, from :func:`load_processor`.
@@ -194,7 +196,8 @@ class SampleReader:
         error is raised if the truncated part contains tokens of an image.
         """
         entries = {name: torch.as_tensor(entry) for name, entry in encoded.items()}
-        # Padding follows the text, so no token of the text attends to it, and a mask is not needed.
+        # The padding follows the text, and tokens attend only to earlier tokens, so no mask is
+        # needed.
         ids = entries["input_ids"]
         every_token = entries.pop("attention_mask", torch.ones_like(ids))
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
@@ -240,7 +243,7 @@ class _Line:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """Contains the results of encoding a line in the first pass.
+    """Contains the results of encoding a line when the file is read for the first time.
 
     Attributes:
         error: Reason why the line is invalid; empty if it is valid.
@@ -313,6 +316,8 @@ class SampleFile:
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
         """Yields all lines in their order, each encoded by one process of the job.
 
+        The lines are read in blocks.
+
         The lines of a block are assigned to the processes round-robin. After each block, the
         processes exchange their results.
         """
@@ -375,7 +380,7 @@ class SampleFile:
 
     @property
     def kinds(self) -> list[Microbatch]:
-        """Returns one sample for each set of entries, such as with images and without images.
+        """Returns one sample for each combination of entries, such as with and without images.
 
         A pipeline uses these samples as its sample batch.
         """

@@ -323,7 +323,7 @@ def _held(
 def _fill_with_random(values: torch.Tensor) -> None:
     """Fills ``values`` with random numbers. A large tensor gets copies of the same numbers.
 
-    Copying is several times faster than drawing numbers.
+    The numbers in a large tensor repeat, because copying is several times faster than drawing.
     """
     if not values.is_contiguous() or values.numel() <= _RANDOM_NUMBERS:
         values.uniform_(0, _LARGEST_RANDOM)
@@ -471,7 +471,8 @@ def _check_mode(
     device = forward.device
     (plan,) = slice_tape(tape, (tape.num_segments,))
     program = StageProgram(tape, plan, held, device)
-    # Both passes may change buffers, but must begin with the same values.
+    # The recording and the model may both change buffers, but must start with the same buffer
+    # values.
     with torch.no_grad(), undisturbed(forward.model, device):
         _, replayed = program.forward(other, [], random=lambda call: None)
     before = host_random_state()
@@ -483,7 +484,8 @@ def _check_mode(
     ):
         expected = float(forward(copies_of(other)).detach())
     if host_random_state() != before:
-        # The model draws numbers with Python or numpy, which slicing="record" allows.
+        # Do not compare the losses, because the model draws random numbers with Python or numpy.
+        # The setting slicing="record" allows this.
         return
     assert replayed is not None
     halves = forward.autocast is not None or any(

@@ -41,8 +41,8 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Number of parts into which each weight-gradient action is divided if the schedule is a run-time
-# rule.
+# If the schedule is a rule that is applied at run time, each weight-gradient action is divided into
+# this number of parts.
 _PIECES = 4
 
 
@@ -80,7 +80,7 @@ def _time(seconds: float) -> str:
 
 
 class JobEnded(SystemExit):
-    """Raised to exit a rank's program while the job continues without it or in another layout."""
+    """Raised to exit a rank's program, while the job continues without it or in another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)

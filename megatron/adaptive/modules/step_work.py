@@ -300,7 +300,8 @@ class StepMaker:
                     "on none"
                 )
         num_before = sum(int(other) for _, _, other, _ in rows[: self._mesh.dp_rank])
-        # The mean over replicas equals the mean over microbatches only if their numbers are equal.
+        # The mean over replicas equals the mean over microbatches only if all replicas have the
+        # same number of microbatches.
         have_equal = all(other == count for _, _, other, _ in rows)
         if items is None and (replicas == 1 or (have_equal and not is_listed)):
             return None, num_before

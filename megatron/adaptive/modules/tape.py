@@ -108,7 +108,7 @@ class Tape:
     """Contains a recorded forward pass.
 
     Attributes:
-        values: All tensors. Other records refer to a tensor by its index in this list.
+        values: All tensors. Calls refer to a tensor by its index in this list.
         calls: All calls in the order in which the model made them.
         cuts: Names of the cut points in the order in which the forward pass reaches them.
         loss: Index of the loss on the tape.
@@ -149,8 +149,8 @@ class Tape:
 def makes_same_calls(first: Tape, second: Tape) -> bool:
     """Returns whether two recordings make the same calls with equal arguments and constants.
 
-    Objects that Python can compare only by identity count as equal if they have one type. Gradient
-    modes are not compared.
+    Objects that Python can compare only by identity count as equal if they have the same type.
+    Gradient modes are not compared.
     """
     return (
         len(first.calls) == len(second.calls)
@@ -162,7 +162,7 @@ def makes_same_calls(first: Tape, second: Tape) -> bool:
 
 def _is_same_call(first: Call, second: Call) -> bool:
     names = {getattr(call.function, "__name__", "") for call in (first, second)}
-    # Each call of a function under torch.vmap has a function object of its own.
+    # A function under torch.vmap is a new object in each recording, so compare only its name.
     return (first.function == second.function or names == {"vmap"}) and (
         _is_same((first.args, first.kwargs), (second.args, second.kwargs))
         and first.outputs == second.outputs
@@ -181,7 +181,7 @@ def _is_same_value(first: Value, second: Value) -> bool:
     try:
         return torch.equal(tensors[0], tensors[1])
     except (RuntimeError, NotImplementedError):
-        # Torch does not compare some kinds of tensors, such as sparse ones.
+        # Torch cannot compare some kinds of tensors, such as sparse tensors. These count as equal.
         return True
 
 

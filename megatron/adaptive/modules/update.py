@@ -148,7 +148,7 @@ class Update:
         Args:
             parameters: Trained parameters of this rank's stages, by name.
             shared: Positions of the ranks that have a copy of each shared parameter.
-            groups: Process groups of sets of positions that were not used before.
+            groups: Process groups for sets of positions that were not used before.
         """
         self._groups.update(groups)
         self._own(parameters, shared)
@@ -334,7 +334,7 @@ class Update:
     def apply(self, norm: float, step: int) -> bool:
         """Divides the gradients by the loss scale, clips them and updates the parameters.
 
-        Without a loss scale, the first skipped update is reported in one line on the first rank.
+        Without a loss scale, the first rank prints one line about the first skipped update.
 
         Args:
             norm: Gradient norm of the whole model.

@@ -86,9 +86,9 @@ class Tuner:
         slice_cut: Rule by which microbatches are divided into slices.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
         trial: Earlier measurements with a different number of slices, or ``None``.
-        only_pace: Whether to keep the schedule, and to change only its pace (the times of messages,
-            B and W relative to a forward) to the measured values. ``hinted`` uses the pace to
-            choose the order that it follows.
+        only_pace: Whether to keep the schedule, and to change only its pace to the measured values.
+            The pace is the time of a message, of B and of W, relative to the time of a forward
+            pass. ``hinted`` uses the pace to choose the order that it follows.
         say: Function that writes a line to the log. It is called on all ranks.
     """
 
@@ -132,7 +132,7 @@ class Tuner:
             number of slices.
 
         Raises:
-            TransportError: A neighbour has exited or does not respond.
+            TransportError: If a neighbour has exited or does not respond.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:

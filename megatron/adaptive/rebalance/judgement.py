@@ -140,7 +140,7 @@ def loads_over(
     partition: Partition,
     num_microbatches: int,
 ) -> list[Loads]:
-    """Computes the times of ranks and stages over all measured steps, and over each half.
+    """Computes the times of ranks and stages for all measured steps, and for each half of them.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -213,8 +213,8 @@ def judge(
             # predicted.
             return None, False
         if proposed is None or not all(promises(half, proposed.partition) for half in halves):
-            # One half of the measured steps predicts a smaller gain, so the slowdown may be
-            # temporary.
+            # Do not move layers if one half of the measured steps predicts a smaller gain, because
+            # the slowdown may be temporary.
             return None, False
         return proposed, False
 
@@ -297,7 +297,7 @@ def loads_of(
     units: float,
     steps: slice = slice(None),
 ) -> Loads:
-    """Computes the time per layer on each rank, and the other work of each stage.
+    """Computes the time of a layer on each rank, and the time of each stage's other work.
 
     If there are several data-parallel replicas, the slowest replica is used, because all replicas
     wait for it. A rank without layers is assumed to be as fast as the median rank.

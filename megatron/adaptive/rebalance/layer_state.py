@@ -178,8 +178,8 @@ def _named(
                 number = model.decoder.layers[int(layer)].layer_number
                 yield f"layer {number} {rest} {part}", tensor
             elif name.startswith(_NORM):
-                # The name does not contain the stage. With multi-token prediction, this norm
-                # belongs to the stage of the last layer, which may change.
+                # With multi-token prediction, this normalization belongs to the stage of the last
+                # layer. That stage may change, so the name does not contain the stage.
                 yield f"{name} {part}", tensor
             else:
                 yield f"stage {stage} {name} {part}", tensor
@@ -295,7 +295,7 @@ def exchange(
         group: Process group of all ranks, with backend gloo.
 
     Raises:
-        TransportError: A message was not transferred within the group's timeout.
+        TransportError: If a message is not transferred within the group's timeout.
     """
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)

@@ -83,7 +83,7 @@ class Trainer:
         """Trains until the last iteration or a request to stop, and validates at the end.
 
         Raises:
-            DeviceMemoryError: The device ran out of memory.
+            DeviceMemoryError: If the device runs out of memory.
         """
         self._live.open_loader()
         early = None
@@ -126,7 +126,7 @@ class Trainer:
             num_microbatches = len(dealt.numbers)
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
-            # Packing may have reduced the number of microbatches.
+            # Count again, because packing may have reduced the number of microbatches.
             num_microbatches = len(microbatches)
         lengths = getattr(microbatches, "contents", ())
         slices: tuple[int, ...] = ()
@@ -280,7 +280,7 @@ class TrainingRun:
             tokens: New number of tokens per slice, or ``None`` for the current number.
 
         Raises:
-            DeviceMemoryError: A rank has too little memory. If the run still exists, it is
+            DeviceMemoryError: If a rank has too little memory. If the run still exists, it is
                 unchanged.
         """
         self.checkpoints.saver.wait()
@@ -349,7 +349,7 @@ class OrderRecorder(RunHook):
             self._recording.append(step.iteration, wiring.executor.last_codes, shares)
 
     def write(self) -> None:
-        """Writes the recorded orders to the file. All ranks must call this."""
+        """Writes the recorded orders to the user's file. All ranks must call this."""
         if self._recording is not None:
             self._recording.write(self._live.run.job.control_group)
 
@@ -386,7 +386,8 @@ class Rebalancing(RunHook):
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._numbers = live.config.slices_to_choose
-        # Without slices, the usual order is known to be best for most pipelines.
+        # Compare orders only with slices. Without slices, the usual order is best for most
+        # pipelines.
         self._only_pace = (
             settings.pipeline_schedule == "hinted"
             and settings.replay_schedule is None

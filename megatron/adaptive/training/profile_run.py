@@ -137,8 +137,9 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         Content of the profile file on rank 0, or ``None`` on other ranks.
 
     Raises:
-        ConfigError: The number of processes per node is not a multiple of a tensor-parallel size.
-        TransportError: The processes cannot connect to each other.
+        ConfigError: If the number of processes per node is not a multiple of a tensor-parallel
+            size.
+        TransportError: If the processes cannot connect to each other.
     """
     widths = _widths(options, environment)
     world = environment.world_size
@@ -340,7 +341,7 @@ def _measure(
 
 
 def _report(job: Any, text: str) -> None:
-    """Prints ``text``, the current measurement, because all measurements together take minutes."""
+    """Prints ``text``, which names the current measurement, because measuring takes minutes."""
     if job.is_first:
         say(f"profile: {text}")
 

@@ -79,11 +79,11 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
         Tuple of the rank's memory and times, and the content of a profile file with the layers.
 
     Raises:
-        ConfigError: The plan cannot be run, or the rank needs more memory than the device has.
-        DeviceMemoryError: The device has too little memory.
+        ConfigError: If the plan cannot be run, or the rank needs more memory than the device has.
+        DeviceMemoryError: If the device has too little memory.
     """
     run_flags = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4"
-    # The sums do not include the contributions of other ranks, so a NaN in a sum means nothing.
+    # A NaN in a sum over ranks means nothing, because the contributions of other ranks are missing.
     run_flags += f" --train-iters {WARM_UP + MEASURED} --no-check-for-nan-in-loss-and-grad"
     config = parse(
         [*request.model_arguments, *request.plan_arguments, *run_flags.split()],
@@ -190,7 +190,7 @@ class _Samples:
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time in seconds a step spends outside of actions and optimizer."""
+        """Returns the median time in seconds that steps spend outside of actions and optimizer."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -201,7 +201,7 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
     from megatron.adaptive.gpt.setup import build_run, require_room
 
-    # Load the training loop, because its code is also in the memory of a real rank.
+    # Import the training loop, because its code takes memory on a real rank too.
     importlib.import_module("megatron.adaptive.training.loop")
     gc.freeze()  # The trainer makes the same call, which affects when memory is freed.
     accelerator = job.accelerator
@@ -272,7 +272,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Measures the size in bytes of the largest tensor that an operation puts into the heap."""
+    """Measures the largest tensor that an operation allocates from the heap, in bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # no types in torch
@@ -331,7 +331,7 @@ class _FixedOrder:
         self._policy = Follow(order, num_slices=num_slices)
 
     def policy(self, num_microbatches: int) -> Policy:
-        """Returns the policy for the next step, which is the same for every step."""
+        """Returns the policy for the next step, which uses the same order as all other steps."""
         return self._policy
 
 
@@ -369,7 +369,7 @@ def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[
 
 
 def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[ExpectedInput]:
-    """Returns the inputs that the rank needs from other ranks for ``order``, in the same order.
+    """Returns the inputs from other ranks that ``order`` needs, in the order of the actions.
 
     ``placement`` is the placement of the stages.
     """
