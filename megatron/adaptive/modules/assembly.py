@@ -68,9 +68,9 @@ class PipelineSettings(SampledModel):
             microbatch is its recording's operation count (``work``) or its predicted time
             (``time``). The order with ``work`` is the same in every run. A model whose forward pass
             changes buffers in training requires ``given``.
-        dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
-            microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
-            or by predicted time.
+        dealing: Method by which ``share`` distributes a list of microbatches over replicas.
+            ``turns`` assigns microbatches round-robin. ``work`` and ``time`` balance the replicas
+            by operation count or by predicted time.
         repartition: Whether segments and their optimizer state move between processes if measured
             times predict a gain: ``auto`` or ``off``.
         repartition_interval: Number of steps between two checks for a better partition, at least 4.

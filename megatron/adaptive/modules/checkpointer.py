@@ -256,7 +256,7 @@ class Checkpointer:
     def _read(
         self, reader: CheckpointReader, manifest: Mapping[str, Any] | None
     ) -> dict[str, dict[str, Any]]:
-        """Reads this rank's parameters and buffers in place, and returns the optimizer's state.
+        """Reads saved values into this rank's tensors, and returns the optimizer's state.
 
         Args:
             reader: Opened checkpoint from which tensors are read.

@@ -311,7 +311,7 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns, for each stage, a dict from each label to the fitted time in seconds per unit.
+        """Returns, for each stage, the fitted time in seconds per unit, by label of the unit.
 
         A label names a number that describes a microbatch, such as the element count of an entry.
         The list is empty before the first fit.

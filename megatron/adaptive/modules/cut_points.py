@@ -21,7 +21,7 @@ NO_BLOCKS = (
 """End of the error message about a model in which no cut points can be found."""
 
 
-# torch.compiler.is_exporting exists since torch 2.7. In older releases, is_compiling returns True
+# torch.compiler.is_exporting was added in torch 2.7. In older releases, is_compiling returns True
 # during an export.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 

@@ -342,7 +342,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment of ``tape``, even if it changes tensors of other segments.
+    """Returns a plan for each segment of ``tape``, even if segments change each other's tensors.
 
     Segments that share a changed buffer can still run one after another in one process, for example
     to be measured.

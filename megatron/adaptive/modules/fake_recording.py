@@ -50,7 +50,7 @@ def is_on_meta(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-# This operation exists since torch 2.8.
+# This operation was added in torch 2.8.
 _GROUPED_MM: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 

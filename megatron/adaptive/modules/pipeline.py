@@ -106,9 +106,9 @@ class Pipeline:
             microbatch is its recording's operation count (``work``) or its predicted time
             (``time``). The order with ``work`` is the same in every run. A model whose forward pass
             changes buffers in training requires ``given``.
-        dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
-            microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
-            or by predicted time.
+        dealing: Method by which ``share`` distributes a list of microbatches over replicas.
+            ``turns`` assigns microbatches round-robin. ``work`` and ``time`` balance the replicas
+            by operation count or by predicted time.
         repartition: Whether segments and their optimizer state move between processes if measured
             times predict a gain: ``auto`` or ``off``.
         repartition_interval: Number of steps between two checks for a better partition, at least 4.
@@ -532,7 +532,8 @@ class Pipeline:
     def _after_step(self, repartitioner: SegmentBalancer, work: StepWork, times: RankTimes) -> None:
         """Moves segments if the measured ``times`` predict a gain. All processes must call this.
 
-        ``work`` contains the microbatches of the last step.
+        ``work`` contains the microbatches of the last step, and ``times`` the durations of this
+        rank's actions.
         """
         move = repartitioner.after_step(work, times)
         if move is None:

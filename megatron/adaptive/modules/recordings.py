@@ -555,7 +555,7 @@ class KeptPart:
                     )
 
     def programs(self, cut: CutForwards) -> RankPrograms:
-        """Returns the programs that run this rank's stages, in each mode that ``cut`` recorded."""
+        """Returns the programs of this rank's stages, for each mode in which ``cut`` was recorded."""
         chunks = range(self.placement.num_chunks)
         stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
         by_mode: dict[Mode, Sequence[StageProgram]] = {}

@@ -47,7 +47,9 @@ Lanes = dict[tuple[ActionKind, int], float]
 """Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
 
 Part = float | Times
-"""Fraction of a stage's time that a layer takes: one value, or a value each for F, B and W."""
+"""Fraction of a stage's time that a layer takes: one value, or a value for each of the forward,
+backward and weight-gradient passes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,8 @@ class StepMeasurements:
         layer_bytes: Size of each layer in bytes, per chunk. Layers of equal size are treated as the
             same kind of layer. Empty if all layers of the model have the same size.
         parts: Fraction of the layers' total time that each layer takes, per chunk: a single
-            fraction, or fractions of the times of F, B and W. Empty if all layers are equal.
+            fraction, or fractions of the forward, backward and weight-gradient passes. Empty if all
+            layers are equal.
         layer_kept: Size of the activations that a microbatch keeps in each layer, in bytes, per
             chunk. Empty if all layers keep equally much.
     """
@@ -425,7 +428,10 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns the median times of the F, B and W passes of ``chunk`` over ``steps``, in seconds."""
+    """Returns the median times of the three passes of ``chunk`` over ``steps``, in seconds.
+
+    The passes are the forward, the backward and the separate weight-gradient pass.
+    """
     medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]

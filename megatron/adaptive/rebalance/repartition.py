@@ -58,9 +58,11 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps before each of the first two checks of a move that ``auto`` made."""
+"""Number of steps before each of the first two checks of a move that ``--pipeline-schedule auto``
+made.
+"""
 _MOST_BETWEEN = 128
-"""Maximum number of steps between two checks of a move that ``auto`` made."""
+"""Maximum number of steps between two checks of a move that ``--pipeline-schedule auto`` made."""
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
@@ -160,8 +162,8 @@ class Repartitioner:
     def is_needed(self) -> bool:
         """Whether layers may move later.
 
-        Layers that ``auto`` has moved may move again, because the reason for a slow rank may
-        disappear.
+        Layers that ``--pipeline-schedule auto`` has moved may move again, because the reason for a
+        slow rank may disappear.
         """
         has_moved = self._partition != self._first_partition
         return self._may_move or self._promise is not None or has_moved
@@ -175,7 +177,7 @@ class Repartitioner:
         return min(_JUDGED_STEPS << max(0, self._checks - 1), _MOST_BETWEEN)
 
     def promise_of(self, decision: Decision) -> Move | None:
-        """Returns the move of layers that ``auto`` decided on, so that it can be checked later.
+        """Returns the move of layers in ``decision``, so that its gain can be checked later.
 
         All ranks must call this method together.
 
@@ -199,10 +201,10 @@ class Repartitioner:
         )
 
     def expect(self, promise: Move, run: Run) -> None:
-        """Starts to measure a run that ``auto`` rebuilt, to check whether moving layers paid off.
+        """Starts to measure the rebuilt ``run``, to check whether moving layers made steps faster.
 
-        A rank that was slow in the first steps may be fast again. Then layers move again, and each
-        move is checked. The checks end when all layers are back where they were at first.
+        A rank that was slow in the first steps may become fast again. Then layers move again, and
+        each move is checked. The checks end when all layers are back on their first ranks.
 
         Args:
             promise: Move that was made.

@@ -188,7 +188,8 @@ class TrainingRun:
         progress: Number of iterations and samples in a loaded checkpoint, or ``None`` if no
             checkpoint was loaded.
         report_position: Function that takes a description of the rank's current activity, for error
-            messages about lost peers.
+            connect: Function that makes the watcher of processes notify a run's channels about lost
+            ranks. Its argument is the run, or ``None`` while there are no channels.
         connect: Function that takes the run whose channels must be notified of lost ranks, or
             ``None`` while there are no channels.
         local: Local disk of this node, to which checkpoints are written first, or ``None`` if there
@@ -366,11 +367,12 @@ class Rebalancing(RunHook):
     """Measures steps, and changes the schedule or the stages if this makes steps faster.
 
     With ``--pipeline-schedule auto``, this hook decides once, after the first steps. It also
-    chooses the number of layers of each stage, unless ``--partition`` sets it. After layers were
+    chooses the number of layers of each stage, unless ``--partition`` sets it. After layers have
     moved, it measures again from time to time, because a rank may have been slow only temporarily.
-    With ``--repartition auto``, it chooses the number of layers again after each interval. With
-    slices, it passes the measured times to the run-time rule ``hinted``. All ranks make the same
-    decisions. A decision takes effect before the next step.
+    With ``--repartition auto``, it chooses the number of layers again after each interval. If
+    microbatches are divided into slices, it passes the measured times to the schedule ``hinted``,
+    which chooses the order of actions at run time. All ranks make the same decisions. A decision
+    takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:

@@ -55,8 +55,9 @@ class TrialRequest:
         plan_arguments: Arguments of the trainer that describe the plan.
         world_size: Number of ranks of the job.
         rank: Global rank to run.
-        stage_work: Number of operations in each stage's forward pass, in any unit. A run-time
-            rule's order of actions is simulated with times proportional to these numbers.
+        stage_work: Number of operations in each stage's forward pass, in any unit. If the schedule
+            chooses actions at run time, their order is simulated with times proportional to these
+            numbers.
         needed_bytes: Memory that the rank needs according to the planner, in bytes.
         kinds: Kinds of layers to measure separately, after the rank.
         last: Kind of the last layer.
@@ -338,8 +339,8 @@ class _FixedOrder:
 def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[Action, ...]:
     """Makes ``run`` follow a fixed order of the rank's actions, and returns this order.
 
-    A run-time rule would choose actions by the inputs that have arrived. In a trial, no other rank
-    sends inputs, so the order is taken from a simulated step.
+    Some schedules choose actions at run time, by the inputs that have arrived. In a trial, no other
+    rank sends inputs, so the order is taken from a simulated step.
     """
     orders = run.forward_backward.orders
     policy = orders.policy(num_microbatches, forward_only=False)
