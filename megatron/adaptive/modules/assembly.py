@@ -90,8 +90,8 @@ class PipelineSettings(SampledModel):
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
             of one microbatch for all stages of the process. ``None`` uses a default that depends on
             the numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in their own actions, separate from
-            the backward pass; ``None`` uses the schedule's default.
+        split_backward: Whether weight gradients are computed in separate actions instead of in the
+            backward pass; ``None`` uses the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
@@ -251,7 +251,10 @@ class Assembly:
 
     @property
     def mean_work(self) -> tuple[float, ...]:
-        """Returns the operation count of each segment, averaged over the sample's signatures."""
+        """Returns the operation count of each segment, averaged over the sample's signatures.
+
+        A signature describes the shapes and dtypes of a microbatch.
+        """
         works = zip(*self.sample_work.values(), strict=True)
         return tuple(sum(work) / len(work) for work in works)
 
@@ -334,9 +337,10 @@ def _record(
 ) -> list[Example]:
     """Records the model's forward passes for the sample batch.
 
-    The model is recorded in training mode and in evaluation mode. If it is on the ``meta`` device,
-    only the first rank records evaluation mode, to find out whether it affects the partition. If it
-    does not, all ranks record it when the pipeline first evaluates a batch.
+    The model is recorded in training mode and in evaluation mode. If the model is on the ``meta``
+    device, at first only the first rank records evaluation mode, to find out whether the evaluation
+    affects the partition. If it has no effect, all ranks record evaluation mode when the pipeline
+    first evaluates a batch.
 
     Args:
         request: Settings of the pipeline.
@@ -441,9 +445,6 @@ def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[i
 
     The settings in ``request`` determine whether segments are measured. Segments of the same kind
     make the same calls in the first recording of ``examples``.
-
-    ``request`` determines whether segments are measured. Segments of the same kind make the same
-    calls in the first recording of ``examples``.
     """
     if request.trace_dir is None or request.trace_detail == "actions":
         return ()

@@ -382,7 +382,7 @@ class Checkpointer:
     def _empty_states(
         self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Returns optimizer state for this rank's parameters, with empty tensors to read into.
+        """Returns optimizer state for this rank, with empty tensors to read saved values into.
 
         The names and shapes of the tensors come from ``saved_tensors``.
 
@@ -460,7 +460,7 @@ class PipelineState(SnapshotState):
     def is_changed(self) -> bool:
         """Returns whether tensors were added, removed or reshaped since the last :meth:`take`.
 
-        Changes of dtype count too.
+        A changed dtype counts too.
 
         For example, an optimizer's first step adds tensors.
         """
@@ -482,7 +482,7 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
 
 
 def _state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of the checkpoint file that holds the user's objects in ``state``."""
+    """Returns the content of the checkpoint file with the states of the objects in ``state``."""
     try:
         return plain_values.dumps(
             {name: user_object.state_dict() for name, user_object in state.items()}

@@ -300,8 +300,8 @@ class ContentBalance:
 
         Args:
             work: Operation count of each recording, to which the function is fitted.
-            start: Indices of the numbers in :class:`Content` with which the fit starts; empty
-                starts with all numbers.
+            start: Indices of the numbers in :class:`Content` that the fit uses first; if empty, it
+                uses all numbers from the start.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
         fit = StageFit(len(rows[0]))
@@ -523,7 +523,7 @@ class ContentBalance:
         self._sums = self._times.measured(self._rows, times.actions)
 
     def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds the measured times in ``sums``, and sometimes fits the predicted times again.
+        """Adds the measured times in ``sums``, and fits the costs again if a fit is due.
 
         Each row of ``sums`` contains sums over the microbatches of a step, measured by one rank.
         """

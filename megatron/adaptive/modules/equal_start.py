@@ -21,7 +21,7 @@ from megatron.adaptive.modules.mesh import Mesh
 
 _INTEGER_BYTES = 8
 _LARGE = 65_536
-"""In the checksum of a tensor with more integers than this, groups of integers share a factor."""
+"""Maximum number of integers in a tensor whose checksum uses a separate factor for each integer."""
 _GROUP = 1024
 _FACTOR = 6364136223846793005
 """Odd number with random bits, used as a multiplier in checksums."""

@@ -125,9 +125,9 @@ class FineTuning:
         All processes must call this, because they share the work of encoding the samples.
 
         Raises:
-            ConfigError: If the output folder is not empty, or the model or a sample cannot be read,
-                or whole training in float16 is requested. A restarted job accepts an output folder
-                with the model that the job saved before the restart.
+            ConfigError: If the output folder is not empty, the model or a sample cannot be read, or
+                the settings ask to train the whole model in float16. A restarted job accepts an
+                output folder with the model that the job saved before the restart.
         """
         # Check the path now, because an error after the training would lose the result.
         self._check_output()
@@ -345,7 +345,7 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
         ConfigError: If samples have entries without a batch dimension, such as images.
     """
     kinds = samples.kinds
-    # Use the largest sample, because the layout must have enough memory for every sample.
+    # Use the largest sample, because the planned layout must have enough memory for every sample.
     sample = samples[samples.largest]
     entries = [*kinds[0].values(), *sample.values()]
     if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in entries):

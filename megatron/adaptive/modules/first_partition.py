@@ -191,8 +191,8 @@ def balanced_together(
         together: Disjoint ascending ranges of segments that must be in the same stage.
 
     Returns:
-        Number of segments in each stage. If the ranges leave fewer pieces than stages, the result
-        is the same as from :func:`balanced`.
+        Number of segments in each stage. The ranges are ignored if they leave too few groups of
+        segments for the stages.
     """
     begins = {segments.start: segments for segments in together}
     pieces: list[range] = []

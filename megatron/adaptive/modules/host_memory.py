@@ -40,11 +40,11 @@ class Constants:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def __contains__(self, key: object) -> bool:
-        """Returns whether a constant with the ``id()`` ``key`` has a copy."""
+        """Returns whether the constant whose ``id()`` is ``key`` has a copy."""
         return key in self._kept
 
     def add(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        """Stores ``copy``, which has the present values of the constant ``tensor``."""
+        """Stores ``copy``, which is a copy of the constant ``tensor``."""
         self._kept[id(tensor)] = (tensor, copy, tensor._version)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:

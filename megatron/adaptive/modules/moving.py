@@ -342,8 +342,8 @@ class SegmentMover:
         )
         self._grouped.update(new_sets)
         groups = mesh.groups_of(new_sets)
-        # close() destroys only the groups in this list, and settle() added only the groups that
-        # existed when it was called.
+        # Add the new groups to this list, because close() destroys only the groups in the list.
+        # settle() added only the groups that existed when it was called.
         mesh.groups.extend(groups.values())
         self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:

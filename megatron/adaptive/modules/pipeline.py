@@ -58,7 +58,7 @@ _LEAST_SLOT_BYTES = 4096
 def _inputs(
     microbatch: Microbatch, programs: Sequence[StageProgram], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns the entries of ``microbatch`` that the programs use, moved to ``device``."""
+    """Returns the entries of ``microbatch`` that ``programs`` use, moved to ``device``."""
     names = {name for program in programs for name in program.plan.inputs}
     return {name: microbatch[name].to(device, non_blocking=True) for name in names}
 
@@ -128,8 +128,8 @@ class Pipeline:
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
             of one microbatch for all stages of the process. ``None`` uses a default that depends on
             the numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in their own actions, separate from
-            the backward pass; ``None`` uses the schedule's default.
+        split_backward: Whether weight gradients are computed in separate actions instead of in the
+            backward pass; ``None`` uses the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample

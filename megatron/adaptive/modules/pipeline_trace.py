@@ -86,8 +86,8 @@ class PipelineTrace:
             step,
             len(work.microbatches),
             sizes=work.listed_sizes,
-            # Record the number only if it is unusual. For example, no gradient flows through a
-            # trained image encoder in a step without images.
+            # Record the number of frozen stages only if it is unusual. For example, no gradient
+            # flows through a trained image encoder in a step without images.
             frozen_stages=-1 if frozen == self._usually_frozen else frozen,
             is_traced=is_next_traced(
                 self._steps_here, request.trace_interval, request.trace_iterations

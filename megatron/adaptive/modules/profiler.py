@@ -134,7 +134,7 @@ class Profiler(SampledModel):
                 raise ConfigError(f"{limit} must be a positive number, got {value!r}")
 
     def run(self) -> ModuleProfile:
-        """Measures the profile, which is equal on all processes. All processes must call this.
+        """Returns the measured profile, equal on all processes. All processes must call this.
 
         For each type of device, one process measures the segments while other processes wait.
 
@@ -444,9 +444,9 @@ class Profiler(SampledModel):
     def largest_that_fits(self, job: Job, batch_size: int, recordings: RecordingCache) -> int:
         """Returns the largest microbatch that is expected to fit in memory and divides the batch.
 
-        Nothing is measured. The memory of a microbatch is estimated as twice the size of all values
-        that a recorded forward pass computes per sample, times the number of samples, because
-        gradients and temporary values of operators need memory too.
+        Nothing is measured. The memory of a sample is estimated as twice the size of all values
+        that a recorded forward pass computes for the sample. The factor of two accounts for
+        gradients and temporary values of operators.
 
         Returns 0 if even one sample is not expected to fit.
 
@@ -495,10 +495,10 @@ class Profiler(SampledModel):
     ) -> tuple[Tape, list[SegmentSample]] | None:
         """Measures a microbatch of one sample, or of two if the model cannot run a single sample.
 
-        Two samples are measured only if ``batch_size`` is above 1. ``split`` says whether to also
-        measure the split backward pass.
+        For example, batch normalization cannot be trained on a single sample. Two samples are
+        measured only if ``batch_size`` is above 1.
 
-        For example, batch normalization cannot be trained on a single sample.
+        ``split`` says whether to also measure the split backward pass.
 
         Returns ``None`` if the microbatch does not fit in memory.
         """
@@ -719,7 +719,7 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
     ``gpu`` is the name of the device type. ``split`` says whether to list the times of the split
     backward pass.
 
-    The row has the key ``source`` only if its times were estimated instead of measured.
+    The row has the key ``source`` only if the times were estimated instead of measured.
     """
     backward_s = (sample.backward_s, 0.0)
     is_estimated = sample.is_estimated

@@ -27,7 +27,8 @@ from megatron.adaptive.modules.cut_points import cut_points_of, mark
 from megatron.adaptive.modules.host_memory import Constants, copied
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
-# Functions that return the value of a tensor to Python code. The recorder cannot follow this value.
+# These functions return the value of a tensor to Python code. The recorder cannot follow this
+# value.
 READING = frozenset(
     (
         "item",
