@@ -295,7 +295,8 @@ class Forwards:
             except _ExportError as other:
                 raise ConfigError(f"{error} (torch.export: {other})") from other
             except ReadsValueError:
-                # The first error names a line of the model, not of the exported module.
+                # Raise the first error, because it names a line of the model instead of the
+                # exported module.
                 raise error from None
 
     @classmethod
@@ -395,8 +396,8 @@ class RecordingCache:
         """Records a model in training mode, and keeps the recording if possible.
 
         A recording is not kept if calls would be moved behind frozen segments, or if the model
-        draws random numbers with Python or numpy. The assembly of the pipeline detects such random
-        numbers only while it records the model.
+        draws random numbers with Python or numpy. In the second case, the pipeline records the
+        model again, because only recording detects such random numbers.
 
         Args:
             model: Model with its settings for recording.

@@ -401,7 +401,7 @@ class BufferUse:
 
 
 def frozen_segments_of(forwards: Iterable[Forwards]) -> int:
-    """Returns how many segments at the model's start no gradient flows through in ``forwards``."""
+    """Returns the number of leading segments through which no gradient flows in ``forwards``."""
     return min(frozen_segments(each.training) for each in forwards)
 
 
@@ -555,7 +555,7 @@ class KeptPart:
                     )
 
     def programs(self, cut: CutForwards) -> RankPrograms:
-        """Returns the programs of this rank's stages, for each mode in which ``cut`` was recorded."""
+        """Returns the programs of this rank's stages, for each mode that ``cut`` contains."""
         chunks = range(self.placement.num_chunks)
         stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
         by_mode: dict[Mode, Sequence[StageProgram]] = {}

@@ -76,8 +76,7 @@ def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[floa
 
     Args:
         measured: Measurements of each rank of the job.
-        works: Operation count of each of these steps, for each rank. The counts differ between
-            replicas.
+        works: Operation count of each step, by rank. The counts differ between replicas.
     """
     count = min(len(of_rank) for of_rank in works)
     largest = [max(1.0, *(of_rank[step] for of_rank in works)) for step in range(count)]

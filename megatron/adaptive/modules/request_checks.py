@@ -105,7 +105,7 @@ def check_settings(request: PipelineSettings) -> None:
 
 
 def _check_traced(request: PipelineSettings) -> None:
-    """Checks the settings of tracing: traced steps, profiled steps and the collector.
+    """Checks the settings of tracing: traced steps, profiled steps and OpenTelemetry collector.
 
     Raises:
         ConfigError: If a value is invalid, or a setting of traces is passed without ``trace_dir``.
@@ -160,8 +160,8 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
     ``request`` contains this rank's settings.
 
-    If ranks differed, they would wait for messages or reductions that never come. A parameter that
-    is frozen on one rank alone, for example, changes the messages of its stage.
+    If ranks differed, they would wait for messages or reductions that never come. For example, a
+    parameter that is frozen on only one rank changes the messages of its stage.
 
     Raises:
         ConfigError: If ranks differ, or ``profile_ranks`` contains a rank that does not exist. The

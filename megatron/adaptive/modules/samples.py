@@ -201,8 +201,8 @@ class SampleReader:
         ids = entries["input_ids"]
         every_token = entries.pop("attention_mask", torch.ones_like(ids))
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
-        # Ignore placeholders explicitly, because templates may mark them as learned, and because
-        # all tokens count as learned without a mask.
+        # Ignore placeholders explicitly, because templates may mark them as learned. Without a
+        # mask, all tokens count as learned.
         is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
         entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
         length = min(ids.shape[1], self.max_length)
@@ -316,10 +316,8 @@ class SampleFile:
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
         """Yields all lines in their order, each encoded by one process of the job.
 
-        The lines are read in blocks.
-
-        The lines of a block are assigned to the processes round-robin. After each block, the
-        processes exchange their results.
+        The lines are read in blocks. The lines of a block are assigned to the processes
+        round-robin. After each block, the processes exchange their results.
         """
         if job is None:
             for line in _lines_of(self._path):

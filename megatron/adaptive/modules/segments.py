@@ -323,7 +323,7 @@ def _held(
 def _fill_with_random(values: torch.Tensor) -> None:
     """Fills ``values`` with random numbers. A large tensor gets copies of the same numbers.
 
-    The numbers in a large tensor repeat, because copying is several times faster than drawing.
+    Copying is several times faster than drawing all numbers.
     """
     if not values.is_contiguous() or values.numel() <= _RANDOM_NUMBERS:
         values.uniform_(0, _LARGEST_RANDOM)
@@ -463,7 +463,7 @@ def _check_mode(
 ) -> None:
     """Compares the losses of ``tape`` and of the model, as :func:`check_replay` describes.
 
-    ``training`` is the mode in which ``tape`` was recorded.
+    ``training`` says whether ``tape`` was recorded in training mode.
     """
     if tape.is_random:
         return

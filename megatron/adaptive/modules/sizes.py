@@ -294,7 +294,7 @@ def _choose(job: Job, request: PipelineSettings, recordings: RecordingCache) -> 
 def _measure(
     job: Job, request: PipelineSettings, recordings: RecordingCache
 ) -> tuple[ModuleProfile, MeasuredModule]:
-    """Measures the model of ``request``, and returns its profile and its planner description.
+    """Measures the model of ``request``. Returns its profile and its description for the planner.
 
     All ranks must call this. ``recordings`` keeps recordings of the model.
     """

@@ -88,13 +88,13 @@ class StepWork:
 
     @property
     def sizes(self) -> list[float] | None:
-        """Returns the activation bytes of each microbatch, or ``None`` if all are equal."""
+        """Returns the activation size of each microbatch in bytes, or ``None`` if all are equal."""
         sizes = [float(size) for size in self._all_sizes]
         return None if len(set(sizes)) == 1 else sizes
 
     @property
     def listed_sizes(self) -> tuple[int, ...]:
-        """Returns the activation bytes of each microbatch of a list; empty for a dictionary."""
+        """Returns the activation size in bytes of each listed microbatch; empty for a dictionary."""
         return self._all_sizes if self.is_listed else ()
 
     @property

@@ -89,8 +89,10 @@ class SegmentWork(NamedTuple):
 
     Attributes:
         forward: Operations of the forward pass.
-        backward: Operations of the backward pass that run in B if the backward pass is split.
-        weight: Operations of the backward pass that run in W if the backward pass is split.
+        backward: Operations of the backward pass that run in the action B (gradients of inputs) if
+            the backward pass is split.
+        weight: Operations of the backward pass that run in the action W (gradients of weights) if
+            the backward pass is split.
     """
 
     forward: float = 0.0

@@ -87,8 +87,9 @@ class Tuner:
         numbers: Numbers of slices to choose from. Empty to keep the current number.
         trial: Earlier measurements with a different number of slices, or ``None``.
         only_pace: Whether to keep the schedule, and to change only its pace to the measured values.
-            The pace is the time of a message, of B and of W, relative to the time of a forward
-            pass. ``hinted`` uses the pace to choose the order that it follows.
+            The pace is the time of a message, of a backward pass (B) and of a weight-gradient pass
+            (W), relative to the time of a forward pass. The schedule ``hinted`` uses the pace to
+            choose the order that it follows.
         say: Function that writes a line to the log. It is called on all ranks.
     """
 

@@ -105,7 +105,7 @@ def _message(run: Run) -> torch.Tensor:
 
 
 def _groups() -> dict[str, ProbedGroup]:
-    """Returns this rank's megatron-core groups that have several members, by kind."""
+    """Returns this rank's process groups of megatron-core that have several members, by kind."""
     present = {
         TENSOR: parallel_state.get_tensor_model_parallel_group(check_initialized=False),
         CONTEXT: parallel_state.get_context_parallel_group(check_initialized=False),

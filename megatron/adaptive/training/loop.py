@@ -188,10 +188,9 @@ class TrainingRun:
         progress: Number of iterations and samples in a loaded checkpoint, or ``None`` if no
             checkpoint was loaded.
         report_position: Function that takes a description of the rank's current activity, for error
-            connect: Function that makes the watcher of processes notify a run's channels about lost
+            messages about lost peers.
+        connect: Function that makes the watcher of processes notify a run's channels about lost
             ranks. Its argument is the run, or ``None`` while there are no channels.
-        connect: Function that takes the run whose channels must be notified of lost ranks, or
-            ``None`` while there are no channels.
         local: Local disk of this node, to which checkpoints are written first, or ``None`` if there
             is no such disk.
 

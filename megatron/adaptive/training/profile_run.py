@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
 
-# Make these calls before the modules below import megatron-core.
+# install() lets megatron-core run without CUDA, so call it before the modules below import
+# megatron-core.
 device.install()
 with device.quiet_imports():
     from megatron.core import parallel_state
@@ -441,7 +442,7 @@ def _build_chunks(
 ) -> list[Any]:
     """Builds the model of a stage, and prepares it for a forward pass in training mode.
 
-    ``placement`` is the placement of the stages.
+    ``placement`` assigns the stages to ranks.
     """
     assert config.data.vocab_size is not None
     divisor = config.model.make_vocab_size_divisible_by
