@@ -522,7 +522,7 @@ def _plain(value: Any) -> Any:
 
 def _without_lists(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a parameter group, without its parameters and their names."""
-    # In older checkpoints, the options also contain the parameters' names, so remove these too.
+    # Older checkpoints also contain the parameters' names in the options, so remove these too.
     return {key: value for key, value in group.items() if key not in PARAMETER_LISTS}
 
 

@@ -28,7 +28,7 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 _ABSENT = object()
-# To name a changed attribute that affects the recording, at most this many attributes are tried.
+# Maximum number of changed attributes that are tried to find one that affects the recording.
 _MOST_TRIED = 16
 
 Settings = dict[tuple[str, str], Any]

@@ -94,7 +94,7 @@ class StepWork:
 
     @property
     def listed_sizes(self) -> tuple[int, ...]:
-        """Returns the activation size in bytes of each listed microbatch; empty for a dictionary."""
+        """Returns the activation size of each microbatch of a list in bytes; otherwise empty."""
         return self._all_sizes if self.is_listed else ()
 
     @property

@@ -390,9 +390,9 @@ def _slowest_replicas(
 def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     """Estimates the time of each kind of layer on each rank.
 
-    This includes kinds that were not measured on a rank. Layers of the same size are of one kind.
-    The estimate is: time = (time of the kind) x (slowness of the rank). A rank that has no kind of
-    layer in common with another rank is assumed to have slowness 1.
+    The result includes kinds that were not measured on a rank. Layers of the same size are of one
+    kind. The estimate is: time = (time of the kind) x (slowness of the rank). A rank that has no
+    kind of layer in common with another rank is assumed to have slowness 1.
 
     Args:
         sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``. The last axis is

@@ -160,7 +160,7 @@ class Repartitioner:
 
     @property
     def is_needed(self) -> bool:
-        """Whether layers may move later.
+        """Returns whether layers may move later.
 
         Layers that ``--pipeline-schedule auto`` has moved may move again, because the reason for a
         slow rank may disappear.
@@ -170,7 +170,7 @@ class Repartitioner:
 
     @property
     def _steps_to_check(self) -> int:
-        """Number of steps from the last check, or from a move, to the next check."""
+        """Returns the number of steps from the last check, or from a move, to the next check."""
         if self._may_move:
             return self._interval
         # Layers that have stayed for long are unlikely to move, so check them less often.
@@ -283,8 +283,8 @@ class Repartitioner:
             return candidate
         cap = candidate.cap
         if cap is not None:
-            # Raise the cap if necessary, because a rank can always keep the slices of the longest
-            # row.
+            # Raise the limit if necessary, because a rank can always keep all slices of the longest
+            # row of documents.
             cap = max(cap * self._slices_per_row, float(self._most_slices))
         return replace(candidate, cap=cap, num_slices=1)
 

@@ -182,7 +182,7 @@ class _Samples:
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
-        """Returns the typical seconds of an action of ``kind``, for each of ``num_chunks`` chunks.
+        """Returns the typical time of an action of ``kind`` in seconds, by chunk.
 
         The result is the median over all steps of the mean time in a step, or 0 if there are no
         times. The mean includes actions that were delayed, because they also make a step longer.
@@ -305,11 +305,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
-    """Estimates the bytes that a rank loses to heap gaps in a real job, but not in a trial.
+    """Estimates how many bytes a rank loses to gaps in the heap in a job, but not in a trial.
 
     In a job, received messages lie between other tensors, at different positions in each step.
-    Measured jobs of many steps need memory for about one more tensor of the largest size than a
-    tried rank. On a GPU there are no such gaps, because torch counts the memory of tensors.
+    According to measurements, a rank needs memory for about one more tensor of the largest size in
+    a job of many steps than in a trial. On a GPU there are no such gaps, because torch counts the
+    memory of tensors.
     """
     return 0 if accelerator.is_cuda else samples.largest_bytes
 
@@ -372,7 +373,7 @@ def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[
 def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[ExpectedInput]:
     """Returns the inputs from other ranks that ``order`` needs, in the order of the actions.
 
-    ``placement`` is the placement of the stages.
+    ``placement`` assigns the stages to ranks.
     """
     from megatron.core import parallel_state
 
