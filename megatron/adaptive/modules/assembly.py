@@ -96,7 +96,7 @@ class PipelineSettings(SampledModel):
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
-        seed: Seed of the random numbers that the model draws, as in dropout.
+        seed: Seed of the random numbers that the model draws, for example in dropout.
         transport: Settings of the connections between processes; ``None`` uses the defaults.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward

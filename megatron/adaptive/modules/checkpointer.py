@@ -352,7 +352,10 @@ class Checkpointer:
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
     def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Checks that the optimizer has the type and parameter groups that ``manifest`` lists."""
+        """Checks that the optimizer has the type and parameter groups that ``manifest`` lists.
+
+        ``path`` is the path of the checkpoint, for error messages.
+        """
         kind = self._kind()
         # A rank whose parameters are all frozen has no optimizer.
         if kind is None and any(p.requires_grad for p in self._update.parameters.values()):

@@ -213,11 +213,11 @@ def frozen_segments(tape: Tape) -> int:
 
 
 _MOST_LATE = 8
-"""Maximum number of calls that are moved behind frozen segments, so that they run later."""
+"""Maximum number of calls that are moved so that they run after the frozen segments."""
 
 
 class LateCalls(NamedTuple):
-    """Identifies calls at the model's start that are moved behind the leading, frozen segments.
+    """Identifies calls at the model's start that are moved to run after the frozen segments.
 
     Many vision-language models compute the embeddings of the text first, then run the image
     encoder, and then insert its result into the embeddings. If only the encoder is frozen,
@@ -268,7 +268,7 @@ def late_calls(tape: Tape) -> LateCalls | None:
             if number not in moved
             and any(tape.values[read].source == "parameter" for read in tape.calls[number].reads)
         }
-        # Moving the calls pays off only if each leading segment still runs calls with parameters.
+        # Moving the calls is useful only if each leading segment still runs calls with parameters.
         if moved.issuperset(trained) and len(moved) <= _MOST_LATE and len(frozen) == border:
             return late
     return None
@@ -601,7 +601,7 @@ def keep_only(
     Kept parameters remain the same Python objects, except parameters on the ``meta`` device, which
     are replaced by uninitialized parameters. The other tensors are replaced by tensors of the same
     shape on the ``meta`` device. A replacement has the class and the Python attributes of the
-    former parameter, such as a ``no_decay`` that the model's code has set.
+    replaced parameter, such as a ``no_decay`` that the model's code has set.
 
     Args:
         model: The user's whole model.

@@ -308,8 +308,8 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
 def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
     """Saves the model and its processor, unless an earlier start of this job has saved them.
 
-    ``settings`` contains the path of the output folder. ``samples`` identifies the samples with
-    which the model was trained.
+    ``settings`` contains the path of the output folder, and ``pipeline`` contains the trained
+    model. ``samples`` identifies the samples with which the model was trained.
 
     The folder is renamed to its final name when it is complete. If a process is lost before then,
     the restarted job saves the model again.
@@ -523,7 +523,10 @@ class _Run:
 
 
 def _diverged(step: int, loss: float, settings: FineTuning) -> DivergedError:
-    """Returns the error for ``step``, whose gradient is not finite. ``loss`` is the step's loss."""
+    """Returns the error for ``step``, whose gradient is not finite.
+
+    ``loss`` is the loss of the step, and ``settings`` are the settings of the run.
+    """
     scale = " although the loss scale is 1" if settings.mixed_precision == "fp16" else ""
     return DivergedError(
         f"step {step}: a gradient is infinite or NaN{scale} (the loss is {loss}), so training "

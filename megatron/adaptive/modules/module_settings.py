@@ -53,7 +53,7 @@ def _settings_of(model: torch.nn.Module, mode: Mode) -> Settings:
 
 
 def _differences(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> set[tuple[str, str]]:
-    """Returns the names of modules and attributes that differ between two settings."""
+    """Returns the names of modules and attributes that differ between ``first`` and ``second``."""
     return {
         key
         for key in first.keys() | second.keys()

@@ -89,7 +89,7 @@ class Pipeline:
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
             a dynamic loss scale. ``None`` disables autocast.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
-            Microbatches with other values get their own recording.
+            Microbatches with different values are recorded separately.
         shared_weights: Groups of parameter names. All names in a group must refer to the same
             parameter. Parameters used on both sides of a cut are detected without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
@@ -134,7 +134,7 @@ class Pipeline:
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
-        seed: Seed of the random numbers that the model draws, as in dropout.
+        seed: Seed of the random numbers that the model draws, for example in dropout.
         transport: Settings of the connections between processes; ``None`` uses the defaults.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
@@ -533,7 +533,7 @@ class Pipeline:
         """Moves segments if the measured ``times`` predict a gain. All processes must call this.
 
         ``work`` contains the microbatches of the last step, and ``times`` the durations of this
-        rank's actions.
+        rank's actions. ``repartitioner`` decides which segments move.
         """
         move = repartitioner.after_step(work, times)
         if move is None:

@@ -148,7 +148,10 @@ def _model_class(folder: Path, config: Any) -> Any:
 
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
-    """Converts parameters that require another dtype than ``dtype``, such as a router's."""
+    """Converts parameters of ``model`` that require another dtype than ``dtype``.
+
+    For example, some models require float32 for the weights of a router.
+    """
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
@@ -255,7 +258,7 @@ class PretrainedWeights:
         conversion: Conversion,
         targets_by_name: Mapping[str, list[torch.Tensor]],
     ) -> None:
-        """Reads the tensors that ``conversion`` needs, and copies the results to the targets.
+        """Reads the tensors that ``conversion`` needs from ``files``, and fills the targets.
 
         ``targets_by_name`` lists the tensors to fill, by the name of the model's tensor.
         """

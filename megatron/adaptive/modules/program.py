@@ -676,7 +676,11 @@ class _Deferred:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred."""
+        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred.
+
+        ``env`` contains tensors by index on the tape, ``store`` is the queue of deferred
+        weight-gradient work, and ``dtype`` is the dtype of autocast.
+        """
         weight: Any = env[self.weight.value]
         bias: Any = None if self.bias is None else env[self.bias.value]
         # The user's hooks on a parameter run only if autograd computes the parameter's gradient.

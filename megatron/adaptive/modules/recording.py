@@ -69,7 +69,7 @@ class Forward:
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
             a dynamic loss scale. ``None`` disables autocast.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
-            Microbatches with other values get their own recording.
+            Microbatches with different values are recorded separately.
 
     Raises:
         ConfigError: If ``mixed_precision`` is neither ``bf16`` nor ``fp16``.
@@ -333,7 +333,7 @@ class Forwards:
     ) -> Forwards:
         """Returns the forward passes that the function ``take`` records in ``modes``.
 
-        ``way`` is the name of the recording method.
+        ``take`` records ``forward`` on ``sample``. ``way`` is the name of the recording method.
         """
         tapes: dict[Mode, Tape] = {}
         for mode in modes:
@@ -395,9 +395,9 @@ class RecordingCache:
     def training(self, model: SampledModel, microbatch: Mapping[str, torch.Tensor]) -> Forwards:
         """Records a model in training mode, and keeps the recording if possible.
 
-        A recording is not kept if calls would be moved behind frozen segments, or if the model
-        draws random numbers with Python or numpy. In the second case, the pipeline records the
-        model again, because only recording detects such random numbers.
+        A recording is not kept if calls would be moved to run after frozen segments, or if the
+        model draws random numbers with Python or numpy. In the second case, the pipeline records
+        the model again, because only recording detects such random numbers.
 
         Args:
             model: Model with its settings for recording.
@@ -451,7 +451,10 @@ class RecordingCache:
 def evaluation_of(
     model: SampledModel, microbatch: Mapping[str, torch.Tensor], training: Forwards
 ) -> Forwards:
-    """Records ``model`` in evaluation mode, if possible by the same method as ``training``."""
+    """Records ``model`` on ``microbatch`` in evaluation mode.
+
+    The method of the recording in training mode, ``training``, is tried first.
+    """
     return Forwards.of(model, microbatch, model.slicing, way=training.way, modes=("evaluation",))
 
 
@@ -570,9 +573,10 @@ class _Lossy(torch.nn.Module):
 
 
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
-    """Exports a model, and returns a recording of the exported module that runs on ``sample``.
+    """Exports the model of ``forward``, and returns a recording of the exported module.
 
-    ``make`` creates the recorder.
+    The module is exported and recorded with the microbatch ``sample``. ``make`` creates the
+    recorder.
     """
     with undisturbed(forward.model, forward.device):
         try:

@@ -77,7 +77,7 @@ class Example:
         signature: Signature of the microbatch.
         forwards: Recorded forward passes, with the segments of all cut points.
         count: Number of microbatches in the sample batch that have this signature.
-        late: Calls that were moved behind frozen segments; ``None`` if no calls were moved.
+        late: Calls that were moved to run after frozen segments; ``None`` if no calls were moved.
     """
 
     microbatch: Microbatch
@@ -327,7 +327,7 @@ class CutForwards:
     def work_by_action(self) -> tuple[SegmentWork, ...]:
         """Returns the operation counts of each segment, separately for each kind of action.
 
-        The counts are for the same mode as in :attr:`work`.
+        Like :attr:`work`, the counts are for training if training is recorded.
         """
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return work_by_action(self.forwards.tapes[mode])
@@ -447,7 +447,7 @@ def _work(tape: Tape, call: Call) -> SegmentWork:
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return SegmentWork(forward=forward)
     # The backward pass computes the gradients of at most two operands that require a gradient. The
-    # gradient of a bias takes hardly any time.
+    # gradient of a bias takes almost no time.
     operands = [tape.values[number] for number in call.reads]
     needed = [value for value in operands if value.requires_grad and len(value.shape) > 1]
     count = min(2, len(needed))
@@ -504,7 +504,7 @@ class KeptPart:
         device: Device on which the stages run.
         recompute: Calls that the backward pass runs again.
         buffer_use: Ranks that use each buffer in the recordings so far.
-        late: Calls that are moved behind frozen segments; ``None`` if no calls are moved.
+        late: Calls that are moved to run after frozen segments; ``None`` if no calls are moved.
     """
 
     cuts: tuple[str, ...]

@@ -105,7 +105,7 @@ def check_settings(request: PipelineSettings) -> None:
 
 
 def _check_traced(request: PipelineSettings) -> None:
-    """Checks the settings of tracing: traced steps, profiled steps and OpenTelemetry collector.
+    """Checks the settings of tracing in ``request``, such as the traced and profiled steps.
 
     Raises:
         ConfigError: If a value is invalid, or a setting of traces is passed without ``trace_dir``.
@@ -183,7 +183,7 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
 
 def _check_profile_ranks(request: PipelineSettings, job: Job) -> None:
-    """Checks that the ranks in ``profile_ranks`` exist.
+    """Checks that the ranks in the setting ``profile_ranks`` of ``request`` exist.
 
     The number of ranks of an elastic job may change, so such a job is not checked.
 

@@ -52,7 +52,7 @@ _NAMES = ("image", "path", "url", "image_url")
 _FIRST_LINES, _MOST_LINES = 1, 1024
 
 # Approximate and maximum size in bytes of all samples that the processes send in one exchange. Long
-# samples may follow short ones, so the approximate size alone would not limit the memory.
+# samples may follow short samples, so the approximate size alone would not limit the memory.
 _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 

@@ -348,6 +348,8 @@ def _time(
     """Runs a segment repeatedly. Returns its times, its output and the bytes of its activations.
 
     Each forward pass gets the batch entries ``inputs`` and the ``message`` of the previous segment.
+    A segment that takes at least ``enough_s`` seconds is timed only once, instead of ``repeats``
+    times.
 
     The times are lists in seconds, for forward passes, backward passes and, if ``split`` is true,
     weight-gradient passes.
@@ -461,7 +463,7 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
 def _check_mode(
     forward: Forward, tape: Tape, other: Mapping[str, torch.Tensor], *, training: bool
 ) -> None:
-    """Compares the losses of ``tape`` and of the model, as :func:`check_replay` describes.
+    """Compares the losses of ``tape`` and of the model on ``other``; see :func:`check_replay`.
 
     ``training`` says whether ``tape`` was recorded in training mode.
     """

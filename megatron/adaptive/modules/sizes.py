@@ -341,7 +341,8 @@ def _measure(
 def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProfile) -> Chosen:
     """Returns the layout that the planner chooses for the measured model ``module``.
 
-    The sizes that the user set in ``request`` are kept.
+    The sizes that the user set in ``request`` are kept. ``profile`` contains the measurements on
+    which the choice is based.
     """
     count = len(profile.cut_points) + 1
     size = request.pipeline_size
@@ -386,7 +387,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
     """Returns the pipeline sizes whose number of stages matches the user's partition.
 
-    ``num_segments`` is the number of segments of the model.
+    ``request`` contains the partition, and ``num_segments`` is the number of segments of the model.
     """
     partition = request.partition
     assert partition is not None

@@ -149,10 +149,10 @@ class Tape:
 
 
 def makes_same_calls(first: Tape, second: Tape) -> bool:
-    """Returns whether two recordings make the same calls with equal arguments and constants.
+    """Returns whether the recordings ``first`` and ``second`` make the same calls.
 
-    Objects that Python can compare only by identity count as equal if they have the same type.
-    Gradient modes are not compared.
+    Arguments and constants must be equal too. Objects that Python can compare only by identity
+    count as equal if they have the same type. Gradient modes are not compared.
     """
     return (
         len(first.calls) == len(second.calls)

@@ -1,4 +1,4 @@
-"""Decides from measured steps whether layers should move, and whether a move has paid off.
+"""Decides from measured steps whether layers should move, and whether a move made steps faster.
 
 The trainer and ``Pipeline`` have their own code to measure steps and move layers. Both use the
 functions of this module for their decisions.

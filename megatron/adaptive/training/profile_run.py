@@ -282,7 +282,7 @@ def _config(
 
 
 def _alone(kind: str, layers: int, core: CoreConfig) -> str:
-    """Returns command-line arguments for a model of ``layers`` layers of one ``kind``.
+    """Returns command-line arguments for a model like ``core``, with ``layers`` layers of ``kind``.
 
     The kind ``experts/4`` means a layer whose experts are distributed over 4 ranks. Each rank then
     does the same work as a single rank that has a quarter of the experts, so such a smaller layer
