@@ -112,6 +112,7 @@ def make_balancer(
     """Creates the object that measures steps and moves segments. All ranks must call this.
 
     Returns ``None`` if ``repartition`` is off or a pipeline has only one rank.
+    :class:`SegmentBalancer` describes the arguments.
     """
     if request.repartition == "off" or mesh.pipeline_size == 1:
         return None

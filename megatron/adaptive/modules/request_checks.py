@@ -158,7 +158,7 @@ def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings,
 def require_alike(request: PipelineSettings, job: Job) -> None:
     """Checks that all ranks have the same parameters and settings. All ranks must call this.
 
-    ``request`` contains this rank's settings.
+    ``request`` contains this rank's settings, and ``job`` connects the ranks.
 
     If ranks differed, they would wait for messages or reductions that never come. For example, a
     parameter that is frozen on only one rank changes the messages of its stage.

@@ -188,7 +188,7 @@ def _is_same_value(first: Value, second: Value) -> bool:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Returns whether two arguments of recorded calls are equal."""
+    """Returns whether ``first`` and ``second``, arguments of recorded calls, are equal."""
     if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
         return len(first) == len(second) and all(map(_is_same, first, second))
     if isinstance(first, dict) and isinstance(second, dict):

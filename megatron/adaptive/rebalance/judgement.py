@@ -484,7 +484,7 @@ def _most_layers(
 def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
     """Returns the size in bytes of a microbatch's activations in a layer, by size of the layer.
 
-    The size of the activations is a mean over all layers with the same size.
+    The size of the activations is a mean over all layers in ``measured`` with the same size.
     """
     sums: dict[int, list[float]] = {}
     for of_rank in measured:

@@ -190,7 +190,7 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Copies the state of this rank on its GPU, or to the host if the GPU has too little memory.
+    """Copies this rank's state of ``run`` on the GPU, or to the host if the GPU lacks memory.
 
     Raises:
         DeviceMemoryError: If neither the GPU nor the host of some rank has enough free memory.

@@ -380,7 +380,7 @@ def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
 
 
 def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
-    """Starts to measure the fraction of a forward pass that the layers of each chunk take.
+    """Starts to measure the fraction of a forward pass that layers take in each chunk of ``run``.
 
     Only chunks with an embedding or a loss are measured, because in other chunks the fraction is 1.
     Chunks whose layers differ in size (``layer_bytes``) are also measured, layer by layer.

@@ -550,7 +550,9 @@ class Reporting(RunHook):
             self._report_timers(step.iteration)
 
     def _report_timers(self, iteration: int) -> None:
-        """Logs megatron-core's timers with ``--timing-log-level``. All ranks must call this."""
+        """Logs megatron-core's timers, if there are any, for ``iteration``. All ranks must call
+        this.
+        """
         timers = self._live.run.core.timers
         settings = self._live.config.logging
         if timers is None:

@@ -110,7 +110,10 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
 
 
 def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> None:
-    """Checks that ``accelerator`` has the memory that the rank needs according to the planner."""
+    """Checks that ``accelerator`` has the memory that the rank in ``request`` needs.
+
+    The planner has estimated the needed memory.
+    """
     if accelerator.is_cuda:
         whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
@@ -124,7 +127,7 @@ def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> N
 
 
 def _measure_layers(request: TrialRequest, config: TrainerConfig) -> dict[str, Any]:
-    """Measures a layer of each kind on this device, in a job of one tensor-parallel group."""
+    """Measures a layer of each kind in ``request``, in a job of one tensor-parallel group."""
     from megatron.adaptive.training.profile_run import ProfileOptions, profile_layers
 
     tp = config.parallel.tensor_model_parallel_size
