@@ -60,7 +60,7 @@ class Checkpointer:
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
         self.saver = CheckpointSaver(mesh)
-        # Non-persistent buffers are not saved. state_dict() of torch does not contain them either.
+        # Do not save non-persistent buffers, which torch's state_dict() does not contain either.
         not_saved = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()

@@ -398,7 +398,8 @@ class ContentBalance:
         return not total % self._group and total >= self._least * self._mesh.dp_size
 
     def check_total(self, batch: Any) -> None:
-        """Checks that the schedule supports the number of microbatches in a distributed list.
+        """Checks that the schedule supports the number of microbatches in a list from
+        :meth:`share`.
 
         Raises:
             ConfigError: If the whole batch has too few microbatches, or their number is not a

@@ -161,9 +161,9 @@ class Profiler(SampledModel):
 
         Args:
             job: Job that all ranks have joined.
-            batch_size: Number of samples per step; ``None`` takes the size of the sample batch.
-                If it is above 1 and the model cannot run a single sample, the smallest microbatch
-                has two.
+            batch_size: Number of samples per step; ``None`` takes the size of the sample batch. If
+                it is above 1 and the model cannot run a single sample, the smallest microbatch has
+                two samples.
             most: Maximum number of samples per microbatch if ``micro_batch_sizes`` is not set;
                 ``None`` takes ``batch_size``.
             is_quick: Whether to measure only the smallest and the largest microbatch if

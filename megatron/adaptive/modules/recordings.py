@@ -693,7 +693,7 @@ class Recordings:
         return programs
 
     def _report(self, signature: Signature, step: int, seconds: float) -> None:
-        """Reports the first recording after ``_EARLY_STEPS``, and the first repeated recording.
+        """Reports the first recording after ``_EARLY_STEPS`` steps, and the first repeated one.
 
         The report contains ``signature``, and ``seconds``, the duration of the recording. The
         report about the first recording also contains ``step``.

@@ -338,7 +338,7 @@ class SampleFile:
             size = _next_size(size, sent_bytes)
 
     def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
-        """Encodes this process's lines of a block, and drops samples that are too large to send.
+        """Encodes ``lines`` on this process, and drops samples that are too large to send.
 
         The size limit is divided equally among the processes, whose number is ``ranks``.
         """

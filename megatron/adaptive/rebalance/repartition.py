@@ -173,7 +173,7 @@ class Repartitioner:
         """Returns the number of steps from the last check, or from a move, to the next check."""
         if self._may_move:
             return self._interval
-        # Layers that have stayed for long are unlikely to move, so check them less often.
+        # Layers that have not moved for a long time are unlikely to move, so check them less often.
         return min(_JUDGED_STEPS << max(0, self._checks - 1), _MOST_BETWEEN)
 
     def promise_of(self, decision: Decision) -> Move | None:
