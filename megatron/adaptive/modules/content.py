@@ -398,8 +398,7 @@ class ContentBalance:
         return not total % self._group and total >= self._least * self._mesh.dp_size
 
     def check_total(self, batch: Any) -> None:
-        """Checks that the schedule supports the number of microbatches in a list from
-        :meth:`share`.
+        """Checks that the schedule supports the number of microbatches of a :class:`DealtList`.
 
         Raises:
             ConfigError: If the whole batch has too few microbatches, or their number is not a

@@ -550,7 +550,7 @@ class Reporting(RunHook):
             self._report_timers(step.iteration)
 
     def _report_timers(self, iteration: int) -> None:
-        """Logs megatron-core's timers for ``iteration``, if they exist. All ranks must call this."""
+        """Logs megatron-core's timers for ``iteration``, if any. All ranks must call this."""
         timers = self._live.run.core.timers
         settings = self._live.config.logging
         if timers is None:
