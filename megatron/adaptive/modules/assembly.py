@@ -574,8 +574,8 @@ def _names_to_keep(
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
     kept = {name for name, ranks in uses.items() if pp_rank in ranks}
     for cut in cut_examples:
-        # Keep these buffers, because later recordings run the whole model on each rank and read
-        # them.
+        # Keep the buffers that Python code reads, because later recordings run the whole model on
+        # each rank and read these buffers.
         for tape in cut.forwards.tapes.values():
             kept |= tape.read_buffers
         for stage in stages:

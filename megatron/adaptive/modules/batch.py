@@ -123,7 +123,7 @@ class BatchShape:
         ]
 
     def examples(self, sample: Microbatch) -> list[Microbatch]:
-        """Returns the first two microbatches of ``sample``, or one if it contains only one."""
+        """Returns the first two microbatches of ``sample``, or the only one."""
         size = self.micro_batch_size
         return self.microbatches(
             {name: tensor[: min(2, self.samples // size) * size] for name, tensor in sample.items()}

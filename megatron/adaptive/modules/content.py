@@ -78,7 +78,7 @@ class Digest:
     values: int = 0
 
     def is_alike(self, other: Digest) -> bool:
-        """Returns whether ``other`` may describe the same content.
+        """Returns whether ``other`` may describe the same content as this digest.
 
         Values are compared only if both digests read the values of the same tensors.
         """

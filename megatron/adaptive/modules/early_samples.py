@@ -127,7 +127,8 @@ def measured_early(
         try:
             early.smallest = smallest()
         except Exception as error:
-            # Other ranks wait in gather(), so the caller raises the error afterwards.
+            # Do not raise the error here, because other ranks wait in gather(). The caller raises
+            # it afterwards.
             early.error = error
     may_record = job.rank in helpers or _have_processors(nodes, job.rank)
     if job.rank not in helpers.values() and early.error is None and may_record:

@@ -40,7 +40,8 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
     """
     if is_alone() or dist.get_world_size() == 1:
         return
-    # Without replicas, only shared weights and buffers can be on several ranks.
+    # Without replicas, only shared weights and buffers can be on several ranks, so compare only
+    # these.
     compared = {
         name: tensor
         for name, tensor in held.items()

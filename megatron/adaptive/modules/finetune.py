@@ -51,7 +51,7 @@ _READ_LIMIT_S = 600.0
 
 
 class DivergedError(AdaptiveError):
-    """A gradient is infinite or NaN, so training cannot continue. All processes raise this."""
+    """Raised by all processes if a gradient is infinite or NaN, so that training cannot continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,8 @@ class FineTuning:
         eval_share: Fraction of the samples held out for evaluation; at least 0 and below 1.
         pipeline_size: Number of processes per pipeline; ``None`` uses all processes.
         schedule: Name of the schedule.
-        dtype: Name of the parameters' dtype, such as ``bfloat16``; ``None`` for the saved dtype, or
-            for float32 if float16 parameters would be trained as a whole.
+        dtype: Name of the parameters' dtype, such as ``bfloat16``. ``None`` uses the saved dtype,
+            or float32 if the whole model is trained and was saved in float16.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` disables autocast.
         recompute: Calls that the backward pass recomputes. See :class:`Pipeline` for the values.
         slicing: Method of recording the forward pass. See :class:`Pipeline` for the values.

@@ -149,7 +149,7 @@ def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
     try:
         other = record().tapes[mode]
     except Exception:
-        # The model fails with the former values, so its calls depend on the present ones.
+        # The model fails with the former values, so its calls depend on the present values.
         return False
     gradients = [[call.with_grad for call in each.calls] for each in (tape, other)]
     return makes_same_calls(tape, other) and gradients[0] == gradients[1]

@@ -39,8 +39,8 @@ class _Holdings:
         position: Index of the rank's replica, and position of the rank in its pipeline.
         held: Names of the parameters and buffers that the rank keeps now.
         needed: Names of the parameters and buffers that the rank keeps after the move.
-        groups: Options of each of the optimizer's parameter groups as text, by key; ``None`` if
-            there is no optimizer.
+        groups: Options of each parameter group of the optimizer, as a dict from keys to texts;
+            ``None`` if there is no optimizer.
         refusal: Reason why the rank cannot change its segments; empty if it can.
     """
 

@@ -110,7 +110,7 @@ class PipelineTrace:
         if self.folder is None:
             return
         self.tracing.close()
-        # The folder is renamed only after all processes have closed their files in it.
+        # Rename the folder only after all processes have closed their files in it.
         dist.barrier(group=self._mesh.control_group)
         self.tracing.adopt(self._open(partition))
 

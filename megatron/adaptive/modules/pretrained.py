@@ -179,7 +179,7 @@ class Conversion:
     """Describes how tensors in a folder are converted to tensors of the model.
 
     Attributes:
-        target: Name that ``transformers`` gives to the group of tensors.
+        target: Name that ``transformers`` gives to the tensors of this conversion.
         sources: Name of each tensor in the folder, and the pattern that the name matches.
         converter: Converter of ``transformers``; ``None`` if the tensor is only renamed.
         targets: Shape of each resulting model tensor, by name.

@@ -119,7 +119,7 @@ def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
     if kind is None or _VIDEO not in kind.get_attributes():
         return None
 
-    # The base class is known only at run time.
+    # mypy cannot check this base class, because it is known only at run time.
     class WithoutVideos(kind):  # type: ignore[misc,valid-type]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument_name != _VIDEO:

@@ -172,7 +172,7 @@ def _with_modes(
         return training
     evaluation = evaluation_of(model, microbatch, training)
     if evaluation.way != training.way:
-        # Both modes need the same method, so record them together.
+        # Both modes must be recorded by the same method, so record them together.
         return Forwards.of(model, microbatch, model.slicing, modes=modes)
     return training.joined(evaluation, model.model)
 
@@ -253,7 +253,8 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         ConfigError: If the recording passes the cut points in a different order.
     """
     for tape in forwards.tapes.values():
-        # Ignore cut points that were added automatically and that the sample's recordings ignored.
+        # Remove cut points that were added automatically and that the recordings of the sample do
+        # not contain.
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
             continue

@@ -178,9 +178,8 @@ def _named(
                 number = model.decoder.layers[int(layer)].layer_number
                 yield f"layer {number} {rest} {part}", tensor
             elif name.startswith(_NORM):
-                # This normalization belongs to the stage of the last layer in models with
-                # multi-token prediction. That stage may change, so the name does not contain the
-                # stage.
+                # If the model has multi-token prediction, this normalization belongs to the stage
+                # of the last layer. That stage may change, so the name does not contain it.
                 yield f"{name} {part}", tensor
             else:
                 yield f"stage {stage} {name} {part}", tensor
