@@ -51,7 +51,7 @@ _READ_LIMIT_S = 600.0
 
 
 class DivergedError(AdaptiveError):
-    """Raised by all processes if a gradient is infinite or NaN, so that training cannot continue."""
+    """Raised by all processes if a gradient is infinite or NaN. Training cannot continue then."""
 
 
 @dataclass(frozen=True, kw_only=True)

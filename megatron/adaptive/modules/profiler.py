@@ -551,7 +551,7 @@ class Profiler(SampledModel):
 
 
 def _entry_bytes(sample: Mapping[str, torch.Tensor]) -> float:
-    """Returns the size in bytes of a sample's entries."""
+    """Returns the size in bytes of the entries of one sample of the batch ``sample``."""
     return sum(tensor[0].numel() * tensor.element_size() for tensor in sample.values())
 
 

@@ -329,10 +329,10 @@ class SegmentBalancer:
 
 
 def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
-    """Returns, for each segment, its fractions of the stage's forward, backward and weight passes.
+    """Returns each segment's fractions of its stage's forward, backward and weight-gradient passes.
 
     A segment without a backward pass, for example in a frozen encoder, has no part in the backward
-    and weight passes.
+    and weight-gradient passes.
 
     Args:
         works: Operation counts of the segments.

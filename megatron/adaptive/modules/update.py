@@ -190,8 +190,8 @@ class Update:
     def _require_wide_parameters(self) -> None:
         """Checks that no trained parameter is in float16.
 
-        An optimizer's state has the same dtype. In float16, the ``eps`` of AdamW would become 0,
-        and the first update would divide by 0.
+        An optimizer's state has the same dtype as its parameter. In float16, the ``eps`` of AdamW
+        would become 0, and the first update would divide by 0.
 
         Raises:
             ConfigError: If a trained parameter of this rank is in float16.

@@ -160,7 +160,7 @@ class Trainer:
         )
 
     def _early_end(self) -> str | None:
-        """Returns the reason to end training early, or ``None``; the same on all ranks."""
+        """Returns the reason to end training early, equal on all ranks, or ``None``."""
         if self._stop.agreed(self._live.run.job.stop_group):
             return self._stop.reason
         interval = self._live.config.run.exit_interval
