@@ -73,7 +73,8 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     config.base_model_name_or_path = str(folder)
     try:
         with warnings.catch_warnings():
-            # PEFT uses a deprecated attribute name of transformers, which causes a warning.
+            # Ignore the warning about an attribute name of transformers that PEFT uses, although it
+            # is deprecated.
             warnings.simplefilter("ignore", FutureWarning)
             adapted: torch.nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
@@ -82,7 +83,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
 
 
 def initialize_adapters(model: Any, seed: int) -> None:
-    """Initializes this process's adapters randomly, except adapters on the ``meta`` device.
+    """Randomly initializes the adapters of this process; skips adapters on the ``meta`` device.
 
     Args:
         model: Model with adapters.

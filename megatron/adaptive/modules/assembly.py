@@ -68,9 +68,9 @@ class PipelineSettings(SampledModel):
             microbatch is its recording's operation count (``work``) or its predicted time
             (``time``). The order with ``work`` is the same in every run. A model whose forward pass
             changes buffers in training requires ``given``.
-        dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
-            microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
-            or by predicted time.
+        dealing: Method by which ``share`` distributes a list of microbatches over replicas.
+            ``turns`` assigns microbatches round-robin. ``work`` and ``time`` balance the replicas
+            by operation count or by predicted time.
         repartition: Whether segments and their optimizer state move between processes if measured
             times predict a gain: ``auto`` or ``off``.
         repartition_interval: Number of steps between two checks for a better partition, at least 4.
@@ -90,13 +90,13 @@ class PipelineSettings(SampledModel):
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
             of one microbatch for all stages of the process. ``None`` uses a default that depends on
             the numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in their own actions, separate from
-            the backward pass; ``None`` uses the schedule's default.
+        split_backward: Whether weight gradients are computed in separate actions instead of in the
+            backward pass; ``None`` uses the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
-        seed: Seed of the random numbers that the model draws, as in dropout.
+        seed: Seed of the random numbers that the model draws, for example in dropout.
         transport: Settings of the connections between processes; ``None`` uses the defaults.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
@@ -251,13 +251,16 @@ class Assembly:
 
     @property
     def mean_work(self) -> tuple[float, ...]:
-        """Returns the operation count of each segment, averaged over the sample's signatures."""
+        """Returns the operation count of each segment, averaged over the sample's signatures.
+
+        A signature describes the shapes and dtypes of a microbatch.
+        """
         works = zip(*self.sample_work.values(), strict=True)
         return tuple(sum(work) / len(work) for work in works)
 
     @property
     def frozen_segments(self) -> int:
-        """Returns the number of leading segments that are frozen in all recordings."""
+        """Returns how many segments at the model's start are frozen in all recordings."""
         return frozen_segments_of(self.forwards)
 
 
@@ -297,7 +300,8 @@ def assemble(
     def measured() -> tuple[tuple[float, ...], SegmentTimes]:
         if not is_on_meta(request.model):
             _check_replays(request, examples, moved)
-        # Do not measure costs for a single stage, which contains all segments anyway.
+        # Do not measure costs if the user set them or the partition, or if a single stage contains
+        # all segments.
         if request.partition or weights or placement.num_stages == 1:
             return tuple(weights or ()), ()
         times = first_partition.measure(request, examples)
@@ -333,9 +337,10 @@ def _record(
 ) -> list[Example]:
     """Records the model's forward passes for the sample batch.
 
-    The model is recorded in training mode and in evaluation mode. If it is on the ``meta`` device,
-    only the first rank records evaluation mode, to find out whether it affects the partition. If it
-    does not, all ranks record it when the pipeline first evaluates a batch.
+    The model is recorded in training mode and in evaluation mode. If the model is on the ``meta``
+    device, at first only the first rank records evaluation mode, to find out whether the evaluation
+    affects the partition. If it has no effect, all ranks record evaluation mode when the pipeline
+    first evaluates a batch.
 
     Args:
         request: Settings of the pipeline.
@@ -438,8 +443,8 @@ def _keep_part(
 def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
     """Returns the index of each segment's kind, or an empty tuple if segments are not measured.
 
-    ``request`` determines whether segments are measured. Segments of the same kind make the same
-    calls in the first recording of ``examples``.
+    The settings in ``request`` determine whether segments are measured. Segments of the same kind
+    make the same calls in the first recording of ``examples``.
     """
     if request.trace_dir is None or request.trace_detail == "actions":
         return ()
@@ -569,8 +574,8 @@ def _names_to_keep(
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
     kept = {name for name, ranks in uses.items() if pp_rank in ranks}
     for cut in cut_examples:
-        # Keep these buffers, because later recordings run the whole model on each rank and read
-        # them.
+        # Keep the buffers that Python code reads, because later recordings run the whole model on
+        # each rank and read these buffers.
         for tape in cut.forwards.tapes.values():
             kept |= tape.read_buffers
         for stage in stages:
@@ -588,7 +593,8 @@ def _report_unused(
 ) -> None:
     """Prints the names of the entries of the sample batch that no stage uses, if there are any.
 
-    ``examples`` contains the microbatches, and ``cut_examples`` lists the entries that stages use.
+    ``examples`` contains the microbatches of the sample batch, and ``cut_examples`` lists the
+    entries that the stages use.
     """
     used = set(request.decisive_entries)
     for cut in cut_examples:

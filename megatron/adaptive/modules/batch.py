@@ -123,7 +123,7 @@ class BatchShape:
         ]
 
     def examples(self, sample: Microbatch) -> list[Microbatch]:
-        """Returns the first two microbatches of ``sample``, or one if it contains only one."""
+        """Returns the first two microbatches of ``sample``, or the only one."""
         size = self.micro_batch_size
         return self.microbatches(
             {name: tensor[: min(2, self.samples // size) * size] for name, tensor in sample.items()}
@@ -221,8 +221,8 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
     """Checks that ``num_items`` has one number per microbatch, and returns the numbers as floats.
 
     Args:
-        num_items: Number of items in each microbatch, as the user passed it; ``None`` if not
-            passed.
+        num_items: Number of items, such as tokens, in each microbatch, as the user passed it;
+            ``None`` if not passed.
         count: Number of microbatches.
 
     Raises:

@@ -58,7 +58,7 @@ def _search(
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """Returns the members of ``module`` if it is a list of repeated blocks, or an empty list."""
+    """Returns the members of ``module`` if it is a list of repeated blocks; else an empty list."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return []
     members = list(module)

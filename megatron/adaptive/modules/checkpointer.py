@@ -60,7 +60,7 @@ class Checkpointer:
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
         self.saver = CheckpointSaver(mesh)
-        # Non-persistent buffers are not saved. state_dict() of torch does not contain them either.
+        # Do not save non-persistent buffers, which torch's state_dict() does not contain either.
         not_saved = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -96,7 +96,7 @@ class Checkpointer:
             head: Step, seed, loss scale and user values from :meth:`head`.
             is_behind: Whether a background thread writes the files while training continues.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
-            state: Objects of the user with a ``state_dict``, by name.
+            state: User objects with a ``state_dict`` method whose states are saved, by name.
 
         Raises:
             CheckpointError: If the checkpoint cannot be written.
@@ -132,10 +132,10 @@ class Checkpointer:
         return self.saver.local
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns a dict of this rank's tensors, keyed by checkpoint name, and its other state.
+        """Returns this rank's tensors by their names in a checkpoint, and the rest of its state.
 
-        The other state is the optimizer's type, the options of each parameter group, and the
-        optimizer's values that are not tensors.
+        The rest is the optimizer's type, the options of each parameter group, and the optimizer's
+        values that are not tensors.
 
         The tensors are not copied, so the next optimizer step changes them.
         """
@@ -148,7 +148,7 @@ class Checkpointer:
         return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
 
     def is_buffer(self, name: str) -> bool:
-        """Returns whether ``name`` is the name of a buffer of the model in a checkpoint.
+        """Returns whether the checkpoint entry ``name`` is a buffer of the model.
 
         Forward passes may change buffers, so a snapshot must copy them immediately.
         """
@@ -213,9 +213,9 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Reads the checkpoint of step ``step`` in ``folders`` and returns its manifest.
 
-        The user's objects in ``state`` get their saved states. The arguments ``optimizer`` and
-        ``trust`` say whether to load the optimizer's state, and whether to accept checkpoints that
-        are pickles.
+        The user's objects in ``state`` are set to their saved states. The arguments ``optimizer``
+        and ``trust`` say whether to load the optimizer's state, and whether to accept checkpoints
+        that are pickles.
         """
         ranks = self._ranks
         path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust))
@@ -238,8 +238,8 @@ class Checkpointer:
     def _take(self, head: Mapping[str, Any], state: Mapping[str, Any]) -> TakenState:
         """Returns this rank's current state as an object that ``saver`` can write.
 
-        The manifest also contains the entries of ``head``. The states of the user's objects in
-        ``state`` are saved once, by the first rank.
+        The entries of ``head`` become part of the checkpoint's manifest. The states of the user's
+        objects in ``state`` are saved only by the first rank.
         """
         once: dict[str, bytes] = {}
         if state:
@@ -256,7 +256,7 @@ class Checkpointer:
     def _read(
         self, reader: CheckpointReader, manifest: Mapping[str, Any] | None
     ) -> dict[str, dict[str, Any]]:
-        """Reads this rank's parameters and buffers in place, and returns the optimizer's state.
+        """Reads saved values into this rank's tensors, and returns the optimizer's state.
 
         Args:
             reader: Opened checkpoint from which tensors are read.
@@ -295,10 +295,11 @@ class Checkpointer:
         return None if optimizer is None else type(optimizer).__name__
 
     def _states(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-        """Returns the optimizer's state as two dicts: its tensors, and its other values.
+        """Returns the optimizer's state as two dicts: one of tensors, and one of all other values.
 
-        Tensors are keyed by the parameter's name and the key of the state, such as
-        ``weight.exp_avg``. The other values are dicts by key, one for each parameter name.
+        The keys of the first dict join a parameter's name and a key of its state, such as
+        ``weight.exp_avg``. The second dict maps each parameter's name to a dict of its values by
+        key.
         """
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
@@ -319,7 +320,7 @@ class Checkpointer:
 
     @staticmethod
     def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options of the parameter group ``group`` that a checkpoint can contain."""
+        """Returns the options of the parameter group ``group`` that checkpoints can contain."""
         plain = {key: _plain(value) for key, value in _without_lists(group).items()}
         return {key: value for key, value in plain.items() if isinstance(value, (*_PLAIN, list))}
 
@@ -351,7 +352,10 @@ class Checkpointer:
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
     def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Checks that the optimizer has the type and parameter groups that ``manifest`` lists."""
+        """Checks that the optimizer has the type and parameter groups that ``manifest`` lists.
+
+        ``path`` is the path of the checkpoint, for error messages.
+        """
         kind = self._kind()
         # A rank whose parameters are all frozen has no optimizer.
         if kind is None and any(p.requires_grad for p in self._update.parameters.values()):
@@ -381,7 +385,7 @@ class Checkpointer:
     def _empty_states(
         self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Returns optimizer state for this rank's parameters, with empty tensors to read into.
+        """Returns optimizer state for this rank, with empty tensors to read saved values into.
 
         The names and shapes of the tensors come from ``saved_tensors``.
 
@@ -457,9 +461,9 @@ class PipelineState(SnapshotState):
         return {"has_common": True}
 
     def is_changed(self) -> bool:
-        """Returns whether a tensor was added or removed, or changed shape or dtype.
+        """Returns whether tensors were added, removed or reshaped since the last :meth:`take`.
 
-        The present tensors are compared with the tensors of the last call of :meth:`take`.
+        A changed dtype counts too.
 
         For example, an optimizer's first step adds tensors.
         """
@@ -481,7 +485,7 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
 
 
 def _state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of the checkpoint file that holds the user's objects in ``state``."""
+    """Returns the content of the checkpoint file with the states of the objects in ``state``."""
     try:
         return plain_values.dumps(
             {name: user_object.state_dict() for name, user_object in state.items()}
@@ -520,13 +524,13 @@ def _plain(value: Any) -> Any:
 
 
 def _without_lists(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of the parameter group ``group``, without parameters and their names."""
-    # Options in older checkpoints also include the names of parameters, so names are removed too.
+    """Returns the options of a parameter group, without its parameters and their names."""
+    # Older checkpoints also contain the parameters' names in the options, so remove these too.
     return {key: value for key, value in group.items() if key not in PARAMETER_LISTS}
 
 
 def _like(saved: Any, present: Any) -> Any:
-    """Converts ``saved``, an option such as a learning rate, to the type of ``present``."""
+    """Converts ``saved``, an option's value, to the type of ``present``, its current value."""
     if isinstance(present, torch.Tensor):
         return torch.full_like(present, saved)
     return tuple(saved) if isinstance(present, tuple) and isinstance(saved, Sequence) else saved

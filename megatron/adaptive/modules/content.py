@@ -7,8 +7,8 @@
                                       │
           operation counts of the sample's recordings, or measured times of the steps so far
 
-All ranks make the same decisions from the same numbers. Before each step they compare these
-numbers, because ranks with different decisions would lose microbatches or train them twice.
+All ranks make the same decisions from the same numbers. They compare these numbers before each
+step. If ranks decided differently, a microbatch could be lost or trained twice.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Dealing = Literal["turns", "work", "time"]
 """Method of distributing the microbatches of a list over replicas."""
 
 _REFIT_STEPS = 8
-"""Interval in steps between two fits of the costs. In the first ``_REFIT_STEPS`` steps, costs are
-fitted after each step.
+"""Number of steps after which the function that predicts costs is fitted again. In the first
+``_REFIT_STEPS`` steps, it is fitted after each step.
 """
 _ADVISED_AFTER = 2 * _REFIT_STEPS
-"""Number of measured steps after which a better partition, if there is one, is reported."""
+"""Number of measured steps after which a better partition, if one exists, is reported."""
 _WORTH = 0.1
 """Minimum relative reduction of the longest stage time for which a partition is reported."""
 _LEAST_COST = 0.02
@@ -78,7 +78,7 @@ class Digest:
     values: int = 0
 
     def is_alike(self, other: Digest) -> bool:
-        """Returns whether ``other`` may describe the same content.
+        """Returns whether ``other`` may describe the same content as this digest.
 
         Values are compared only if both digests read the values of the same tensors.
         """
@@ -140,14 +140,14 @@ class Declared:
     order: int = 0
 
     def encoded(self) -> list[float]:
-        """Returns all fields as a flat list of numbers. Each field of a digest becomes a number."""
+        """Returns all fields as a flat list of numbers, including those of digests."""
         values: list[float] = []
         for value in vars(self).values():
             values += vars(value).values() if isinstance(value, Digest) else [value]
         return [float(value) for value in values]
 
     def decoded(self, numbers: Iterable[float]) -> Declared:
-        """Decodes another rank's description from ``numbers``, and ignores surplus numbers."""
+        """Decodes another rank's description from ``numbers``; ignores any numbers after it."""
         rest = map(int, numbers)
         size = len(vars(Digest()))
         facts: dict[str, Any] = {}
@@ -296,12 +296,12 @@ class ContentBalance:
         self._begin_fits()
 
     def _fitted(self, work: Sequence[float], start: Collection[int] = ()) -> StageFit:
-        """Fits a function that predicts operation counts from a microbatch's content.
+        """Fits a function that predicts operation counts from numbers that describe a microbatch.
 
         Args:
-            work: Operation count of each recording.
-            start: Indices of the numbers in :class:`Content` with which the fit starts; empty for
-                all.
+            work: Operation count of each recording, to which the function is fitted.
+            start: Indices of the numbers in :class:`Content` that the fit uses first; if empty, it
+                uses all numbers from the start.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
         fit = StageFit(len(rows[0]))
@@ -311,7 +311,7 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns, for each stage, a dict from each label to the fitted time in seconds per unit.
+        """Returns, for each stage, the fitted time in seconds per unit, by label of the unit.
 
         A label names a number that describes a microbatch, such as the element count of an entry.
         The list is empty before the first fit.
@@ -398,7 +398,7 @@ class ContentBalance:
         return not total % self._group and total >= self._least * self._mesh.dp_size
 
     def check_total(self, batch: Any) -> None:
-        """Checks that the schedule supports the number of microbatches in a distributed list.
+        """Checks that the schedule supports the number of microbatches of a :class:`DealtList`.
 
         Raises:
             ConfigError: If the whole batch has too few microbatches, or their number is not a
@@ -465,7 +465,7 @@ class ContentBalance:
             self._add_times([row[len(row) - len(sums) :] for row in rows])
 
     def _refuse(self, error: Exception | None) -> None:
-        """Raises this rank's error, or an error that names a rank that rejected its batch.
+        """Raises this rank's error, or an error that names another rank that rejected its batch.
 
         All ranks must call this.
         """
@@ -523,7 +523,10 @@ class ContentBalance:
         self._sums = self._times.measured(self._rows, times.actions)
 
     def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds each rank's ``sums`` of times to the fits, and fits again after some steps."""
+        """Adds the measured times in ``sums``, and fits the costs again if a fit is due.
+
+        Each row of ``sums`` contains sums over the microbatches of a step, measured by one rank.
+        """
         if not any(map(any, sums)):
             return
         self._times.add(dict(zip(self._positions, sums, strict=True)))

@@ -21,7 +21,7 @@ NO_BLOCKS = (
 """End of the error message about a model in which no cut points can be found."""
 
 
-# torch.compiler.is_exporting exists since torch 2.7. In older releases, is_compiling returns True
+# torch.compiler.is_exporting was added in torch 2.7. In older releases, is_compiling returns True
 # during an export.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
@@ -124,7 +124,7 @@ class CutPoint(torch.nn.Module):
         return cut_points
 
     def forward(self, *values: Any) -> Any:
-        """Returns ``values`` unchanged: one argument as it is, or several arguments as a tuple."""
+        """Returns the only argument as it is, or several arguments as a tuple."""
         value = values[0] if len(values) == 1 else values
         return mark(value, id(self), next(_PASSINGS))
 
@@ -134,7 +134,7 @@ def _pass(module: Any, inputs: Any, output: Any) -> Any:
 
 
 def cut_points_of(model: torch.nn.Module) -> dict[str, CutPoint]:
-    """Returns a dict from names to the cut points of ``model``."""
+    """Returns the cut points of ``model``, by name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, CutPoint)}
 
 

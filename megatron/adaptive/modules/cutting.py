@@ -54,10 +54,10 @@ def check_stages(num_segments: int, num_stages: int) -> None:
 
 
 def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
-    """Reads the number of segments per stage from a partition such as ``3-4-5`` or a sequence.
+    """Reads the number of segments in each stage from a string such as ``3-4-5`` or a sequence.
 
     Raises:
-        ConfigError: If ``partition`` is neither a text of this form nor a sequence of integers.
+        ConfigError: If ``partition`` is neither a string of this form nor a sequence of integers.
     """
     try:
         if isinstance(partition, str):
@@ -149,8 +149,8 @@ class StagePlan:
         inputs: Names of the batch entries that the stage uses.
         parameters: Names of the parameters that the stage uses.
         buffers: Names of the buffers that the stage uses.
-        copied: Received tensors, inputs and constants that the stage changes in place, so it must
-            copy them first.
+        copied: Received tensors, inputs and constants that the stage changes in place. The stage
+            copies them first.
         result: Index of the loss on the tape if this is the last stage; ``None`` otherwise.
         segments: Indices of the stage's segments in the model.
     """
@@ -169,7 +169,7 @@ class StagePlan:
 def uses_of(tape: Tape) -> dict[str, set[int]]:
     """Returns a dict from parameter names to the indices of the segments that use the parameter.
 
-    The dict is for the recorded forward pass ``tape``.
+    ``tape`` is the recorded forward pass.
 
     A parameter with several names appears under its first name.
     """
@@ -193,7 +193,7 @@ def frozen_segments(tape: Tape) -> int:
     Args:
         tape: Recorded forward pass in training mode.
     """
-    # The border before segment b is crossed by a gradient if a tensor that requires a gradient is
+    # A gradient crosses the border before segment b if a tensor that requires a gradient is
     # computed before the border and used after it.
     is_crossed = [False] * tape.num_segments
 
@@ -213,11 +213,11 @@ def frozen_segments(tape: Tape) -> int:
 
 
 _MOST_LATE = 8
-"""Maximum number of calls that are moved behind frozen segments, so that they run later."""
+"""Maximum number of calls that are moved so that they run after the frozen segments."""
 
 
 class LateCalls(NamedTuple):
-    """Identifies calls at the model's start that are moved behind the leading, frozen segments.
+    """Identifies calls at the model's start that are moved to run after the frozen segments.
 
     Many vision-language models compute the embeddings of the text first, then run the image
     encoder, and then insert its result into the embeddings. If only the encoder is frozen,
@@ -235,7 +235,7 @@ class LateCalls(NamedTuple):
 
 
 def late_calls(tape: Tape) -> LateCalls | None:
-    """Identifies calls with gradients that run before frozen segments but could run after them.
+    """Identifies calls with gradients that run before frozen segments, but could run after them.
 
     Returns ``None`` if there are no such calls.
 
@@ -268,7 +268,7 @@ def late_calls(tape: Tape) -> LateCalls | None:
             if number not in moved
             and any(tape.values[read].source == "parameter" for read in tape.calls[number].reads)
         }
-        # Moving the calls pays off only if each leading segment still runs calls with parameters.
+        # Moving the calls is useful only if each leading segment still runs calls with parameters.
         if moved.issuperset(trained) and len(moved) <= _MOST_LATE and len(frozen) == border:
             return late
     return None
@@ -342,7 +342,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment of ``tape``, even if it changes tensors of other segments.
+    """Returns a plan for each segment of ``tape``, even if segments change each other's tensors.
 
     Segments that share a changed buffer can still run one after another in one process, for example
     to be measured.
@@ -421,7 +421,7 @@ class _Slicer:
         self._last_use: dict[int, int] = {}
 
     def run(self) -> list[StagePlan]:
-        """Returns the plan of each stage, in order."""
+        """Returns the plans of all stages, in the order of the stages."""
         tape = self._tape
         members: list[set[int]] = [set() for _ in self._plans]
         for number in self._calls:
@@ -492,7 +492,8 @@ class _Slicer:
         calls = [tape.calls[number] for number in plan.calls]
         olds = {old for call in calls for old, _ in call.changes}
         changed = {tape.values[old].storage for old in olds}
-        # Buffers keep their changes, and so do tensors that share memory with them.
+        # Changes of a buffer must persist, so do not copy buffers or tensors that share memory with
+        # a buffer.
         changed -= {0, *(value.storage for value in tape.values if value.source == "buffer")}
         for call in calls:
             for read in call.reads:
@@ -500,7 +501,7 @@ class _Slicer:
                 names = lists.get(value.source)
                 if names is not None and value.name not in names:
                     names.append(value.name)
-                # A call may change the memory of the tensor through a view.
+                # A call may also change the tensor's memory through a view of the tensor.
                 is_changed = read in olds or value.storage in changed
                 if is_changed and (read in received or value.source in ("input", "constant")):
                     plan.copied.add(read)
@@ -600,7 +601,7 @@ def keep_only(
     Kept parameters remain the same Python objects, except parameters on the ``meta`` device, which
     are replaced by uninitialized parameters. The other tensors are replaced by tensors of the same
     shape on the ``meta`` device. A replacement has the class and the Python attributes of the
-    former parameter, such as a ``no_decay`` that the model's code has set.
+    replaced parameter, such as a ``no_decay`` that the model's code has set.
 
     Args:
         model: The user's whole model.
@@ -643,9 +644,9 @@ def keep_only(
 def _parameter_like(
     parameter: torch.nn.Parameter, device: torch.device | str
 ) -> torch.nn.Parameter:
-    """Returns an uninitialized parameter on ``device`` with the attributes of ``parameter``.
+    """Returns an uninitialized parameter on ``device`` that resembles ``parameter``.
 
-    The returned parameter also has the shape and the class of ``parameter``.
+    The returned parameter has the shape, the class and the Python attributes of ``parameter``.
     """
     values = torch.empty_like(parameter.detach(), device=device)
     replacement = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)

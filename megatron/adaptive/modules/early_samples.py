@@ -1,4 +1,4 @@
-"""Measures two microbatch sizes at the same time on two processes, before the plan is made.
+"""Measures two microbatch sizes at the same time on two processes, for the planner.
 
 ::
 
@@ -6,8 +6,9 @@
     rank 1   record 4   measure 4 ────────────────────────────────> gather
     others   record 4, if each rank has processors of its own ────> gather
 
-Without this, all ranks would wait for rank 0. The planner usually chooses the largest size. So
-ranks record that size early, and use the recording if the size is chosen.
+Otherwise, all ranks would wait while rank 0 measures both sizes. The planner usually chooses the
+largest size. So ranks record the forward pass with that size early, and use this recording if the
+size is chosen.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def measured_early(
     All ranks must call this. A helper is a second rank with the same type of device, which measures
     at the same time.
 
-    Nothing is measured if the model has values, because recording it then needs memory for all
-    values of the forward pass.
+    Nothing is measured if the model is not on the ``meta`` device, because recording it then needs
+    memory for all values of the forward pass.
 
     Args:
         model: Model to measure.
@@ -126,7 +127,8 @@ def measured_early(
         try:
             early.smallest = smallest()
         except Exception as error:
-            # Other ranks wait in gather(), so the caller raises the error afterwards.
+            # Do not raise the error here, because other ranks wait in gather(). The caller raises
+            # it afterwards.
             early.error = error
     may_record = job.rank in helpers or _have_processors(nodes, job.rank)
     if job.rank not in helpers.values() and early.error is None and may_record:
@@ -141,10 +143,10 @@ def measured_early(
 
 
 def helpers_of(nodes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Returns a dict from the first rank of each device type to the rank that measures with it.
+    """Returns a dict from the first rank of each device type to its helper rank.
 
-    The dict does not contain ranks with a GPU, because measuring takes little time there, or ranks
-    that would share processors with the other rank.
+    The two ranks measure at the same time. The dict does not contain ranks with a GPU, because
+    measuring takes little time there, or ranks that would share processors with their helper.
 
     Args:
         nodes: Type of device, memory and processors of each rank.
@@ -159,11 +161,11 @@ def helpers_of(nodes: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def _have_processors(nodes: Sequence[Mapping[str, Any]], rank: int) -> bool:
-    """Returns whether all ranks on a machine can compute at the same time.
+    """Returns whether all ranks on the machine of ``rank`` can compute at the same time.
 
     Args:
         nodes: Type of device, memory and processors of each rank.
-        rank: Any rank on the machine.
+        rank: Any rank of the job.
     """
     machine = nodes[rank]["machine"]
     return _can_compute_together([node for node in nodes if node["machine"] == machine])

@@ -21,10 +21,10 @@ from megatron.adaptive.modules.mesh import Mesh
 
 _INTEGER_BYTES = 8
 _LARGE = 65_536
-"""Number of integers above which groups of integers share a factor in a checksum."""
+"""Maximum number of integers in a tensor whose checksum uses a separate factor for each integer."""
 _GROUP = 1024
 _FACTOR = 6364136223846793005
-"""Odd number with random bits, by which checksums multiply."""
+"""Odd number with random bits, used as a multiplier in checksums."""
 
 
 @torch.no_grad()
@@ -40,7 +40,8 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
     """
     if is_alone() or dist.get_world_size() == 1:
         return
-    # Without replicas, only shared weights and buffers can be on several ranks.
+    # Without replicas, only shared weights and buffers can be on several ranks, so compare only
+    # these.
     compared = {
         name: tensor
         for name, tensor in held.items()
@@ -56,7 +57,8 @@ def equalize(held: Mapping[str, torch.Tensor], shared: Collection[str], mesh: Me
         if position == mesh.pp_rank:
             for name in names:
                 _broadcast(held[name], mesh.dp_group)
-    # Now each replica has the values of replica 0, so compare the positions of replica 0.
+    # Now each replica has the values of replica 0, so compare only the ranks of replica 0, by
+    # position in the pipeline.
     of_positions = [sums[0, position] for position in range(mesh.pipeline_size)]
     for name in _differing(of_positions):
         unequal.add(name)
@@ -127,7 +129,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     data = _bytes_of(tensor.detach())
     if data.storage_offset() % _INTEGER_BYTES:
-        data = data.clone()  # Integers must be aligned.
+        data = data.clone()  # A view of bytes as integers requires aligned memory.
     end = len(data) // _INTEGER_BYTES * _INTEGER_BYTES
     integers = data[:end].view(torch.int64)
     parts = [data[end:].long()]

@@ -50,7 +50,7 @@ def is_on_meta(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-# This operation exists since torch 2.8.
+# This operation was added in torch 2.8, so it may be missing.
 _GROUPED_MM: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 
@@ -193,7 +193,8 @@ class FakeRecorder(CallRecorder):
         return self._operations.is_random
 
     def _storage(self, tensor: torch.Tensor) -> int:
-        # Fakes have no memory, but views of a fake have the same storage object.
+        # Fakes have no memory, but views of a fake have the same storage object, so use its
+        # address.
         if isinstance(tensor, FakeTensor):
             storage: int = tensor.untyped_storage()._cdata
             return storage

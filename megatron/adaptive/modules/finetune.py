@@ -51,7 +51,7 @@ _READ_LIMIT_S = 600.0
 
 
 class DivergedError(AdaptiveError):
-    """A gradient is infinite or NaN, so training cannot continue. All processes raise this."""
+    """Raised by all processes if a gradient is infinite or NaN. Training cannot continue then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,8 @@ class FineTuning:
         eval_share: Fraction of the samples held out for evaluation; at least 0 and below 1.
         pipeline_size: Number of processes per pipeline; ``None`` uses all processes.
         schedule: Name of the schedule.
-        dtype: Name of the parameters' dtype, such as ``bfloat16``; ``None`` for the saved dtype, or
-            for float32 if float16 parameters would be trained as a whole.
+        dtype: Name of the parameters' dtype, such as ``bfloat16``. ``None`` uses the saved dtype,
+            or float32 if the whole model is trained and was saved in float16.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` disables autocast.
         recompute: Calls that the backward pass recomputes. See :class:`Pipeline` for the values.
         slicing: Method of recording the forward pass. See :class:`Pipeline` for the values.
@@ -125,9 +125,9 @@ class FineTuning:
         All processes must call this, because they share the work of encoding the samples.
 
         Raises:
-            ConfigError: If the output folder is not empty, or the model or a sample cannot be read,
-                or whole training in float16 is requested. A restarted job accepts an output folder
-                with the model that the job saved before the restart.
+            ConfigError: If the output folder is not empty, the model or a sample cannot be read, or
+                the settings ask to train the whole model in float16. A restarted job accepts an
+                output folder with the model that the job saved before the restart.
         """
         # Check the path now, because an error after the training would lose the result.
         self._check_output()
@@ -154,7 +154,8 @@ class FineTuning:
         """Returns whether an earlier start of this job has saved the tuned model.
 
         Args:
-            samples: Samples of this start; ``None`` compares only the settings.
+            samples: Samples to compare with the samples of the earlier start; ``None`` compares
+                only the settings.
         """
         if not Environment.read().restart_count:
             return False
@@ -244,7 +245,7 @@ def _read_together(reader: SampleReader, path: Path) -> SampleFile:
     # Import after Pipeline, because Pipeline lets megatron-core run without CUDA.
     from megatron.adaptive.modules.mesh import join_job
 
-    # This job ends before the pipeline joins its own job, which may have different settings.
+    # End this job before the pipeline joins a job of its own, whose settings may differ.
     job = join_job(_READ_LIMIT_S)
     try:
         samples = reader.read(path, job)
@@ -297,7 +298,8 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         try:
             run.train()
         except DivergedError:
-            # All processes raise this error after the same step, so none waits for another.
+            # All processes raise this error after the same step, so no process is left waiting for
+            # another.
             pipeline.close()
             raise
         _save(settings, pipeline, processor, samples)
@@ -306,8 +308,8 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
 def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
     """Saves the model and its processor, unless an earlier start of this job has saved them.
 
-    ``settings`` names the output folder. ``samples`` identifies the samples with which the model
-    was trained.
+    ``settings`` contains the path of the output folder, and ``pipeline`` contains the trained
+    model. ``samples`` identifies the samples with which the model was trained.
 
     The folder is renamed to its final name when it is complete. If a process is lost before then,
     the restarted job saves the model again.
@@ -343,7 +345,7 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
         ConfigError: If samples have entries without a batch dimension, such as images.
     """
     kinds = samples.kinds
-    # The layout must have enough memory for every sample, so use the largest sample.
+    # Use the largest sample, because the planned layout must have enough memory for every sample.
     sample = samples[samples.largest]
     entries = [*kinds[0].values(), *sample.values()]
     if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in entries):
@@ -407,7 +409,8 @@ class _Run:
             batch = self._encoded(pipeline.share(self._indices(epoch, position)))
             scale = pipeline.loss_scale
             loss, is_skipped = pipeline.step(batch, num_items=num_learned(batch))
-            # Without fp16, the scale is always 1. In fp16, 1 is its minimum.
+            # The loss scale is always 1 without fp16. With fp16, a scale of 1 cannot be lowered
+            # further.
             if is_skipped and scale <= 1:
                 raise _diverged(step + 1, loss, settings)
             self.say(f"step {step + 1} of {steps}: loss {loss:.6f}")
@@ -443,8 +446,8 @@ class _Run:
                     f"{self._settings.data} contains now; use the former file and images, or a "
                     "new folder of checkpoints"
                 )
-            # Checkpoints of earlier versions do not contain a digest of the samples, so it may be
-            # missing.
+            # The digest of the samples may be missing, because checkpoints of earlier versions do
+            # not contain it.
             if name != "samples" and saved != value:
                 raise CheckpointError(
                     f"{self._settings.checkpoints} was made with {name} {saved}, but this run "
@@ -452,7 +455,7 @@ class _Run:
                 )
 
     def _evaluate(self) -> float:
-        """Returns the mean loss over all tokens to learn in the evaluation samples.
+        """Returns the mean loss over the learned tokens of the evaluation samples.
 
         All processes must call this. The samples are evaluated in batches of a training step's
         size, because more samples may not fit in memory.
@@ -463,8 +466,8 @@ class _Run:
         total = total_items = 0.0
         for start in range(0, len(indices), size):
             chosen = indices[start : start + size]
-            # Each replica needs a sample, so repeat a sample if needed. Repeated samples count as 0
-            # items.
+            # Each replica needs a sample, so repeat a sample if there are too few. Repeated samples
+            # count as 0 items, so they do not change the mean.
             items = [(index, float(self._samples.num_learned[index])) for index in chosen]
             items += [(chosen[0], 0.0)] * max(0, pipeline.replicas - len(chosen))
             part = pipeline.share(items)
@@ -477,7 +480,7 @@ class _Run:
         return total / total_items
 
     def _encoded(self, indices: Sequence[int]) -> list[Microbatch]:
-        """Returns the encoded samples at ``indices``, which only this replica needs."""
+        """Returns the encoded samples at ``indices``."""
         return [self._samples[index] for index in indices]
 
     def _indices(self, epoch: int, position: int) -> list[int]:
@@ -520,7 +523,10 @@ class _Run:
 
 
 def _diverged(step: int, loss: float, settings: FineTuning) -> DivergedError:
-    """Returns the error for ``step``, whose gradient is not finite. ``loss`` is the step's loss."""
+    """Returns the error for ``step``, whose gradient is not finite.
+
+    ``loss`` is the loss of the step, and ``settings`` are the settings of the run.
+    """
     scale = " although the loss scale is 1" if settings.mixed_precision == "fp16" else ""
     return DivergedError(
         f"step {step}: a gradient is infinite or NaN{scale} (the loss is {loss}), so training "

@@ -1,8 +1,8 @@
 """Chooses the partition of a pipeline at its start, from the costs of segments.
 
-If all segments have forward and backward passes, the partition whose slowest stage is fastest is
-close to the best. A frozen encoder has no backward pass, so its forward pass can run while its rank
-would otherwise wait. If there are frozen segments, partitions near the balanced partition are
+If all segments have forward and backward passes, it is enough to minimize the time of the slowest
+stage. A frozen encoder has no backward pass, so its forward pass can run while its rank would
+otherwise wait. So if there are frozen segments, partitions near the balanced partition are
 simulated under the pipeline's schedule, and the fastest is used.
 """
 
@@ -191,8 +191,8 @@ def balanced_together(
         together: Disjoint ascending ranges of segments that must be in the same stage.
 
     Returns:
-        Number of segments in each stage. If the ranges leave fewer pieces than stages, the result
-        is the same as from :func:`balanced`.
+        Number of segments in each stage. The ranges are ignored if they leave too few groups of
+        segments for the stages.
     """
     begins = {segments.start: segments for segments in together}
     pieces: list[range] = []
@@ -208,7 +208,7 @@ def balanced_together(
 
 
 def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
-    """Returns segments that must be in one stage because they share a buffer that changes.
+    """Returns ranges of segments that must be in one stage because they share a changing buffer.
 
     Args:
         tapes: Recordings of the model with the same cut points.
@@ -216,7 +216,8 @@ def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
     Returns:
         Disjoint ascending ranges of at least two segments.
     """
-    # Training changes buffers that evaluation only reads, so look at all recordings together.
+    # Look at all recordings together, because a buffer that evaluation only reads may change in
+    # training.
     users: dict[str, set[int]] = {}
     changed: set[str] = set()
     for tape in tapes:

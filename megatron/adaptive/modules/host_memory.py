@@ -1,8 +1,8 @@
-"""Copies the memory that a recorded forward pass uses but that no recorded call made.
+"""Copies memory that a recorded forward pass uses but that was not created by a recorded call.
 
 Such memory belongs to constants, and to arguments such as numpy arrays. The forward pass may change
-it in place: a tensor that ``torch.as_tensor`` makes from an array is changed together with the
-array. So a recording keeps the values from before the change, and each replay copies them.
+it in place: if ``torch.as_tensor`` makes a tensor from an array, changes of the tensor also change
+the array. So a recording keeps the values from before the change, and each replay copies them.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ class Constants:
     """
 
     def __init__(self) -> None:
-        # The constant, its copy and its version, by the id() of the constant.
+        # Maps the id() of each constant to the constant, its copy, and the constant's version when
+        # it was copied.
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def __contains__(self, key: object) -> bool:
-        """Returns whether a constant with the ``id()`` ``key`` has a copy."""
+        """Returns whether the constant whose ``id()`` is ``key`` has a copy."""
         return key in self._kept
 
     def add(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        """Stores ``copy``, which has the present values of the constant ``tensor``."""
+        """Stores ``copy``, which is a copy of the constant ``tensor``."""
         self._kept[id(tensor)] = (tensor, copy, tensor._version)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the copy of the constant ``tensor``, or ``tensor`` itself if it has none."""
+        """Returns the copy of the constant ``tensor``, or ``tensor`` itself if there is no copy."""
         return self._kept[id(tensor)][1] if id(tensor) in self._kept else tensor
 
     def shared(self) -> dict[int, torch.Tensor]:
-        """Returns the constants that did not change, by the ``id()`` of their copies.
+        """Returns the constants that have not changed, by the ``id()`` of their copies.
 
-        Recordings that use the constants themselves share the memory of a large constant. Memory
-        that torch did not allocate, such as that of a numpy array, may still change without a torch
-        call, so such constants are not returned.
+        Recordings can use these constants instead of the copies, and then share the memory of a
+        large constant. Memory that torch did not allocate, such as that of a numpy array, may
+        change without a torch call. So constants with such memory are not returned.
         """
         return {
             id(copy): tensor
@@ -64,7 +65,7 @@ class Constants:
         }
 
     def clear(self) -> None:
-        """Frees all copies that are not in use."""
+        """Removes all copies. Copies that recordings still use stay in memory."""
         self._kept.clear()
 
 
@@ -75,5 +76,5 @@ def _is_torchs(tensor: torch.Tensor) -> bool:
     try:
         return tensor.untyped_storage().resizable()
     except (RuntimeError, NotImplementedError):
-        # Some subclasses of tensors have no storage of their own.
+        # Some subclasses of tensors have no storage, so the access raises an error.
         return True

@@ -67,7 +67,7 @@ class Mesh(Job):
         return groups
 
     def over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gathers the ``numbers`` of all replicas. All ranks of ``dp_group`` must call this.
+        """Returns the ``numbers`` of each replica. All ranks of ``dp_group`` must call this.
 
         Args:
             numbers: Numbers of this replica; all replicas must pass lists of the same length.

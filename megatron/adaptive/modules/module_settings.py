@@ -1,9 +1,9 @@
-"""Notices changes of a model's modules that recorded forward passes do not follow.
+"""Detects changes of a model's modules that recorded forward passes do not reflect.
 
-A recording keeps the Python code's decisions. If the user later changes the probability of a
-dropout, adds a hook or puts a submodule into evaluation mode, existing recordings keep the former
-setting, but a recording for a new kind of microbatch would use the new setting. Both would then be
-mixed in a step.
+A recording contains the operations that the model's Python code chose. If the user later changes
+the probability of a dropout, adds a hook or puts a submodule into evaluation mode, existing
+recordings keep the former setting, but a recording for a new kind of microbatch would use the new
+setting. A step could then mix both settings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 _ABSENT = object()
-# Maximum number of changed attributes that are tried separately, to name an attribute that matters.
+# Maximum number of changed attributes that are tried to find one that affects the recording.
 _MOST_TRIED = 16
 
 Settings = dict[tuple[str, str], Any]
@@ -36,7 +36,7 @@ Settings = dict[tuple[str, str], Any]
 
 
 def _settings_of(model: torch.nn.Module, mode: Mode) -> Settings:
-    """Returns the settings with which ``model`` is recorded in ``mode``."""
+    """Returns the attributes and hooks of ``model`` with which it is recorded in ``mode``."""
     is_training = mode == "training"
     settings: Settings = {}
     for name, module in model.named_modules():
@@ -46,13 +46,14 @@ def _settings_of(model: torch.nn.Module, mode: Mode) -> Settings:
             elif key in _HOOKS:
                 settings[name, key] = value.copy()
         if model.training != is_training:
-            # A recording first puts the whole model into the other mode.
+            # The model is in the other mode now, and a recording first puts the whole model into
+            # ``mode``.
             settings[name, "training"] = is_training
     return settings
 
 
 def _differences(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> set[tuple[str, str]]:
-    """Returns the names of modules and attributes that differ between two settings."""
+    """Returns the names of modules and attributes that differ between ``first`` and ``second``."""
     return {
         key
         for key in first.keys() | second.keys()
@@ -61,7 +62,7 @@ def _differences(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> set[tup
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    # A NaN is not equal to itself.
+    # Two NaNs count as the same value, although a NaN is not equal to itself.
     return type(first) is type(second) and (
         first == second or (first != first and second != second)
     )
@@ -69,7 +70,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 @contextlib.contextmanager
 def _with_settings(model: torch.nn.Module, settings: Settings) -> Iterator[None]:
-    """Gives the attributes in ``settings`` other values, and restores them on exit."""
+    """Sets attributes of ``model`` to the values in ``settings``, and restores them on exit."""
     modules = dict(model.named_modules())
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -92,7 +93,7 @@ def _assign(table: dict[str, Any], key: str, value: Any) -> None:
 
 
 class ModuleSettings:
-    """Keeps the plain attributes and hooks of a model's modules since the start of a pipeline.
+    """Stores the plain attributes and hooks that a model's modules have at the start of a pipeline.
 
     Plain attributes are numbers, strings and booleans, including ``training``.
 
@@ -103,14 +104,15 @@ class ModuleSettings:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._first = {mode: _settings_of(model, mode) for mode in MODES}
-        # Attributes that recorded forward passes change.
+        # The forward pass itself changes these attributes, so their changes are ignored.
         self._ignored: set[tuple[str, str]] = set()
 
     def record(self, mode: Mode, record: Callable[[], Forwards]) -> Forwards:
         """Records the model in ``mode`` with the function ``record``, and checks its settings.
 
-        Attributes that a recorded forward pass changes are ignored, such as counters. For other
-        changed attributes, the model is recorded again with their former values.
+        Attributes that the forward pass itself changes, such as counters, are ignored. If other
+        attributes have changed, the model is recorded again with their former values, to find out
+        whether the recording depends on them.
 
         Raises:
             ConfigError: If an attribute or a hook has changed since the start, and the recording
@@ -128,7 +130,7 @@ class ModuleSettings:
             former = {key: first.get(key, _ABSENT) for key in changed}
             if any(attribute == "training" for _, attribute in changed):
                 former |= {key: first[key] for key in first if key[1] == "training"}
-            # A further recording must begin with the same counters as the first.
+            # A further recording must start with the same counters as the first recording.
             counters = {key: before.get(key, _ABSENT) for key in by_forward}
 
             def matters(settings: Settings) -> bool:
@@ -143,11 +145,11 @@ class ModuleSettings:
 
 
 def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
-    """Returns whether the function ``record`` records the calls of ``tape`` in ``mode``."""
+    """Returns whether the function ``record`` records the same calls as on ``tape`` in ``mode``."""
     try:
         other = record().tapes[mode]
     except Exception:
-        # The model fails with the former values, so its calls depend on the present ones.
+        # The model fails with the former values, so its calls depend on the present values.
         return False
     gradients = [[call.with_grad for call in each.calls] for each in (tape, other)]
     return makes_same_calls(tape, other) and gradients[0] == gradients[1]
@@ -156,7 +158,7 @@ def _makes(record: Callable[[], Forwards], tape: Tape, mode: Mode) -> bool:
 def _message(key: tuple[str, str], now: Settings, first: Settings) -> str:
     """Returns the text of the error about the changed attribute ``key``.
 
-    ``now`` has the present values, and ``first`` those at the start.
+    ``now`` contains the present settings, and ``first`` the settings at the start of the pipeline.
     """
     path = ".".join(filter(None, key))
     if key[1] in _HOOKS:

@@ -39,8 +39,8 @@ class _Holdings:
         position: Index of the rank's replica, and position of the rank in its pipeline.
         held: Names of the parameters and buffers that the rank keeps now.
         needed: Names of the parameters and buffers that the rank keeps after the move.
-        groups: Options of each of the optimizer's parameter groups as text, by key; ``None`` if
-            there is no optimizer.
+        groups: Options of each parameter group of the optimizer, as a dict from keys to texts;
+            ``None`` if there is no optimizer.
         refusal: Reason why the rank cannot change its segments; empty if it can.
     """
 
@@ -57,7 +57,7 @@ class _Plan:
 
     Attributes:
         layout: Parameters and buffers that each rank needs.
-        part: Description of the rank's new part of the model, for later recordings.
+        part: Description of the part of the model that this rank will have, for later recordings.
         cuts: Recordings of this rank, cut into the new stages.
     """
 
@@ -189,7 +189,7 @@ class SegmentMover:
         return _Plan(layout=layout, part=part, cuts=cuts)
 
     def _refusal(self, plan: _Plan) -> str:
-        """Returns the reason why this rank cannot change to ``plan``, or an empty string."""
+        """Returns why this rank cannot change to ``plan``, or an empty string if it can."""
         held = self._assembly.held
         optimizer = self._update.optimizer
         gains = [name for name in plan.layout.uses if name in plan.layout.kept - held.keys()]
@@ -342,8 +342,8 @@ class SegmentMover:
         )
         self._grouped.update(new_sets)
         groups = mesh.groups_of(new_sets)
-        # close() destroys only the groups in this list, and settle() added only the groups that
-        # existed when it was called.
+        # Add the new groups to this list, because close() destroys only the groups in the list.
+        # settle() added only the groups that existed when it was called.
         mesh.groups.extend(groups.values())
         self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:

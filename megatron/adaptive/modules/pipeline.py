@@ -58,7 +58,7 @@ _LEAST_SLOT_BYTES = 4096
 def _inputs(
     microbatch: Microbatch, programs: Sequence[StageProgram], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns the entries of ``microbatch`` that the programs use, moved to ``device``."""
+    """Returns the entries of ``microbatch`` that ``programs`` use, moved to ``device``."""
     names = {name for program in programs for name in program.plan.inputs}
     return {name: microbatch[name].to(device, non_blocking=True) for name in names}
 
@@ -89,7 +89,7 @@ class Pipeline:
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
             a dynamic loss scale. ``None`` disables autocast.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
-            Microbatches with other values get their own recording.
+            Microbatches with different values are recorded separately.
         shared_weights: Groups of parameter names. All names in a group must refer to the same
             parameter. Parameters used on both sides of a cut are detected without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
@@ -106,9 +106,9 @@ class Pipeline:
             microbatch is its recording's operation count (``work``) or its predicted time
             (``time``). The order with ``work`` is the same in every run. A model whose forward pass
             changes buffers in training requires ``given``.
-        dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
-            microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
-            or by predicted time.
+        dealing: Method by which ``share`` distributes a list of microbatches over replicas.
+            ``turns`` assigns microbatches round-robin. ``work`` and ``time`` balance the replicas
+            by operation count or by predicted time.
         repartition: Whether segments and their optimizer state move between processes if measured
             times predict a gain: ``auto`` or ``off``.
         repartition_interval: Number of steps between two checks for a better partition, at least 4.
@@ -128,13 +128,13 @@ class Pipeline:
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
             of one microbatch for all stages of the process. ``None`` uses a default that depends on
             the numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in their own actions, separate from
-            the backward pass; ``None`` uses the schedule's default.
+        split_backward: Whether weight gradients are computed in separate actions instead of in the
+            backward pass; ``None`` uses the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
-        seed: Seed of the random numbers that the model draws, as in dropout.
+        seed: Seed of the random numbers that the model draws, for example in dropout.
         transport: Settings of the connections between processes; ``None`` uses the defaults.
         trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
@@ -363,9 +363,10 @@ class Pipeline:
         self._mesh.settle()
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
-        """Creates the executor and its channels, with message buffers for the largest message.
+        """Creates the executor, which runs this rank's stages, and its channels to other ranks.
 
-        ``request`` contains the settings of the pipeline.
+        ``request`` contains the settings of the pipeline. The channels have buffers for the largest
+        message.
         """
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
@@ -385,7 +386,7 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Creates the hang detector and gives it access to the trace and the executor.
+        """Creates the hang detector, which can read the state of the trace and of the executor.
 
         ``request`` contains the settings of the pipeline.
         """
@@ -417,7 +418,7 @@ class Pipeline:
 
     @property
     def costs(self) -> list[dict[str, float]]:
-        """Returns a dict for each stage, from names of units of data to measured seconds per unit.
+        """Returns, for each stage, the measured time per unit of data in seconds, by unit.
 
         A unit is an element of a batch entry, a pair of elements in a sequence, or a microbatch.
         The list is empty until times have been fitted, which happens only if ``order`` or
@@ -531,7 +532,8 @@ class Pipeline:
     def _after_step(self, repartitioner: SegmentBalancer, work: StepWork, times: RankTimes) -> None:
         """Moves segments if the measured ``times`` predict a gain. All processes must call this.
 
-        ``work`` contains the microbatches of the last step.
+        ``work`` contains the microbatches of the last step, and ``times`` the durations of this
+        rank's actions. ``repartitioner`` decides which segments move.
         """
         move = repartitioner.after_step(work, times)
         if move is None:

@@ -36,7 +36,8 @@ class PipelineTrace:
         request: Settings of the pipeline.
         samples: Number of samples in the sample batch, or number of microbatches if the batch is a
             list.
-        sizes: Layout of the job. Each layout of an elastic job gets its own folder.
+        sizes: Process groups and layout of the job. Each layout of an elastic job gets its own
+            folder.
         assembly: This rank's part of the model.
         placement: Assignment of stages to ranks.
 
@@ -85,7 +86,8 @@ class PipelineTrace:
             step,
             len(work.microbatches),
             sizes=work.listed_sizes,
-            # For example, no gradient flows through a trained encoder in a step without images.
+            # Record the number of frozen stages only if it is unusual. For example, no gradient
+            # flows through a trained image encoder in a step without images.
             frozen_stages=-1 if frozen == self._usually_frozen else frozen,
             is_traced=is_next_traced(
                 self._steps_here, request.trace_interval, request.trace_iterations
@@ -108,7 +110,7 @@ class PipelineTrace:
         if self.folder is None:
             return
         self.tracing.close()
-        # The folder is renamed only after all processes have closed their files in it.
+        # Rename the folder only after all processes have closed their files in it.
         dist.barrier(group=self._mesh.control_group)
         self.tracing.adopt(self._open(partition))
 
@@ -150,7 +152,7 @@ class PipelineTrace:
         ).skipped_stages
 
     def _add_details(self, tracing: Tracing, folder: str, partition: Sequence[int]) -> None:
-        """Adds the measurements that ``trace_detail`` turns on to ``tracing``.
+        """Adds the measurements that the setting ``trace_detail`` enables to ``tracing``.
 
         Trace files are written to ``folder``, and ``partition`` is the number of segments per
         stage.

@@ -148,7 +148,10 @@ def _model_class(folder: Path, config: Any) -> Any:
 
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
-    """Converts parameters of ``model`` that need their own dtype, such as float32 in a router."""
+    """Converts parameters of ``model`` that require another dtype than ``dtype``.
+
+    For example, some models require float32 for the weights of a router.
+    """
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
@@ -176,7 +179,7 @@ class Conversion:
     """Describes how tensors in a folder are converted to tensors of the model.
 
     Attributes:
-        target: Name that ``transformers`` gives to the group of tensors.
+        target: Name that ``transformers`` gives to the tensors of this conversion.
         sources: Name of each tensor in the folder, and the pattern that the name matches.
         converter: Converter of ``transformers``; ``None`` if the tensor is only renamed.
         targets: Shape of each resulting model tensor, by name.
@@ -231,7 +234,7 @@ class PretrainedWeights:
         self._check(dict(named))
 
     def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Reads values from the folder into ``tensors``, one conversion at a time.
+        """Fills ``tensors`` with values from the folder, which are converted to the model's layout.
 
         Args:
             tensors: Tensors to fill, by their names in the model.
@@ -255,7 +258,7 @@ class PretrainedWeights:
         conversion: Conversion,
         targets_by_name: Mapping[str, list[torch.Tensor]],
     ) -> None:
-        """Reads the tensors that ``conversion`` needs, and copies the results to the targets.
+        """Reads the tensors that ``conversion`` needs from ``files``, and fills the targets.
 
         ``targets_by_name`` lists the tensors to fill, by the name of the model's tensor.
         """

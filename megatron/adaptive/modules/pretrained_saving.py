@@ -193,7 +193,10 @@ def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
 
 
 def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes the adapters of ``model`` to the folder ``partial`` in PEFT's format."""
+    """Writes the adapters of ``model`` to the folder ``partial`` in PEFT's format.
+
+    ``tensors`` contains the trained parameters of the whole model, by name.
+    """
     config, state = adapter_file(model, tensors)
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     config.save_pretrained(str(partial))

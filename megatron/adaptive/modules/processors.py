@@ -83,7 +83,7 @@ def _has(package: str) -> bool:
 
 
 def _reason(folder: Path, error: Exception) -> str:
-    """Returns the reason for ``error``, with which loading the processor in ``folder`` failed."""
+    """Returns the reason why loading the processor in ``folder`` failed with ``error``."""
     # For a missing folder, the error of transformers refers to its server, although nothing is
     # downloaded. So state the reason here.
     if not folder.is_dir():
@@ -98,7 +98,8 @@ def _reason(folder: Path, error: Exception) -> str:
                 f"torchvision cannot be imported: {first_line(cause)}; install the torchvision "
                 "version that matches torch, or uninstall torchvision"
             )
-    # The messages of these exceptions contain only the name of a missing key or attribute.
+    # Name the type of these exceptions, because their messages contain only the name of a missing
+    # key or attribute.
     name = f"{type(error).__name__} " if isinstance(error, AttributeError | LookupError) else ""
     return f"{name}{first_line(error)}"
 
@@ -118,14 +119,14 @@ def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
     if kind is None or _VIDEO not in kind.get_attributes():
         return None
 
-    # The base class is known only at run time.
+    # mypy cannot check this base class, because it is known only at run time.
     class WithoutVideos(kind):  # type: ignore[misc,valid-type]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument_name != _VIDEO:
                 super().check_argument_for_proper_class(argument_name, argument)
 
     made: Any = WithoutVideos
-    # The saved processor_config.json contains the name of the class.
+    # Keep the name of the class, because the saved processor_config.json contains this name.
     made.__name__ = kind.__name__
     makers: dict[str, Callable[[], Any]] = {
         _VIDEO: lambda: VideoSettings(_video_settings(folder)),

@@ -73,7 +73,7 @@ this many seconds.
 
 
 _MOST_COPIED = 1 << 26
-"""Maximum size in bytes of a batch that is copied to be recorded."""
+"""Maximum size in bytes of a batch that is copied before its forward pass is recorded."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -134,7 +134,7 @@ class Profiler(SampledModel):
                 raise ConfigError(f"{limit} must be a positive number, got {value!r}")
 
     def run(self) -> ModuleProfile:
-        """Measures the profile, which is equal on all processes. All processes must call this.
+        """Returns the measured profile, equal on all processes. All processes must call this.
 
         For each type of device, one process measures the segments while other processes wait.
 
@@ -157,13 +157,13 @@ class Profiler(SampledModel):
         is_quick: bool = False,
         recordings: RecordingCache | None = None,
     ) -> ModuleProfile:
-        """Measures like :meth:`run`, in a job that the processes have already joined.
+        """Does the same as :meth:`run`, in a job that the processes have already joined.
 
         Args:
             job: Job that all ranks have joined.
-            batch_size: Number of samples per step; ``None`` takes the size of the sample batch.
-                If it is above 1 and the model cannot run a single sample, the smallest microbatch
-                has two.
+            batch_size: Number of samples per step; ``None`` takes the size of the sample batch. If
+                it is above 1 and the model cannot run a single sample, the smallest microbatch has
+                two samples.
             most: Maximum number of samples per microbatch if ``micro_batch_sizes`` is not set;
                 ``None`` takes ``batch_size``.
             is_quick: Whether to measure only the smallest and the largest microbatch if
@@ -297,8 +297,8 @@ class Profiler(SampledModel):
     ) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with the same type of device.
 
-        ``measured`` measures each microbatch size when it is iterated. ``limit_bytes`` is the
-        memory limit that an error message states.
+        ``measured`` is an iterator that measures a microbatch size for each item. ``limit_bytes``
+        is the memory limit that an error message states.
 
         Returns errors instead of raising them, so that all ranks can raise the same error.
         """
@@ -385,14 +385,14 @@ class Profiler(SampledModel):
         cache: RecordingCache,
         early: EarlySamples,
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
-        """Yields the same as :meth:`_by_size`, but measures only the smallest and largest size.
+        """Yields the same as :meth:`_by_size`, but measures only the smallest and the largest size.
 
-        ``early`` contains the sizes that were already measured on two processes.
+        ``early`` contains the measurements that two processes have already made.
 
         The costs of the sizes in between are interpolated.
         """
-        # Repeated measurements of the smallest size show how much the durations of equal actions
-        # vary.
+        # The smallest size is measured repeatedly, to find out how much the durations of equal
+        # actions vary.
         if early.error is not None:
             raise early.error
         smallest = early.smallest
@@ -444,9 +444,9 @@ class Profiler(SampledModel):
     def largest_that_fits(self, job: Job, batch_size: int, recordings: RecordingCache) -> int:
         """Returns the largest microbatch that is expected to fit in memory and divides the batch.
 
-        Nothing is measured. The memory of a microbatch is estimated as twice the size of all values
-        that a recorded forward pass computes per sample, times the number of samples, because
-        gradients and temporary values of operators need memory too.
+        Nothing is measured. The memory of a sample is estimated as twice the size of all values
+        that a recorded forward pass computes for the sample. The factor of two accounts for
+        gradients and temporary values of operators.
 
         Returns 0 if even one sample is not expected to fit.
 
@@ -495,10 +495,10 @@ class Profiler(SampledModel):
     ) -> tuple[Tape, list[SegmentSample]] | None:
         """Measures a microbatch of one sample, or of two if the model cannot run a single sample.
 
-        Two samples are measured only if ``batch_size`` is above 1. ``split`` says whether to also
-        measure the split backward pass.
+        For example, batch normalization cannot be trained on a single sample. Two samples are
+        measured only if ``batch_size`` is above 1.
 
-        For example, batch normalization cannot be trained on a single sample.
+        ``split`` says whether to also measure the split backward pass.
 
         Returns ``None`` if the microbatch does not fit in memory.
         """
@@ -551,7 +551,7 @@ class Profiler(SampledModel):
 
 
 def _entry_bytes(sample: Mapping[str, torch.Tensor]) -> float:
-    """Returns the size in bytes of a sample's entries."""
+    """Returns the size in bytes of the entries of one sample of the batch ``sample``."""
     return sum(tensor[0].numel() * tensor.element_size() for tensor in sample.values())
 
 
@@ -719,7 +719,7 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
     ``gpu`` is the name of the device type. ``split`` says whether to list the times of the split
     backward pass.
 
-    The row has the key ``source`` only if its times were estimated instead of measured.
+    The row has the key ``source`` only if the times were estimated instead of measured.
     """
     backward_s = (sample.backward_s, 0.0)
     is_estimated = sample.is_estimated

@@ -259,13 +259,14 @@ class StageProgram:
     def _segment_of(self, number: int) -> int:
         """Returns the segment of call ``number``, but at least the stage's first segment.
 
-        A stage may repeat calls of earlier stages. Such calls count for its first segment.
+        A stage may repeat calls of earlier stages. Such calls count for the first segment of this
+        stage.
         """
         return max(self._tape.calls[number].segment, self.plan.segments.start)
 
     @cached_property
     def _results(self) -> dict[int, tuple[int, ...]]:
-        """Maps each segment to its results that have gradients and that later segments use."""
+        """Returns, for each segment, its results with gradients that later segments use."""
         tape = self._tape
         made_in: dict[int, int] = {}
         used_later = dict.fromkeys(self.plan.sent)
@@ -295,7 +296,7 @@ class StageProgram:
         )
 
     def _recomputed(self, steps: Sequence[_Step]) -> RecomputedCalls:
-        """Returns the tensors that are needed to run the calls in ``steps`` again."""
+        """Returns an object that runs the calls in ``steps`` now and again in the backward pass."""
         tape = self._tape
         calls = [tape.calls[step.number] for step in steps]
         made = {value for call in calls for value, _ in call.outputs}
@@ -675,10 +676,14 @@ class _Deferred:
     def run(
         self, env: dict[int, torch.Tensor], store: WeightGradientStore, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred."""
+        """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred.
+
+        ``env`` contains tensors by index on the tape, ``store`` is the queue of deferred
+        weight-gradient work, and ``dtype`` is the dtype of autocast.
+        """
         weight: Any = env[self.weight.value]
         bias: Any = None if self.bias is None else env[self.bias.value]
-        # A user's hooks on a parameter run only if autograd computes its gradient.
+        # The user's hooks on a parameter run only if autograd computes the parameter's gradient.
         if not is_deferring(store, weight) or _has_hooks(weight) or _has_hooks(bias):
             return None
         call: LayerCall

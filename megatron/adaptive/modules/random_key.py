@@ -12,7 +12,7 @@ from megatron.adaptive.accelerator import default_generator
 
 
 class RandomKey:
-    """Seeds the random generators of device and CPU from seed, step, microbatch and call.
+    """Seeds the random generators of device and CPU by seed, step, microbatch and call.
 
     As a result, random numbers do not depend on the schedule, on the partition, or on the
     distribution of microbatches over replicas. A call that runs again draws the same numbers. The

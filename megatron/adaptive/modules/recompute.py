@@ -144,7 +144,8 @@ def _attention_ranges(tape: Tape) -> list[range]:
 def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
     """Returns the index of the first matmul in ``numbers`` within the segment of ``softmax``.
 
-    Returns ``None`` if there is no such matmul.
+    ``numbers`` contains indices of calls on ``tape``, and ``softmax`` is a call. Returns ``None``
+    if there is no such matmul.
     """
     for number in numbers:
         if not 0 <= number < len(tape.calls) or tape.calls[number].segment != softmax.segment:

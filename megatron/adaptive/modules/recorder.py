@@ -27,7 +27,8 @@ from megatron.adaptive.modules.cut_points import cut_points_of, mark
 from megatron.adaptive.modules.host_memory import Constants, copied
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
-# Functions that return the value of a tensor to Python code. The recorder cannot follow this value.
+# These functions return the value of a tensor to Python code. The recorder cannot follow this
+# value.
 READING = frozenset(
     (
         "item",
@@ -77,7 +78,7 @@ def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def custom_functions(recorder: CallRecorder) -> Iterator[None]:
-    """Passes calls of ``autograd.Function.apply`` to the recorder, because torch does not."""
+    """Passes calls of ``autograd.Function.apply`` to the recorder, because torch does not do so."""
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
@@ -404,7 +405,7 @@ class CallRecorder(TorchFunctionMode):
         return run(*args, **kwargs)
 
     def _keep_constants(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies each tensor in ``tensors`` that no recorded call made, unless it has a copy.
+        """Copies each tensor in ``tensors`` that no recorded call made, unless it has been copied.
 
         Attributes of modules are not copied, because the forward pass must not change them.
         """
@@ -496,7 +497,7 @@ class CallRecorder(TorchFunctionMode):
                     "change there"
                 )
             if value.source == "buffer":
-                # A changed buffer keeps its number, because a stage looks it up by name.
+                # Keep the buffer's index on the tape, because a stage looks up a buffer by name.
                 changes.append((old, old))
                 continue
             changes.append((old, self._add(tensor, made_by=number, varies=varies or value.varies)))
@@ -570,7 +571,7 @@ class CallRecorder(TorchFunctionMode):
             return 0
 
     def _parameter_of(self, value: Value) -> str:
-        """Returns the name of the parameter that shares memory with ``value``, or an empty text."""
+        """Returns the parameter's name if ``value`` shares memory with one, or an empty string."""
         if value.source == "parameter":
             return value.name
         storages = (
@@ -707,7 +708,8 @@ class CallRecorder(TorchFunctionMode):
     def _check_constants(self) -> None:
         """Raises a ``ConfigError`` if the forward pass changes memory that two constants share.
 
-        A stage copies a constant that it changes, so the other constant would keep its values.
+        A stage copies a constant before changing it, so the other constant would keep its old
+        values.
         """
         tape = self.tape
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}

@@ -69,7 +69,7 @@ class Forward:
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
             a dynamic loss scale. ``None`` disables autocast.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
-            Microbatches with other values get their own recording.
+            Microbatches with different values are recorded separately.
 
     Raises:
         ConfigError: If ``mixed_precision`` is neither ``bf16`` nor ``fp16``.
@@ -208,8 +208,8 @@ class Forwards:
         """Returns the forward pass recorded in evaluation mode."""
         return self.tapes["evaluation"]
 
-    # The recorder detects changes of a tensor by the tensor's version. Tensors have no version in
-    # inference mode.
+    # Disable inference mode, because tensors have no version in it. The recorder detects changes of
+    # a tensor by the tensor's version.
     @classmethod
     @torch.inference_mode(mode=False)
     def of(
@@ -295,7 +295,8 @@ class Forwards:
             except _ExportError as other:
                 raise ConfigError(f"{error} (torch.export: {other})") from other
             except ReadsValueError:
-                # The first error names a line of the model, not of the exported module.
+                # Raise the first error, because it names a line of the model instead of the
+                # exported module.
                 raise error from None
 
     @classmethod
@@ -314,8 +315,9 @@ class Forwards:
             forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
             return None
-        # Random numbers depend on the positions of calls. Earlier versions exported models with the
-        # user's own cut points. Export such models, so that their random numbers do not change.
+        # Earlier versions exported models in which users had placed cut points. Random numbers
+        # depend on the positions of calls, so export such models to keep their random numbers the
+        # same.
         if forwards.tapes[modes[0]].is_random and not are_added(forward.model):
             return None
         return forwards
@@ -331,7 +333,7 @@ class Forwards:
     ) -> Forwards:
         """Returns the forward passes that the function ``take`` records in ``modes``.
 
-        ``way`` is the name of the recording method.
+        ``take`` records ``forward`` on ``sample``. ``way`` is the name of the recording method.
         """
         tapes: dict[Mode, Tape] = {}
         for mode in modes:
@@ -393,9 +395,9 @@ class RecordingCache:
     def training(self, model: SampledModel, microbatch: Mapping[str, torch.Tensor]) -> Forwards:
         """Records a model in training mode, and keeps the recording if possible.
 
-        A recording is not kept if calls would be moved behind frozen segments. It is not kept
-        either if the model draws random numbers with Python or numpy, because the assembly detects
-        this while it records the model.
+        A recording is not kept if calls would be moved to run after frozen segments, or if the
+        model draws random numbers with Python or numpy. In the second case, the pipeline records
+        the model again, because only recording detects such random numbers.
 
         Args:
             model: Model with its settings for recording.
@@ -449,7 +451,10 @@ class RecordingCache:
 def evaluation_of(
     model: SampledModel, microbatch: Mapping[str, torch.Tensor], training: Forwards
 ) -> Forwards:
-    """Records ``model`` in evaluation mode, if possible by the same method as ``training``."""
+    """Records ``model`` on ``microbatch`` in evaluation mode.
+
+    The method of the recording in training mode, ``training``, is tried first.
+    """
     return Forwards.of(model, microbatch, model.slicing, way=training.way, modes=("evaluation",))
 
 
@@ -505,9 +510,9 @@ def _recorded(
         freeze: Whether Python code may read tensor values, which are then assumed equal for every
             microbatch. Otherwise, reading them is an error.
     """
-    # Copy the inputs, because the forward pass may change them in place. Another reason is that the
-    # recorder identifies an input by its tensor object, but a microbatch may contain the same
-    # object under two names.
+    # Copy the inputs, because the forward pass may change them in place. Copies are also different
+    # tensor objects, even if a microbatch contains an object under two names. The recorder
+    # identifies an input by its tensor object.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
     with forward.under_autocast(), undisturbed(forward.model, recorder.tape.device):
@@ -568,9 +573,10 @@ class _Lossy(torch.nn.Module):
 
 
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
-    """Exports a model, and returns a recording of the exported module that runs on ``sample``.
+    """Exports the model of ``forward``, and returns a recording of the exported module.
 
-    ``make`` creates the recorder.
+    The module is exported and recorded with the microbatch ``sample``. ``make`` creates the
+    recorder.
     """
     with undisturbed(forward.model, forward.device):
         try:

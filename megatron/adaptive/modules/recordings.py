@@ -77,7 +77,7 @@ class Example:
         signature: Signature of the microbatch.
         forwards: Recorded forward passes, with the segments of all cut points.
         count: Number of microbatches in the sample batch that have this signature.
-        late: Calls that were moved behind frozen segments; ``None`` if no calls were moved.
+        late: Calls that were moved to run after frozen segments; ``None`` if no calls were moved.
     """
 
     microbatch: Microbatch
@@ -172,18 +172,18 @@ def _with_modes(
         return training
     evaluation = evaluation_of(model, microbatch, training)
     if evaluation.way != training.way:
-        # Both modes need the same method, so record them together.
+        # Both modes must be recorded by the same method, so record them together.
         return Forwards.of(model, microbatch, model.slicing, modes=modes)
     return training.joined(evaluation, model.model)
 
 
 def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache) -> bool:
-    """Returns whether each segment needs at most as much in evaluation as in training.
+    """Returns whether each segment needs only tensors in evaluation that it needs in training.
 
     This function records the evaluation of a microbatch and compares it with the recording in
-    training mode. If each segment needs the same parameters, buffers, inputs and messages or fewer,
-    the evaluation does not affect the partition or the tensors that ranks keep. It can then be
-    recorded later. If the evaluation cannot be recorded, the function returns false.
+    training mode. If no segment needs additional parameters, buffers, inputs or messages, the
+    evaluation does not affect the partition or the tensors that ranks keep. It can then be recorded
+    later. If the evaluation cannot be recorded, the function returns false.
 
     Args:
         model: Model with its settings for recording.
@@ -206,7 +206,7 @@ def evaluates_alike(model: SampledModel, example: Example, cache: RecordingCache
             return False
         plans = slice_tape(tape, (1,) * tape.num_segments)
     except Exception:
-        # All ranks now record the evaluation during the start, and raise this error themselves.
+        # All ranks then record the evaluation when the pipeline starts, and raise this error.
         return False
     return all(
         set(plan.parameters) <= set(other.parameters)
@@ -227,7 +227,7 @@ def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
 
     ``recorded`` contains forward passes of the model.
 
-    A segment is included if it uses the parameter in training or in evaluation.
+    A segment is included if it uses the parameter in training, in evaluation or in both.
     """
     homes: dict[str, set[int]] = {}
     for forwards in recorded:
@@ -253,7 +253,8 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         ConfigError: If the recording passes the cut points in a different order.
     """
     for tape in forwards.tapes.values():
-        # Ignore cut points that were added automatically and that the sample's recordings ignored.
+        # Remove cut points that were added automatically and that the recordings of the sample do
+        # not contain.
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
             continue
@@ -327,7 +328,7 @@ class CutForwards:
     def work_by_action(self) -> tuple[SegmentWork, ...]:
         """Returns the operation counts of each segment, separately for each kind of action.
 
-        The counts are for the same mode as in :attr:`work`.
+        Like :attr:`work`, the counts are for training if training is recorded.
         """
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return work_by_action(self.forwards.tapes[mode])
@@ -344,7 +345,7 @@ class CutForwards:
 
 @dataclass(kw_only=True, eq=False)
 class BufferUse:
-    """Records which ranks use each buffer in any recording.
+    """Contains the ranks that use each buffer in any of the recordings.
 
     Attributes:
         placement: Assignment of stages to ranks.
@@ -447,7 +448,7 @@ def _work(tape: Tape, call: Call) -> SegmentWork:
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return SegmentWork(forward=forward)
     # The backward pass computes the gradients of at most two operands that require a gradient. The
-    # gradient of a bias takes hardly any time.
+    # gradient of a bias takes almost no time.
     operands = [tape.values[number] for number in call.reads]
     needed = [value for value in operands if value.requires_grad and len(value.shape) > 1]
     count = min(2, len(needed))
@@ -504,7 +505,7 @@ class KeptPart:
         device: Device on which the stages run.
         recompute: Calls that the backward pass runs again.
         buffer_use: Ranks that use each buffer in the recordings so far.
-        late: Calls that are moved behind frozen segments; ``None`` if no calls are moved.
+        late: Calls that are moved to run after frozen segments; ``None`` if no calls are moved.
     """
 
     cuts: tuple[str, ...]
@@ -555,7 +556,7 @@ class KeptPart:
                     )
 
     def programs(self, cut: CutForwards) -> RankPrograms:
-        """Returns the programs that run this rank's stages, in each mode that ``cut`` recorded."""
+        """Returns the programs of this rank's stages, for each mode that ``cut`` contains."""
         chunks = range(self.placement.num_chunks)
         stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
         by_mode: dict[Mode, Sequence[StageProgram]] = {}
@@ -693,7 +694,7 @@ class Recordings:
         return programs
 
     def _report(self, signature: Signature, step: int, seconds: float) -> None:
-        """Reports the first recording after ``_EARLY_STEPS``, and the first repeated recording.
+        """Reports the first recording after ``_EARLY_STEPS`` steps, and the first repeated one.
 
         The report contains ``signature``, and ``seconds``, the duration of the recording. The
         report about the first recording also contains ``step``.

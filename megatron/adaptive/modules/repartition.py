@@ -55,7 +55,7 @@ from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 
 _WARM_UP = 1
 _SIMILAR_WORK = 0.1
-"""A move is judged only if a step's operation count has changed by at most this fraction."""
+"""A move is judged only if the operation count of a step changed by at most this fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,11 @@ class _Pace:
 
 
 def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[float]]) -> _Pace:
-    """Returns the speed and size of the steps since the last decision.
+    """Returns the speed and the size of the steps since the last decision.
 
     Args:
         measured: Measurements of each rank of the job.
-        works: Operation count of each of these steps, by rank. The counts differ between replicas.
+        works: Operation count of each step, by rank. The counts differ between replicas.
     """
     count = min(len(of_rank) for of_rank in works)
     largest = [max(1.0, *(of_rank[step] for of_rank in works)) for step in range(count)]
@@ -88,7 +88,7 @@ def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[floa
 
 
 def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
-    """Checks that segments may move in this job, unless ``request`` disables this.
+    """Checks that this job supports moving segments, if ``request`` enables this.
 
     Raises:
         ConfigError: If the job is elastic.
@@ -112,6 +112,7 @@ def make_balancer(
     """Creates the object that measures steps and moves segments. All ranks must call this.
 
     Returns ``None`` if ``repartition`` is off or a pipeline has only one rank.
+    :class:`SegmentBalancer` describes the arguments.
     """
     if request.repartition == "off" or mesh.pipeline_size == 1:
         return None
@@ -128,7 +129,7 @@ class SegmentBalancer:
         assembly: This rank's part of the model.
         mesh: Replica and pipeline position of this process, and its process groups.
         orders: Object that determines the order in which the rank runs its actions.
-        balance: Object that predicts the costs of microbatches from their content.
+        balance: Object that predicts the costs of microbatches from their sizes.
     """
 
     def __init__(
@@ -328,10 +329,10 @@ class SegmentBalancer:
 
 
 def _parts_of(works: Sequence[SegmentWork], *, splits: bool) -> tuple[Times, ...]:
-    """Returns, for each segment, its fractions of the stage's forward, backward and weight passes.
+    """Returns each segment's fractions of its stage's forward, backward and weight-gradient passes.
 
     A segment without a backward pass, for example in a frozen encoder, has no part in the backward
-    and weight passes.
+    and weight-gradient passes.
 
     Args:
         works: Operation counts of the segments.
@@ -367,12 +368,12 @@ def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
 
 
 def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
-    """Returns a number for each segment: its size in bytes plus a small number for its kind.
+    """Returns a number for each segment that is equal for segments of the same kind and size.
 
-    The sizes are in ``sizes``.
+    The number is the segment's size in bytes, from ``sizes``, plus a small number for its kind.
     """
     works = zip(*assembly.sample_work.values(), strict=True)
     kinds = list(zip(sizes, works, strict=True))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    # The number of the kind distinguishes kinds of equal size, and is small compared to the size.
+    # The number of the kind distinguishes kinds of equal size, and is small compared to a size.
     return [kind[0] + numbers[kind] for kind in kinds]

@@ -105,7 +105,7 @@ def check_settings(request: PipelineSettings) -> None:
 
 
 def _check_traced(request: PipelineSettings) -> None:
-    """Checks the settings of tracing: traced steps, profiled steps and the collector.
+    """Checks the settings of tracing in ``request``, such as the traced and profiled steps.
 
     Raises:
         ConfigError: If a value is invalid, or a setting of traces is passed without ``trace_dir``.
@@ -137,7 +137,7 @@ def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings,
     If the sample batch is a list, the returned settings also set ``micro_batch_size``.
 
     Raises:
-        ConfigError: The sample batch is invalid, a setting contradicts it, or ``shared_weights``
+        ConfigError: If the sample batch is invalid, a setting contradicts it, or ``shared_weights``
             does not fit the model.
     """
     check_groups(request.model, request.shared_weights)
@@ -158,10 +158,10 @@ def check_model_and_sample(request: PipelineSettings) -> tuple[PipelineSettings,
 def require_alike(request: PipelineSettings, job: Job) -> None:
     """Checks that all ranks have the same parameters and settings. All ranks must call this.
 
-    ``request`` contains this rank's settings.
+    ``request`` contains this rank's settings, and ``job`` connects the ranks.
 
-    If ranks differed, they would wait for messages or reductions that never come. A parameter that
-    is frozen on one rank alone, for example, changes the messages of its stage.
+    If ranks differed, they would wait for messages or reductions that never come. For example, a
+    parameter that is frozen on only one rank changes the messages of its stage.
 
     Raises:
         ConfigError: If ranks differ, or ``profile_ranks`` contains a rank that does not exist. The
@@ -183,9 +183,9 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 
 
 def _check_profile_ranks(request: PipelineSettings, job: Job) -> None:
-    """Checks that the ranks in ``profile_ranks`` exist, except in an elastic job.
+    """Checks that the ranks in the setting ``profile_ranks`` of ``request`` exist.
 
-    The number of ranks of an elastic job changes.
+    The number of ranks of an elastic job may change, so such a job is not checked.
 
     Raises:
         ConfigError: If a rank does not exist.
@@ -200,7 +200,7 @@ def _check_profile_ranks(request: PipelineSettings, job: Job) -> None:
 
 
 def request_signature(request: PipelineSettings) -> str:
-    """Returns a hash of the model and the settings in ``request`` that affect its measurement."""
+    """Returns a hash of the model and of the settings in ``request`` that affect measurements."""
     model, sample = request.model, request.sample
     content: dict[str, Any] = {
         "model": type(model).__qualname__,
@@ -216,7 +216,8 @@ def request_signature(request: PipelineSettings) -> str:
         "autocast": str(request.autocast),
     }
     if request.recompute is not None:
-        # Omit the entry without recomputation, so that signatures of earlier versions stay valid.
+        # Omit the entry if nothing is recomputed, so that signatures of earlier versions stay
+        # valid.
         content["recompute"] = request.recompute
     text = json.dumps(content, default=list, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of tokens that the loss ignores."""
 
-# Entries whose values determine shapes: sizes of images, and which tokens are image placeholders.
+# Names of entries whose values determine the shapes of tensors: the sizes of images, and which
+# tokens are placeholders of images.
 _DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
 
 # Names of placeholder tokens in processors and configurations. A processor that does not store the
@@ -51,7 +52,7 @@ _NAMES = ("image", "path", "url", "image_url")
 _FIRST_LINES, _MOST_LINES = 1, 1024
 
 # Approximate and maximum size in bytes of all samples that the processes send in one exchange. Long
-# samples may follow short ones, so the approximate size alone would not limit the memory.
+# samples may follow short samples, so the approximate size alone would not limit the memory.
 _EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
@@ -64,9 +65,10 @@ def num_learned(batch: Sequence[Microbatch]) -> list[float]:
 
 
 def placeholder_ids(*sources: Any) -> frozenset[int]:
-    """Returns the IDs of the placeholder tokens for parts of images, videos and audio.
+    """Returns the IDs of the tokens that stand for parts of images, videos and audio.
 
-    A sample has such a token for each feature of an image, so the loss ignores these tokens.
+    An image, for example, is represented by one such token per feature. The loss ignores these
+    tokens.
 
     Args:
         sources: Processors, tokenizers or configurations of a model.
@@ -88,7 +90,7 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleReader:
-    """Encodes lines of JSON, each of which is a sample, as microbatches.
+    """Encodes samples, which are lines of JSON, as microbatches.
 
     Attributes:
         processor: Processor or tokenizer of the model, from :func:`load_processor`.
@@ -194,12 +196,13 @@ class SampleReader:
         error is raised if the truncated part contains tokens of an image.
         """
         entries = {name: torch.as_tensor(entry) for name, entry in encoded.items()}
-        # Padding follows the text, so no token of the text attends to it, and a mask is not needed.
+        # The padding follows the text, and tokens attend only to earlier tokens, so no mask is
+        # needed.
         ids = entries["input_ids"]
         every_token = entries.pop("attention_mask", torch.ones_like(ids))
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
-        # Ignore placeholders explicitly, because templates may mark them as learned, and because
-        # all tokens count as learned without a mask.
+        # Ignore placeholders explicitly, because templates may mark them as learned. Without a
+        # mask, all tokens count as learned.
         is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
         entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
         length = min(ids.shape[1], self.max_length)
@@ -240,7 +243,7 @@ class _Line:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """Contains the results of encoding a line in the first pass.
+    """Contains the results of encoding a line when the file is read for the first time.
 
     Attributes:
         error: Reason why the line is invalid; empty if it is valid.
@@ -313,8 +316,8 @@ class SampleFile:
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
         """Yields all lines in their order, each encoded by one process of the job.
 
-        The lines of a block are assigned to the processes round-robin. After each block, the
-        processes exchange their results.
+        The lines are read in blocks. The lines of a block are assigned to the processes
+        round-robin. After each block, the processes exchange their results.
         """
         if job is None:
             for line in _lines_of(self._path):
@@ -335,7 +338,7 @@ class SampleFile:
             size = _next_size(size, sent_bytes)
 
     def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
-        """Encodes this process's lines of a block, and drops samples that are too large to send.
+        """Encodes ``lines`` on this process, and drops samples that are too large to send.
 
         The size limit is divided equally among the processes, whose number is ``ranks``.
         """
@@ -375,7 +378,7 @@ class SampleFile:
 
     @property
     def kinds(self) -> list[Microbatch]:
-        """Returns one sample for each set of entries, such as with images and without images.
+        """Returns one sample for each combination of entries, such as with and without images.
 
         A pipeline uses these samples as its sample batch.
         """

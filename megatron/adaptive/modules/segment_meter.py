@@ -47,7 +47,8 @@ class SegmentMeter(LayerSums):
     def __init__(self, segments: Sequence[int], clock: Any) -> None:
         super().__init__(segments[:MOST_LAYERS], clock)
         self._positions = {segment: index for index, segment in enumerate(self._numbers)}
-        # Each attribute contains the segment that runs now and the timestamp of its start, or None.
+        # Each attribute contains the index of the segment that is running and the timestamp of its
+        # start, or ``None`` if no segment is running.
         self._forward: tuple[int, Any] | None = None
         self._backward: tuple[int, Any] | None = None
 
@@ -68,7 +69,8 @@ class SegmentMeter(LayerSums):
         """
 
         def enters(_: torch.Tensor) -> None:
-            # The first of several gradients marks the start of the segment's backward pass.
+            # If there are several gradients, the first marks the start of the segment's backward
+            # pass.
             if self.is_traced and (self._backward is None or segment < self._backward[0]):
                 self._backward = self._passes(BACKWARD, self._backward, segment)
 

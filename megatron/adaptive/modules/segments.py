@@ -323,7 +323,7 @@ def _held(
 def _fill_with_random(values: torch.Tensor) -> None:
     """Fills ``values`` with random numbers. A large tensor gets copies of the same numbers.
 
-    Copying is several times faster than drawing numbers.
+    Copying is several times faster than drawing all numbers.
     """
     if not values.is_contiguous() or values.numel() <= _RANDOM_NUMBERS:
         values.uniform_(0, _LARGEST_RANDOM)
@@ -348,6 +348,8 @@ def _time(
     """Runs a segment repeatedly. Returns its times, its output and the bytes of its activations.
 
     Each forward pass gets the batch entries ``inputs`` and the ``message`` of the previous segment.
+    A segment that takes at least ``enough_s`` seconds is timed only once, instead of ``repeats``
+    times.
 
     The times are lists in seconds, for forward passes, backward passes and, if ``split`` is true,
     weight-gradient passes.
@@ -461,9 +463,9 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
 def _check_mode(
     forward: Forward, tape: Tape, other: Mapping[str, torch.Tensor], *, training: bool
 ) -> None:
-    """Compares the losses of ``tape`` and of the model, as :func:`check_replay` describes.
+    """Compares the losses of ``tape`` and of the model on ``other``; see :func:`check_replay`.
 
-    ``training`` is the mode in which ``tape`` was recorded.
+    ``training`` says whether ``tape`` was recorded in training mode.
     """
     if tape.is_random:
         return
@@ -471,7 +473,8 @@ def _check_mode(
     device = forward.device
     (plan,) = slice_tape(tape, (tape.num_segments,))
     program = StageProgram(tape, plan, held, device)
-    # Both passes may change buffers, but must begin with the same values.
+    # The recording and the model may both change buffers, but must start with the same buffer
+    # values.
     with torch.no_grad(), undisturbed(forward.model, device):
         _, replayed = program.forward(other, [], random=lambda call: None)
     before = host_random_state()
@@ -483,7 +486,8 @@ def _check_mode(
     ):
         expected = float(forward(copies_of(other)).detach())
     if host_random_state() != before:
-        # The model draws numbers with Python or numpy, which slicing="record" allows.
+        # Do not compare the losses, because the model draws random numbers with Python or numpy.
+        # The setting slicing="record" allows this.
         return
     assert replayed is not None
     halves = forward.autocast is not None or any(

@@ -41,8 +41,8 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Number of parts into which each weight-gradient action is divided if the schedule is a run-time
-# rule.
+# If the schedule is a rule that is applied at run time, each weight-gradient action is divided into
+# this number of parts.
 _PIECES = 4
 
 
@@ -80,7 +80,7 @@ def _time(seconds: float) -> str:
 
 
 class JobEnded(SystemExit):
-    """Raised to exit a rank's program while the job continues without it or in another layout."""
+    """Raised to exit a rank's program, while the job continues without it or in another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ def _choose(job: Job, request: PipelineSettings, recordings: RecordingCache) -> 
 def _measure(
     job: Job, request: PipelineSettings, recordings: RecordingCache
 ) -> tuple[ModuleProfile, MeasuredModule]:
-    """Measures the model of ``request``, and returns its profile and its planner description.
+    """Measures the model of ``request``. Returns its profile and its description for the planner.
 
     All ranks must call this. ``recordings`` keeps recordings of the model.
     """
@@ -341,7 +341,8 @@ def _measure(
 def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProfile) -> Chosen:
     """Returns the layout that the planner chooses for the measured model ``module``.
 
-    The sizes that the user set in ``request`` are kept.
+    The sizes that the user set in ``request`` are kept. ``profile`` contains the measurements on
+    which the choice is based.
     """
     count = len(profile.cut_points) + 1
     size = request.pipeline_size
@@ -386,7 +387,7 @@ def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProf
 def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
     """Returns the pipeline sizes whose number of stages matches the user's partition.
 
-    ``num_segments`` is the number of segments of the model.
+    ``request`` contains the partition, and ``num_segments`` is the number of segments of the model.
     """
     partition = request.partition
     assert partition is not None

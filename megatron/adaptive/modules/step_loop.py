@@ -358,8 +358,8 @@ class Loop:
         self._saved_at = self._pipeline.steps
         waited_s = time.perf_counter() - begin_s
         # The background thread may have completed the previous checkpoint during this save. Report
-        # it before _waited_s is overwritten, because _waited_s is still the wait for that
-        # checkpoint.
+        # that checkpoint now, because _waited_s still contains the time that training waited for
+        # it.
         self._report_completed()
         self._waited_s = waited_s
         if path is not None:

@@ -88,13 +88,13 @@ class StepWork:
 
     @property
     def sizes(self) -> list[float] | None:
-        """Returns the activation bytes of each microbatch, or ``None`` if all are equal."""
+        """Returns the activation size of each microbatch in bytes, or ``None`` if all are equal."""
         sizes = [float(size) for size in self._all_sizes]
         return None if len(set(sizes)) == 1 else sizes
 
     @property
     def listed_sizes(self) -> tuple[int, ...]:
-        """Returns the activation bytes of each microbatch of a list; empty for a dictionary."""
+        """Returns the activation size of each microbatch of a list in bytes; otherwise empty."""
         return self._all_sizes if self.is_listed else ()
 
     @property
@@ -300,7 +300,8 @@ class StepMaker:
                     "on none"
                 )
         num_before = sum(int(other) for _, _, other, _ in rows[: self._mesh.dp_rank])
-        # The mean over replicas equals the mean over microbatches only if their numbers are equal.
+        # The mean over replicas equals the mean over microbatches only if all replicas have the
+        # same number of microbatches.
         have_equal = all(other == count for _, _, other, _ in rows)
         if items is None and (replicas == 1 or (have_equal and not is_listed)):
             return None, num_before

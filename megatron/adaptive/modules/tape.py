@@ -89,8 +89,10 @@ class SegmentWork(NamedTuple):
 
     Attributes:
         forward: Operations of the forward pass.
-        backward: Operations of the backward pass that run in B if the backward pass is split.
-        weight: Operations of the backward pass that run in W if the backward pass is split.
+        backward: Operations of the backward pass that run in the action B (gradients of inputs) if
+            the backward pass is split.
+        weight: Operations of the backward pass that run in the action W (gradients of weights) if
+            the backward pass is split.
     """
 
     forward: float = 0.0
@@ -108,7 +110,7 @@ class Tape:
     """Contains a recorded forward pass.
 
     Attributes:
-        values: All tensors. Other records refer to a tensor by its index in this list.
+        values: All tensors. Calls refer to a tensor by its index in this list.
         calls: All calls in the order in which the model made them.
         cuts: Names of the cut points in the order in which the forward pass reaches them.
         loss: Index of the loss on the tape.
@@ -147,10 +149,10 @@ class Tape:
 
 
 def makes_same_calls(first: Tape, second: Tape) -> bool:
-    """Returns whether two recordings make the same calls with equal arguments and constants.
+    """Returns whether the recordings ``first`` and ``second`` make the same calls.
 
-    Objects that Python can compare only by identity count as equal if they have one type. Gradient
-    modes are not compared.
+    Arguments and constants must be equal too. Objects that Python can compare only by identity
+    count as equal if they have the same type. Gradient modes are not compared.
     """
     return (
         len(first.calls) == len(second.calls)
@@ -162,7 +164,7 @@ def makes_same_calls(first: Tape, second: Tape) -> bool:
 
 def _is_same_call(first: Call, second: Call) -> bool:
     names = {getattr(call.function, "__name__", "") for call in (first, second)}
-    # Each call of a function under torch.vmap has a function object of its own.
+    # A function under torch.vmap is a new object in each recording, so compare only its name.
     return (first.function == second.function or names == {"vmap"}) and (
         _is_same((first.args, first.kwargs), (second.args, second.kwargs))
         and first.outputs == second.outputs
@@ -181,12 +183,12 @@ def _is_same_value(first: Value, second: Value) -> bool:
     try:
         return torch.equal(tensors[0], tensors[1])
     except (RuntimeError, NotImplementedError):
-        # Torch does not compare some kinds of tensors, such as sparse ones.
+        # Torch cannot compare some kinds of tensors, such as sparse tensors. These count as equal.
         return True
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Returns whether two arguments of recorded calls are equal."""
+    """Returns whether ``first`` and ``second``, arguments of recorded calls, are equal."""
     if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
         return len(first) == len(second) and all(map(_is_same, first, second))
     if isinstance(first, dict) and isinstance(second, dict):

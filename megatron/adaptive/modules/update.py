@@ -148,7 +148,7 @@ class Update:
         Args:
             parameters: Trained parameters of this rank's stages, by name.
             shared: Positions of the ranks that have a copy of each shared parameter.
-            groups: Process groups of sets of positions that were not used before.
+            groups: Process groups for sets of positions that were not used before.
         """
         self._groups.update(groups)
         self._own(parameters, shared)
@@ -190,8 +190,8 @@ class Update:
     def _require_wide_parameters(self) -> None:
         """Checks that no trained parameter is in float16.
 
-        An optimizer's state has the same dtype. In float16, the ``eps`` of AdamW would become 0,
-        and the first update would divide by 0.
+        An optimizer's state has the same dtype as its parameter. In float16, the ``eps`` of AdamW
+        would become 0, and the first update would divide by 0.
 
         Raises:
             ConfigError: If a trained parameter of this rank is in float16.
@@ -334,7 +334,7 @@ class Update:
     def apply(self, norm: float, step: int) -> bool:
         """Divides the gradients by the loss scale, clips them and updates the parameters.
 
-        Without a loss scale, the first skipped update is reported in one line on the first rank.
+        Without a loss scale, the first rank prints one line about the first skipped update.
 
         Args:
             norm: Gradient norm of the whole model.

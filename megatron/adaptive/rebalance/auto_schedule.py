@@ -77,9 +77,9 @@ class Tuner:
         transport: Message channels to the neighbours, or ``None`` if this rank has no neighbours.
         payload_shape: Shape of the tensors that are sent between stages.
         payload_dtype: Dtype of the tensors that are sent between stages.
-        loads: Function that takes the number of microbatches, and returns the loads of ranks and
-            stages in all measured steps, in their first half and in their second half. Collective
-            over all ranks. ``None`` if neither stages nor layers may move.
+        loads: Function that takes the number of microbatches, and returns the loads (times) of
+            ranks and stages in all measured steps, in their first half and in their second half.
+            Collective over all ranks. ``None`` if neither stages nor layers may move.
         gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
             must not move.
         cap: User's limit on the number of microbatches whose activations a rank keeps, or ``None``
@@ -91,8 +91,9 @@ class Tuner:
         slice_cut: Rule by which microbatches are divided into slices.
         numbers: Numbers of slices to choose from. Empty to keep the current number.
         trial: Earlier measurements with a different number of slices, or ``None``.
-        only_pace: Whether to keep the schedule, and to change only its pace (the times of messages,
-            B and W relative to a forward) to the measured values. ``hinted`` uses the pace to
+        only_pace: Whether to keep the schedule, and to change only its pace to the measured values.
+            The pace is the time of a message, of a backward pass (B) and of a weight-gradient pass
+            (W), relative to the time of a forward pass. The schedule ``hinted`` uses the pace to
             choose the order that it follows.
         say: Function that writes a line to the log. It is called on all ranks.
     """
@@ -138,7 +139,7 @@ class Tuner:
             number of slices.
 
         Raises:
-            TransportError: A neighbour has exited or does not respond.
+            TransportError: If a neighbour has exited or does not respond.
         """
         self._steps += 1
         if self._steps < FIRST:

@@ -225,7 +225,7 @@ class LengthTuner:
         most /= memory_factor(*counts)
         row_tokens = max(trial.row_tokens for trial in self.trials)
         if placement == present and tokens <= self._trial.tokens:
-            # This layout needs at most as much memory as the current layout, so the longest row
-            # fits.
+            # This layout needs at most as much memory as the current layout, so at least the
+            # longest row of documents fits.
             return max(most * row_tokens, float(longest + self._trial.tokens))
         return most * row_tokens

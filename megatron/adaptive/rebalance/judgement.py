@@ -1,4 +1,4 @@
-"""Decides from measured steps whether layers should move, and whether a move has paid off.
+"""Decides from measured steps whether layers should move, and whether a move made steps faster.
 
 The trainer and ``Pipeline`` have their own code to measure steps and move layers. Both use the
 functions of this module for their decisions.
@@ -47,7 +47,9 @@ Lanes = dict[tuple[ActionKind, int], float]
 """Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
 
 Part = float | Times
-"""Fraction of a stage's time that a layer takes: one value, or a value each for F, B and W."""
+"""Fraction of a stage's time that a layer takes: one value, or a value for each of the forward,
+backward and weight-gradient passes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,8 @@ class StepMeasurements:
         layer_bytes: Size of each layer in bytes, per chunk. Layers of equal size are treated as the
             same kind of layer. Empty if all layers of the model have the same size.
         parts: Fraction of the layers' total time that each layer takes, per chunk: a single
-            fraction, or fractions of the times of F, B and W. Empty if all layers are equal.
+            fraction, or fractions of the forward, backward and weight-gradient passes. Empty if all
+            layers are equal.
         layer_kept: Size of the activations that a microbatch keeps in each layer, in bytes, per
             chunk. Empty if all layers keep equally much.
     """
@@ -140,7 +143,7 @@ def loads_over(
     partition: Partition,
     num_microbatches: int,
 ) -> list[Loads]:
-    """Computes the times of ranks and stages over all measured steps, and over each half.
+    """Computes the times of ranks and stages for all measured steps, and for each half of them.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -213,8 +216,8 @@ def judge(
             # predicted.
             return None, False
         if proposed is None or not all(promises(half, proposed.partition) for half in halves):
-            # One half of the measured steps predicts a smaller gain, so the slowdown may be
-            # temporary.
+            # Do not move layers if one half of the measured steps predicts a smaller gain, because
+            # the slowdown may be temporary.
             return None, False
         return proposed, False
 
@@ -297,7 +300,7 @@ def loads_of(
     units: float,
     steps: slice = slice(None),
 ) -> Loads:
-    """Computes the time per layer on each rank, and the other work of each stage.
+    """Computes the time of a layer on each rank, and the time of each stage's other work.
 
     If there are several data-parallel replicas, the slowest replica is used, because all replicas
     wait for it. A rank without layers is assumed to be as fast as the median rank.
@@ -387,9 +390,9 @@ def _slowest_replicas(
 def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     """Estimates the time of each kind of layer on each rank.
 
-    This includes kinds that were not measured on a rank. Layers of the same size are of one kind.
-    The estimate is: time = (time of the kind) x (slowness of the rank). A rank that has no kind of
-    layer in common with another rank is assumed to have slowness 1.
+    The result includes kinds that were not measured on a rank. Layers of the same size are of one
+    kind. The estimate is: time = (time of the kind) x (slowness of the rank). A rank that has no
+    kind of layer in common with another rank is assumed to have slowness 1.
 
     Args:
         sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``. The last axis is
@@ -406,7 +409,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     slowness = np.ones(ranks)
 
     def middle() -> Any:
-        """Returns the rank with the median time for each kind, among ranks that have the kind."""
+        """Returns, for each kind of layer, the rank with the median time among ranks with it."""
         usual = np.where(counts > 0, whole / slowness[:, None], np.inf)
         has = np.maximum((counts > 0).sum(axis=0) - 1, 0)
         return np.argsort(usual, axis=0, kind="stable")[has // 2, every]
@@ -425,7 +428,10 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns the median times of the F, B and W passes of ``chunk`` over ``steps``, in seconds."""
+    """Returns the median times of the three passes of ``chunk`` over ``steps``, in seconds.
+
+    The passes are the forward, the backward and the separate weight-gradient pass.
+    """
     medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
@@ -478,7 +484,7 @@ def _most_layers(
 def _kept_bytes(measured: Sequence[StepMeasurements]) -> dict[int, float]:
     """Returns the size in bytes of a microbatch's activations in a layer, by size of the layer.
 
-    The size of the activations is a mean over all layers with the same size.
+    The size of the activations is a mean over all layers in ``measured`` with the same size.
     """
     sums: dict[int, list[float]] = {}
     for of_rank in measured:

@@ -178,8 +178,8 @@ def _named(
                 number = model.decoder.layers[int(layer)].layer_number
                 yield f"layer {number} {rest} {part}", tensor
             elif name.startswith(_NORM):
-                # The name does not contain the stage. With multi-token prediction, this norm
-                # belongs to the stage of the last layer, which may change.
+                # If the model has multi-token prediction, this normalization belongs to the stage
+                # of the last layer. That stage may change, so the name does not contain it.
                 yield f"{name} {part}", tensor
             else:
                 yield f"stage {stage} {name} {part}", tensor
@@ -193,7 +193,7 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int]:
-    """Returns the tensor that ``leaf`` updates for ``weight``, and its range of elements."""
+    """Returns the tensor that optimizer ``leaf`` updates for ``weight``, and its element range."""
     if not isinstance(leaf, DistributedOptimizer):
         main = getattr(weight, "main_param", None)
         return (weight if main is None else main), 0, weight.numel()
@@ -295,7 +295,7 @@ def exchange(
         group: Process group of all ranks, with backend gloo.
 
     Raises:
-        TransportError: A message was not transferred within the group's timeout.
+        TransportError: If a message is not transferred within the group's timeout.
     """
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)

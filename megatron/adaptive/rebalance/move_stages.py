@@ -108,9 +108,9 @@ def move_stages(
         New run. If the old run was traced, the trace continues in new files.
 
     Raises:
-        DeviceMemoryError: A rank has too little memory for the state. The old run continues to
+        DeviceMemoryError: If a rank has too little memory for the state. The old run continues to
             exist.
-        TransportError: State did not arrive at its new rank, and is lost.
+        TransportError: If state does not arrive at its new rank. The state is then lost.
     """
     state = _set_aside(box[0])
     kept = None
@@ -153,8 +153,8 @@ def take_down(run: Run) -> None:
     This function must be called on all ranks.
 
     This function also drops the tensors that MoE token dispatchers keep from their last microbatch.
-    The autograd graph of these tensors refers to the model in a cycle that the garbage collector
-    cannot detect. Otherwise, the model's memory would never be freed.
+    Otherwise, the model's memory would never be freed: the autograd graph of these tensors refers
+    to the model in a cycle that the garbage collector cannot detect.
     """
     run.tracing.close()
     if run.wiring is not None:
@@ -190,10 +190,10 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Copies the state of this rank within its GPU, or to the host if the GPU is too full.
+    """Copies this rank's state of ``run`` on the GPU, or to the host if the GPU lacks memory.
 
     Raises:
-        DeviceMemoryError: On some rank, neither the GPU nor the host has enough free memory.
+        DeviceMemoryError: If neither the GPU nor the host of some rank has enough free memory.
     """
     job = run.job
     leaves = run.optimizer.chained_optimizers

@@ -58,9 +58,11 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps before each of the first two checks of a move that ``auto`` made."""
+"""Number of steps before each of the first two checks of a move that ``--pipeline-schedule auto``
+made.
+"""
 _MOST_BETWEEN = 128
-"""Maximum number of steps between two checks of a move that ``auto`` made."""
+"""Maximum number of steps between two checks of a move that ``--pipeline-schedule auto`` made."""
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
@@ -158,24 +160,24 @@ class Repartitioner:
 
     @property
     def is_needed(self) -> bool:
-        """Whether layers may move later.
+        """Returns whether layers may move later.
 
-        Layers that ``auto`` has moved may move again, because the reason for a slow rank may
-        disappear.
+        Layers that ``--pipeline-schedule auto`` has moved may move again, because the reason for a
+        slow rank may disappear.
         """
         has_moved = self._partition != self._first_partition
         return self._may_move or self._promise is not None or has_moved
 
     @property
     def _steps_to_check(self) -> int:
-        """Number of steps from the last check, or from a move, to the next check."""
+        """Returns the number of steps from the last check, or from a move, to the next check."""
         if self._may_move:
             return self._interval
-        # Layers that have stayed for long are unlikely to move, so check them less often.
+        # Layers that have not moved for a long time are unlikely to move, so check them less often.
         return min(_JUDGED_STEPS << max(0, self._checks - 1), _MOST_BETWEEN)
 
     def promise_of(self, decision: Decision) -> Move | None:
-        """Returns the move of layers that ``auto`` decided on, so that it can be checked later.
+        """Returns the move of layers in ``decision``, so that its gain can be checked later.
 
         All ranks must call this method together.
 
@@ -199,10 +201,10 @@ class Repartitioner:
         )
 
     def expect(self, promise: Move, run: Run) -> None:
-        """Starts to measure a run that ``auto`` rebuilt, to check whether moving layers paid off.
+        """Starts to measure the rebuilt ``run``, to check whether moving layers made steps faster.
 
-        A rank that was slow in the first steps may be fast again. Then layers move again, and each
-        move is checked. The checks end when all layers are back where they were at first.
+        A rank that was slow in the first steps may become fast again. Then layers move again, and
+        each move is checked. The checks end when all layers are back on their first ranks.
 
         Args:
             promise: Move that was made.
@@ -284,8 +286,8 @@ class Repartitioner:
             return candidate
         cap = candidate.cap
         if cap is not None:
-            # Raise the cap if necessary, because a rank can always keep the slices of the longest
-            # row.
+            # Raise the limit if necessary, because a rank can always keep all slices of the longest
+            # row of documents.
             cap = max(cap * self._slices_per_row, float(self._most_slices))
         return replace(candidate, cap=cap, num_slices=1)
 
@@ -381,7 +383,7 @@ def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
 
 
 def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
-    """Starts to measure the fraction of a forward pass that the layers of each chunk take.
+    """Starts to measure the fraction of a forward pass that layers take in each chunk of ``run``.
 
     Only chunks with an embedding or a loss are measured, because in other chunks the fraction is 1.
     Chunks whose layers differ in size (``layer_bytes``) are also measured, layer by layer.

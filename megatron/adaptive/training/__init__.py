@@ -1,1 +1,1 @@
-"""Contains the training loop and its hooks, the loggers, and the measurement of layers."""
+"""Contains the training loop and its hooks, the loggers, and measurements of single layers."""

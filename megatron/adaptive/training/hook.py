@@ -28,7 +28,7 @@ class Hook:
         """
 
     def after_step(self, step: TrainedStep) -> None:
-        """The training loop calls this method after ``step``, which is part of the progress."""
+        """The training loop calls this method after each step, which ``step`` describes."""
 
     def at_end(self) -> None:
         """The training loop calls this method once at the end, unless there was an error."""
@@ -51,7 +51,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
         output_dir: Folder of TensorBoard, to which PyTorch's profiler writes.
 
     Raises:
-        ConfigError: PyTorch's profiler has no folder to write to. All ranks raise this error.
+        ConfigError: If PyTorch's profiler has no folder to write to. All ranks raise this error.
     """
     run = cfg.run
     if not (run.profile or run.profile_execution):

@@ -1,4 +1,4 @@
-"""Tests ranks, links and groups for slowness between training steps, for ``--probe-interval``.
+"""Tests between training steps whether ranks, links or groups are slow, for ``--probe-interval``.
 
 Such a test is called a probe. In an elastic job, the first probe runs before the first step, and
 the names of failed nodes are written to ``progress.jsonl``, from which the job's manager reads
@@ -38,7 +38,7 @@ class IntervalProbe:
     A probe is skipped if it would take more than 1% of the time since the previous probe.
 
     Args:
-        interval: Number of iterations between two probes, or 0 to turn probes off.
+        interval: Number of iterations between two probes; 0 disables probes.
         say: Function that writes a line to the log.
         report: Function that writes values to ``progress.jsonl``.
     """
@@ -56,7 +56,7 @@ class IntervalProbe:
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
-        """Returns whether to call :meth:`run` before the first step, which elastic jobs do."""
+        """Returns whether to call :meth:`run` before the first step, as only elastic jobs do."""
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:
@@ -105,7 +105,7 @@ def _message(run: Run) -> torch.Tensor:
 
 
 def _groups() -> dict[str, ProbedGroup]:
-    """Returns this rank's megatron-core groups that have several members, by kind."""
+    """Returns this rank's process groups of megatron-core that have several members, by kind."""
     present = {
         TENSOR: parallel_state.get_tensor_model_parallel_group(check_initialized=False),
         CONTEXT: parallel_state.get_context_parallel_group(check_initialized=False),

@@ -72,7 +72,7 @@ def find_loggers(cfg: TrainerConfig) -> list[type[Logger]]:
     """Returns the classes of all loggers that a run with the settings ``cfg`` uses.
 
     Raises:
-        ConfigError: A name in ``--logger`` is unknown, cannot be imported, or is not a logger.
+        ConfigError: If a name in ``--logger`` is unknown, cannot be imported, or is not a logger.
     """
     table = built_in_loggers()
     settings = cfg.logging
@@ -92,7 +92,7 @@ def make_logger(logger: type[Logger], cfg: TrainerConfig) -> Logger:
     """Creates an object of the class ``logger`` for a run with the settings ``cfg``.
 
     Raises:
-        ConfigError: The logger cannot be opened.
+        ConfigError: If the logger cannot be opened.
     """
     try:
         return logger(cfg)

@@ -134,7 +134,7 @@ class TrainingLog:
             it from the tokenizer.
 
     Raises:
-        ConfigError: TensorBoard's folder is not writable.
+        ConfigError: If TensorBoard's folder is not writable.
     """
 
     def __init__(
@@ -214,15 +214,15 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Returns an object with TensorBoard's ``add_scalar``, or ``None`` if metrics are off."""
+        """Returns an object with TensorBoard's ``add_scalar`` method; ``None`` without metrics."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
         """Logs the iteration in ``report``. Prints a line every ``--log-interval`` iterations.
 
-        The line contains the means of time, losses and bubble over the iterations since the last
-        line, and the latest value of all other quantities. The mean of the losses excludes skipped
-        iterations.
+        The line contains the means of the time, the losses and the pipeline bubble over the
+        iterations since the last line, and the latest value of all other quantities. The mean of
+        the losses excludes skipped iterations.
         """
         if not self._is_writer:
             return
@@ -537,7 +537,7 @@ class _Curves:
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:
-    """Returns values about document lengths in ``load``, or ``[]`` if ``load`` is ``None``."""
+    """Returns the values in ``load`` to report; an empty list if ``load`` is ``None``."""
     if load is None:
         return []
     return [

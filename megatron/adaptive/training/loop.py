@@ -83,7 +83,7 @@ class Trainer:
         """Trains until the last iteration or a request to stop, and validates at the end.
 
         Raises:
-            DeviceMemoryError: The device ran out of memory.
+            DeviceMemoryError: If the device runs out of memory.
         """
         self._live.open_loader()
         early = None
@@ -126,7 +126,7 @@ class Trainer:
             num_microbatches = len(dealt.numbers)
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
-            # Packing may have reduced the number of microbatches.
+            # Count again, because packing may have reduced the number of microbatches.
             num_microbatches = len(microbatches)
         lengths = getattr(microbatches, "contents", ())
         slices: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ class Trainer:
         )
 
     def _early_end(self) -> str | None:
-        """Returns the reason to end training early, or ``None``; the same on all ranks."""
+        """Returns the reason to end training early, equal on all ranks, or ``None``."""
         if self._stop.agreed(self._live.run.job.stop_group):
             return self._stop.reason
         interval = self._live.config.run.exit_interval
@@ -189,8 +189,8 @@ class TrainingRun:
             checkpoint was loaded.
         report_position: Function that takes a description of the rank's current activity, for error
             messages about lost peers.
-        connect: Function that takes the run whose channels must be notified of lost ranks, or
-            ``None`` while there are no channels.
+        connect: Function that makes the watcher of processes notify a run's channels about lost
+            ranks. Its argument is the run, or ``None`` while there are no channels.
         local: Local disk of this node, to which checkpoints are written first, or ``None`` if there
             is no such disk.
 
@@ -280,7 +280,7 @@ class TrainingRun:
             tokens: New number of tokens per slice, or ``None`` for the current number.
 
         Raises:
-            DeviceMemoryError: A rank has too little memory. If the run still exists, it is
+            DeviceMemoryError: If a rank has too little memory. If the run still exists, it is
                 unchanged.
         """
         self.checkpoints.saver.wait()
@@ -349,7 +349,7 @@ class OrderRecorder(RunHook):
             self._recording.append(step.iteration, wiring.executor.last_codes, shares)
 
     def write(self) -> None:
-        """Writes the recorded orders to the file. All ranks must call this."""
+        """Writes the recorded orders to the user's file. All ranks must call this."""
         if self._recording is not None:
             self._recording.write(self._live.run.job.control_group)
 
@@ -366,11 +366,12 @@ class Rebalancing(RunHook):
     """Measures steps, and changes the schedule or the stages if this makes steps faster.
 
     With ``--pipeline-schedule auto``, this hook decides once, after the first steps. It also
-    chooses the number of layers of each stage, unless ``--partition`` sets it. After layers were
+    chooses the number of layers of each stage, unless ``--partition`` sets it. After layers have
     moved, it measures again from time to time, because a rank may have been slow only temporarily.
-    With ``--repartition auto``, it chooses the number of layers again after each interval. With
-    slices, it passes the measured times to the run-time rule ``hinted``. All ranks make the same
-    decisions. A decision takes effect before the next step.
+    With ``--repartition auto``, it chooses the number of layers again after each interval. If
+    microbatches are divided into slices, it passes the measured times to the schedule ``hinted``,
+    which chooses the order of actions at run time. All ranks make the same decisions. A decision
+    takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -386,7 +387,8 @@ class Rebalancing(RunHook):
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._numbers = live.config.slices_to_choose
-        # Without slices, the usual order is known to be best for most pipelines.
+        # Compare orders only with slices. Without slices, the usual order is best for most
+        # pipelines.
         self._only_pace = (
             settings.pipeline_schedule == "hinted"
             and settings.replay_schedule is None
@@ -551,7 +553,7 @@ class Reporting(RunHook):
             self._report_timers(step.iteration)
 
     def _report_timers(self, iteration: int) -> None:
-        """Logs megatron-core's timers with ``--timing-log-level``. All ranks must call this."""
+        """Logs megatron-core's timers for ``iteration``, if any. All ranks must call this."""
         timers = self._live.run.core.timers
         settings = self._live.config.logging
         if timers is None:

@@ -62,8 +62,8 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     exited.
 
     Raises:
-        TransportError: The job's processes cannot connect to each other.
-        AdaptiveError: An expected error occurred in a job with a single process.
+        TransportError: If the job's processes cannot connect to each other.
+        AdaptiveError: If an expected error occurs in a job with a single process.
     """
     accelerator = prepare_process(config, environment)
     from megatron.adaptive.gpt.initialize import end_job, start_job
@@ -137,7 +137,7 @@ def require_hardware_queues(
     """Checks that expert-parallel communication can overlap with computation on the GPU.
 
     Raises:
-        SetupError: Overlap is enabled, but CUDA uses a single hardware queue
+        SetupError: If overlap is enabled, but CUDA uses a single hardware queue
             (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
     """
     overlaps = config.schedule.overlap_moe_expert_parallel_comm

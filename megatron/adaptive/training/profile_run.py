@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
 
-# Make these calls before the modules below import megatron-core.
+# install() lets megatron-core run without CUDA, so call it before the modules below import
+# megatron-core.
 device.install()
 with device.quiet_imports():
     from megatron.core import parallel_state
@@ -137,8 +138,9 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         Content of the profile file on rank 0, or ``None`` on other ranks.
 
     Raises:
-        ConfigError: The number of processes per node is not a multiple of a tensor-parallel size.
-        TransportError: The processes cannot connect to each other.
+        ConfigError: If the number of processes per node is not a multiple of a tensor-parallel
+            size.
+        TransportError: If the processes cannot connect to each other.
     """
     widths = _widths(options, environment)
     world = environment.world_size
@@ -280,7 +282,7 @@ def _config(
 
 
 def _alone(kind: str, layers: int, core: CoreConfig) -> str:
-    """Returns command-line arguments for a model of ``layers`` layers of one ``kind``.
+    """Returns command-line arguments for a model like ``core``, with ``layers`` layers of ``kind``.
 
     The kind ``experts/4`` means a layer whose experts are distributed over 4 ranks. Each rank then
     does the same work as a single rank that has a quarter of the experts, so such a smaller layer
@@ -340,7 +342,7 @@ def _measure(
 
 
 def _report(job: Any, text: str) -> None:
-    """Prints ``text``, the current measurement, because all measurements together take minutes."""
+    """Prints ``text``, which names the current measurement, because measuring takes minutes."""
     if job.is_first:
         say(f"profile: {text}")
 
@@ -440,7 +442,7 @@ def _build_chunks(
 ) -> list[Any]:
     """Builds the model of a stage, and prepares it for a forward pass in training mode.
 
-    ``placement`` is the placement of the stages.
+    ``placement`` assigns the stages to ranks.
     """
     assert config.data.vocab_size is not None
     divisor = config.model.make_vocab_size_divisible_by

@@ -20,9 +20,9 @@ class SliceLengths(Hook):
     """Measures the first steps with two slice lengths, and then uses the better length.
 
     Does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is set. If
-    ``--slice-tokens`` is a number, only this length is measured, and the activation cap and the
-    placement are chosen for it. All ranks make the same decisions. A decision takes effect before
-    the next step.
+    ``--slice-tokens`` is a number, only this length is measured, and the limit on kept activations
+    and the placement of stages are chosen for it. All ranks make the same decisions. A decision
+    takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:

@@ -55,8 +55,9 @@ class TrialRequest:
         plan_arguments: Arguments of the trainer that describe the plan.
         world_size: Number of ranks of the job.
         rank: Global rank to run.
-        stage_work: Number of operations in each stage's forward pass, in any unit. A run-time
-            rule's order of actions is simulated with times proportional to these numbers.
+        stage_work: Number of operations in each stage's forward pass, in any unit. If the schedule
+            chooses actions at run time, their order is simulated with times proportional to these
+            numbers.
         needed_bytes: Memory that the rank needs according to the planner, in bytes.
         kinds: Kinds of layers to measure separately, after the rank.
         last: Kind of the last layer.
@@ -79,11 +80,11 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
         Tuple of the rank's memory and times, and the content of a profile file with the layers.
 
     Raises:
-        ConfigError: The plan cannot be run, or the rank needs more memory than the device has.
-        DeviceMemoryError: The device has too little memory.
+        ConfigError: If the plan cannot be run, or the rank needs more memory than the device has.
+        DeviceMemoryError: If the device has too little memory.
     """
     run_flags = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4"
-    # The sums do not include the contributions of other ranks, so a NaN in a sum means nothing.
+    # A NaN in a sum over ranks means nothing, because the contributions of other ranks are missing.
     run_flags += f" --train-iters {WARM_UP + MEASURED} --no-check-for-nan-in-loss-and-grad"
     config = parse(
         [*request.model_arguments, *request.plan_arguments, *run_flags.split()],
@@ -109,7 +110,10 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
 
 
 def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> None:
-    """Checks that ``accelerator`` has the memory that the rank needs according to the planner."""
+    """Checks that ``accelerator`` has the memory that the rank in ``request`` needs.
+
+    The planner has estimated the needed memory.
+    """
     if accelerator.is_cuda:
         whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
@@ -123,7 +127,7 @@ def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> N
 
 
 def _measure_layers(request: TrialRequest, config: TrainerConfig) -> dict[str, Any]:
-    """Measures a layer of each kind on this device, in a job of one tensor-parallel group."""
+    """Measures a layer of each kind in ``request``, in a job of one tensor-parallel group."""
     from megatron.adaptive.training.profile_run import ProfileOptions, profile_layers
 
     tp = config.parallel.tensor_model_parallel_size
@@ -181,7 +185,7 @@ class _Samples:
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
-        """Returns the typical seconds of an action of ``kind``, for each of ``num_chunks`` chunks.
+        """Returns the typical time of an action of ``kind`` in seconds, by chunk.
 
         The result is the median over all steps of the mean time in a step, or 0 if there are no
         times. The mean includes actions that were delayed, because they also make a step longer.
@@ -190,7 +194,7 @@ class _Samples:
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time in seconds a step spends outside of actions and optimizer."""
+        """Returns the median time in seconds that steps spend outside of actions and optimizer."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -201,7 +205,7 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
     from megatron.adaptive.gpt.setup import build_run, require_room
 
-    # Load the training loop, because its code is also in the memory of a real rank.
+    # Import the training loop, because its code takes memory on a real rank too.
     importlib.import_module("megatron.adaptive.training.loop")
     gc.freeze()  # The trainer makes the same call, which affects when memory is freed.
     accelerator = job.accelerator
@@ -272,7 +276,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Measures the size in bytes of the largest tensor that an operation puts into the heap."""
+    """Measures the largest tensor that an operation allocates from the heap, in bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # no types in torch
@@ -304,11 +308,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
-    """Estimates the bytes that a rank loses to heap gaps in a real job, but not in a trial.
+    """Estimates how many bytes a rank loses to gaps in the heap in a job, but not in a trial.
 
     In a job, received messages lie between other tensors, at different positions in each step.
-    Measured jobs of many steps need memory for about one more tensor of the largest size than a
-    tried rank. On a GPU there are no such gaps, because torch counts the memory of tensors.
+    According to measurements, a rank needs memory for about one more tensor of the largest size in
+    a job of many steps than in a trial. On a GPU there are no such gaps, because torch counts the
+    memory of tensors.
     """
     return 0 if accelerator.is_cuda else samples.largest_bytes
 
@@ -331,15 +336,15 @@ class _FixedOrder:
         self._policy = Follow(order, num_slices=num_slices)
 
     def policy(self, num_microbatches: int) -> Policy:
-        """Returns the policy for the next step, which is the same for every step."""
+        """Returns the policy for the next step, which uses the same order as all other steps."""
         return self._policy
 
 
 def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[Action, ...]:
     """Makes ``run`` follow a fixed order of the rank's actions, and returns this order.
 
-    A run-time rule would choose actions by the inputs that have arrived. In a trial, no other rank
-    sends inputs, so the order is taken from a simulated step.
+    Some schedules choose actions at run time, by the inputs that have arrived. In a trial, no other
+    rank sends inputs, so the order is taken from a simulated step.
     """
     orders = run.forward_backward.orders
     policy = orders.policy(num_microbatches, forward_only=False)
@@ -369,9 +374,9 @@ def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[
 
 
 def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[ExpectedInput]:
-    """Returns the inputs that the rank needs from other ranks for ``order``, in the same order.
+    """Returns the inputs from other ranks that ``order`` needs, in the order of the actions.
 
-    ``placement`` is the placement of the stages.
+    ``placement`` assigns the stages to ranks.
     """
     from megatron.core import parallel_state
 
