@@ -15,8 +15,8 @@ removes the patch. Collectives on tensors in host memory are timed with the host
 collectives on device tensors with device events.
 
 A rank counts all collectives of a step, but keeps the times of at most :data:`MOST_KEPT` per group.
-Which collectives are kept depends only on the iteration and on the index of a collective. So all
-members keep the same collectives, and over many steps every collective is kept about equally often.
+The choice depends only on the iteration and on the index of a collective. So all members keep the
+times of the same collectives, and over many steps every collective is kept about equally often.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ class CollectiveMeter:
         return [_summary(group, self._iteration) for group in measured]
 
     def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
-        """Records that a collective begins, and returns its record.
+        """Creates a record of a collective that begins, and returns the record.
 
-        The caller later stores the end of the collective in the record. Returns ``None`` if this
-        rank does not measure ``group``.
+        The caller must store the end of the collective in the record. Returns ``None`` if this rank
+        does not measure ``group``.
 
         Args:
             operation: Name of the collective.
@@ -171,7 +171,7 @@ class _Replacement:
         return present if isinstance(present, cls) else cls(method)
 
     def join(self, meter: CollectiveMeter) -> Callable[[], None]:
-        """Starts to record calls in ``meter``, and returns a function that stops the recording."""
+        """Starts to record calls in ``meter``, and returns a function that stops recording."""
         if self._attribute is None:
             return lambda: None
         if not self._meters:
@@ -185,7 +185,7 @@ class _Replacement:
             setattr(dist.ProcessGroup, self._method, self._attribute)
 
     def _measured(self) -> Callable[..., Any]:
-        """Returns a wrapper of the patched method that records each call in all added meters."""
+        """Returns a wrapper of the patched method, which records each call in all added meters."""
         original = getattr(dist.ProcessGroup, self._method)
         operation = _OPERATIONS[self._method]
 
@@ -197,7 +197,8 @@ class _Replacement:
                 if call is None:
                     continue
                 if work is None:
-                    # NCCL has queued a collective that the caller waits for on the current stream.
+                    # The current stream waits for the collective that NCCL has queued, so the mark
+                    # on this stream is reached when the collective ends.
                     call.end = call.clock.mark()
                 else:
                     work = _TimedWork(work, call) if is_waited else _timed(work, call)
@@ -318,9 +319,9 @@ def _summary(group: _Group, iteration: int) -> GroupCollectives:
 
 
 def _chosen(count: int, iteration: int) -> list[int]:
-    """Chooses which of a step's ``count`` collectives to keep, and returns their indices.
+    """Chooses the collectives of a step whose times are kept, and returns their indices.
 
-    ``iteration`` is the number of the step.
+    The step has ``count`` collectives, and ``iteration`` is its number.
 
     All ranks choose the same indices, because the choice only depends on the arguments.
     """

@@ -25,8 +25,8 @@ class ActionKind(str, Enum):
     B = "B"
     W = "W"
 
-    # Actions are hashed often. Enum.__hash__ runs Python code, and the hash of the string is
-    # several times cheaper.
+    # Actions are hashed often, and the hash of the string is several times faster than
+    # ``Enum.__hash__``, which runs Python code.
     __hash__ = str.__hash__
 
     def __str__(self) -> str:
@@ -59,8 +59,8 @@ class Action:
     piece: int = 0
     paired: bool = False
 
-    # These methods are written by hand because they are called often. The generated methods of a
-    # dataclass build a tuple of all fields in each call.
+    # Both methods are called often. The methods that a dataclass generates are slower, because they
+    # build a tuple of all fields in each call.
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -82,6 +82,8 @@ class Action:
     def label(self, num_slices: SliceCounts = 1) -> str:
         """Returns the label of the action in logs and drawings, such as ``F0-3``.
 
+        ``F0-3`` is the forward pass of microbatch 3 in chunk 0.
+
         Args:
             num_slices: Number of slices of each microbatch. If there are several, the label
                 contains the microbatch and the slice, for example ``F0-3.5``.
@@ -91,7 +93,7 @@ class Action:
 
 
 SliceCounts: TypeAlias = int | tuple[int, ...]
-"""Number of slices of each microbatch, as an integer if all numbers are equal, or a tuple.
+"""Number of slices of each microbatch: one integer if all numbers are equal, otherwise a tuple.
 
 Microbatches that are not cut have one slice.
 """
@@ -232,10 +234,11 @@ def place_label(microbatch: int, part: int | None) -> str:
 
 
 def with_slices(text: str, step: int, num_slices: SliceCounts) -> str:
-    """Replaces item indices in a transport's message by labels such as ``3.5``.
+    """Replaces indices of items in a message of a transport by labels such as ``3.5``.
 
-    Transports count the items of a step, so ``microbatch 29 of step 7`` becomes ``microbatch 3.5 of
-    step 7``. References to other steps, whose numbers of slices may differ, are left unchanged.
+    Transports number all slices of a step consecutively. So their ``microbatch 29 of step 7``
+    becomes ``microbatch 3.5 of step 7``, which is slice 5 of microbatch 3. References to other
+    steps are left unchanged, because these steps may have other numbers of slices.
 
     Args:
         text: Text that may contain the index of an item.

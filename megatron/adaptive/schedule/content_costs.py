@@ -1,8 +1,8 @@
 """Predicts the time of each stage for a microbatch from numbers that describe its content.
 
 For example, one of these numbers is the number of elements in an entry of the batch (see
-``modules/content.py``). The time of a microbatch on a stage is the sum of these numbers, each
-multiplied by a non-negative factor::
+``modules/content.py``). The predicted time of a microbatch on a stage is the sum of these numbers,
+each multiplied by a non-negative factor::
 
     stage 0 (images)   seconds = 3e-9 x patches
     stage 3 (text)     seconds = 2e-6 x tokens + 1e-10 x pairs of tokens
@@ -48,7 +48,7 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
 
 
 def products_of(rows: Sequence[Numbers], costs: Sequence[float]) -> list[float]:
-    """Returns the sum of each column of ``rows``, with the rows weighted by ``costs``."""
+    """Returns the sum of each column of ``rows``, with each row multiplied by its cost."""
     return [
         sum(row[index] * cost for row, cost in zip(rows, costs, strict=True))
         for index in range(len(rows[0]))
@@ -204,7 +204,7 @@ class ContentCosts:
     def measured(
         self, rows: Sequence[Numbers], actions: Sequence[tuple[Action, int]]
     ) -> list[float]:
-        """Returns the sums of one rank for a step, in the format that :meth:`add` takes.
+        """Returns the sums that describe a step on one rank, in the format that :meth:`add` takes.
 
         Args:
             rows: Numbers of each microbatch of the rank, in execution order.
@@ -236,9 +236,9 @@ class ContentCosts:
     def fit(self) -> None:
         """Fits the factors of all stages to the sums.
 
-        The factor of a number that was 0 in all steps so far cannot be fitted. Instead, this factor
-        is computed from the counted operations of the stage's segments, converted to seconds.
-        Otherwise, the factor would be 0, and microbatches of a new kind would seem to cost nothing.
+        If a number was 0 in all steps so far, its factor cannot be fitted. Instead, this factor is
+        computed from the counted operations of the stage's segments, converted to seconds. With a
+        factor of 0, microbatches of a new kind would seem to cost nothing.
         """
         for stage in self.stages:
             stage.fit()

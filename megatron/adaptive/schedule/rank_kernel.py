@@ -88,7 +88,8 @@ MEMORY_SCALE = 1_000_000
 NO_CAP = 1 << 62
 """Value of ``CAP`` if there is no limit."""
 
-# Each of the following slots contains a single number (see the table above).
+# Each of the following constants is the index of a slot that contains a single number (see the
+# table above).
 LAST = 0
 IN_FLIGHT = 1
 PEAK = 2
@@ -125,8 +126,8 @@ State = list[int]
 def lanes(s: State) -> int:
     """Returns the number of distinct codes ``kind * chunks + chunk`` on the rank of ``s``.
 
-    A larger code in a list starts a pair: the code is increased by this number, and its action
-    starts together with the next action.
+    If a list contains a code that is increased by this number, its action starts together with the
+    next action in the list.
     """
     return 3 * s[CHUNKS]
 
@@ -192,13 +193,13 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
 
 
 def stage_of(s: State, chunk: int) -> int:
-    """Returns the pipeline stage of ``chunk`` on the rank of ``s``."""
+    """Returns the pipeline stage of ``chunk`` on the rank with the state ``s``."""
     rank = s[RANKS] - 1 - s[RANK] if s[TURNED] == 1 and chunk % 2 == 1 else s[RANK]
     return chunk * s[RANKS] + rank
 
 
 def size_of(s: State, item: int) -> int:
-    """Returns the activation memory of ``item`` in one chunk, in the unit of the state ``s``."""
+    """Returns the activation memory of ``item`` in one chunk, as an integer like ``IN_FLIGHT``."""
     if s[SIZED] == 0:
         return s[UNIT]
     return s[HEAD + (FLAGS + 2 * s[ITEMS]) * s[CHUNKS] + item]
@@ -218,10 +219,10 @@ def size_from(s: State, item: int) -> int:
 def fits(s: State, chunk: int) -> bool:
     """Returns whether memory allows the next forward pass of ``chunk`` to start.
 
-    The cap must have room for the microbatch, plus one microbatch in every later chunk: the largest
-    microbatch that has not started in that chunk. This prevents deadlocks (see ``memory_caps``).
-    With slices, only the first slice of a microbatch is checked, because its start reserves memory
-    for the later slices.
+    After the start, the cap must still have room for one microbatch in every later chunk: the
+    largest microbatch that has not started in that chunk. This prevents deadlocks (see
+    ``memory_caps``). With slices, only the first slice of a microbatch is checked, because its
+    start reserves memory for the later slices.
     """
     if chunk < s[FROZEN]:
         return True
@@ -250,7 +251,7 @@ def arrive(s: State, kind: int, chunk: int, item: int) -> None:
 
     The action is an F or a B.
 
-    For the B of a frozen chunk, this function records that the next stage has taken the output.
+    For the B of a frozen chunk, the arrival means that the next stage has taken the chunk's output.
     """
     chunks = s[CHUNKS]
     if kind == B and chunk < s[FROZEN]:
@@ -262,7 +263,7 @@ def arrive(s: State, kind: int, chunk: int, item: int) -> None:
 def start(s: State, kind: int, chunk: int) -> None:
     """Records that the next action of ``kind`` in ``chunk`` starts.
 
-    The start of an F allocates its memory, unless the chunk is frozen.
+    The start of an F allocates the memory of its activations, unless the chunk is frozen.
     """
     slot = HEAD + kind * s[CHUNKS] + chunk
     index = s[slot]
