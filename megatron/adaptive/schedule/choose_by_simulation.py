@@ -126,7 +126,6 @@ def candidates(
         pace: Relative durations of messages, B and W, used by ``hinted``.
         also: Names of additional schedules and run-time rules to include.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
-    -
     """
     static = STATIC
     if num_slices > 1:

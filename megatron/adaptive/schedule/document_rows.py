@@ -72,7 +72,7 @@ class Batching:
         return min(choices, key=lambda choice: len(choice.plan(lengths)) * choice.multiple)
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Combines the samples of a step into microbatches.
+        """Combines the samples of a step into microbatches, and returns lists of sample indices.
 
         Args:
             lengths: Number of tokens of each of the step's samples.

@@ -38,7 +38,7 @@ class Schedule:
 
     @property
     def forward_only(self) -> bool:
-        """Returns whether the schedule has only forward passes, like those of evaluations."""
+        """Returns whether the schedule runs only forward passes, for an evaluation."""
         return all(action.kind is ActionKind.F for order in self.orders for action in order)
 
     @property

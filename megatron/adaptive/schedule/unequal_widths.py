@@ -1,7 +1,7 @@
 """Supports pipelines whose stages have different numbers of data-parallel replicas (widths).
 
-A step has microbatches from 0 for the whole job. Microbatch m runs on replica ``m % widths[s]`` of
-stage s. Each replica, however, numbers its microbatches from 0, as everywhere in this package::
+The microbatches of a step are numbered from 0 for the whole job, and microbatch m runs on replica
+``m % widths[s]`` of stage s. Each replica also numbers its microbatches from 0::
 
     widths 2-1-3          microbatch of the step     0  1  2  3  4  5
     stage 0, rank 0       as the rank counts         0     1     2
