@@ -53,7 +53,7 @@ class LayerSums:
         self._marks = []
 
     def mark(self) -> Any:
-        """Returns a mark of the current point in the device's work, which :meth:`add` takes."""
+        """Returns a time mark at the current point of the device's work, for use in :meth:`add`."""
         return self._clock.mark()
 
     def add(self, position: int, kind: int, start: Any, end: Any) -> None:
