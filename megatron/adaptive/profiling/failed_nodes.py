@@ -28,7 +28,8 @@ class FailedNode:
         text: Description of the node's worst outlier, with the measured value and the median of
             comparable measurements.
         limits: Minimum value of each quantity for using the node again, in bytes/s, FLOP/s or Hz.
-            Empty if the node cannot measure the quantity alone, as for a slow link.
+            Empty if the node cannot measure the quantity alone, for example because a link was
+            slow.
     """
 
     node: str
@@ -85,7 +86,7 @@ def find_failed_nodes(
 def _slow_shares(
     outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
 ) -> dict[str, float]:
-    """Returns, for each node, the fraction of slow links among its links to other nodes."""
+    """Returns the fraction of slow links among the links of each node to other nodes."""
 
     def links_of(ranks: set[tuple[int, ...]]) -> Counter[str]:
         pairs = ({nodes[rank] for rank in link} for link in ranks)

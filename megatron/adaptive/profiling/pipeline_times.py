@@ -257,7 +257,7 @@ class LayerShare:
         """Returns the median fraction of a forward pass that the layers of ``chunk`` take.
 
         The result is 1 for a chunk that is not measured. The device must have completed the forward
-        passes, as is the case between two steps.
+        passes, so this method should be called between two steps.
         """
         shares = [
             (times[-2] - times[1]) / max(1, times[-1] - times[0]) for times in self._times(chunk)

@@ -17,8 +17,8 @@ checkpoint folder  a file written, flushed and read again          all nodes
 =================  ==============================================  ============================
 
 Measurements are made in batches (see ``probe_layout``). Each measurement is made twice, and the
-better value is used. Outliers are measured again. ``doctor --probe`` connects the ranks itself. The
-trainer probes over its own channels and groups.
+better value is used. Outliers are measured again. ``doctor --probe`` connects the ranks for the
+probe. The trainer probes over the channels and groups of the run.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """Measurement of one kind, with the ranks that it measures."""
+    """A measurement to make, and the ranks that take part in this measurement."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -118,7 +118,7 @@ class Probe:
     """Measures the ranks, links and groups of a job. All ranks must call the same methods.
 
     Args:
-        job: Environment of this process: ranks, device, process groups.
+        job: Environment of this process, with its ranks, device and process groups.
         name: Name of the probe, unique in the job.
         transport: Channels to the ranks with which this rank exchanges messages, or ``None`` if
             this rank has no channels. No messages may be in flight.
@@ -172,7 +172,7 @@ class Probe:
         both measurements.
 
         Returns:
-            Figures and outliers, equal on all ranks.
+            Measurements and outliers, which are equal on all ranks.
         """
         begin_s = time.perf_counter()
         checks = self._checks()

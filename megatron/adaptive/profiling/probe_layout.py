@@ -69,7 +69,7 @@ class ProbeLayout:
 
     @property
     def data(self) -> int:
-        """Number of data-parallel replicas."""
+        """Returns the number of data-parallel replicas."""
         return self.world_size // (self.tensor * self.context * self.pipeline)
 
     def links(self) -> list[Ranks]:
