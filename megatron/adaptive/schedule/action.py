@@ -45,8 +45,8 @@ class Action:
     Attributes:
         kind: Kind of action: F, B or W.
         chunk: Index of the chunk among the rank's chunks, from 0.
-        microbatch: Index of the microbatch in the batch, from 0. With sequence slices, this is the
-            index of the slice, counted through all microbatches (see ``rank_kernel``).
+        microbatch: Index of the microbatch in the batch, from 0. If sequences are cut into slices,
+            this is the index of the slice, counted across all microbatches (see ``rank_kernel``).
         piece: Index of this W among the W actions into which a weight gradient is split, from 0. F
             and B have index 0.
         paired: Whether a static schedule starts this action and the next action together, so that
@@ -59,8 +59,8 @@ class Action:
     piece: int = 0
     paired: bool = False
 
-    # Both methods are called often. The methods that a dataclass generates are slower, because they
-    # build a tuple of all fields in each call.
+    # ``__eq__`` and ``__hash__`` are called often. The methods that a dataclass generates are
+    # slower, because they build a tuple of all fields in each call.
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -205,11 +205,11 @@ def action_table(
 
 
 def mirrored(item: int, num_slices: SliceCounts) -> int:
-    """Returns the item at the mirrored position in the same microbatch as ``item``.
+    """Returns the slice at the mirrored position in the microbatch that contains slice ``item``.
 
-    For example, with 3 slices per microbatch, item 0 is mapped to 2, and item 2 to 0. A chunk runs
-    its B and W actions in this reversed order (see ``rank_kernel``), so its B with index j works on
-    item ``mirrored(j, num_slices)``. The function is its own inverse.
+    For example, with 3 slices per microbatch, index 0 is mapped to 2, and index 2 to 0. A chunk
+    runs its B and W actions in this reversed order (see ``rank_kernel``), so its B with index j
+    works on slice ``mirrored(j, num_slices)``. The function is its own inverse.
     """
     _, part, count = place_of(item, num_slices)
     return item - part + count - 1 - part
@@ -234,14 +234,14 @@ def place_label(microbatch: int, part: int | None) -> str:
 
 
 def with_slices(text: str, step: int, num_slices: SliceCounts) -> str:
-    """Replaces indices of items in a message of a transport by labels such as ``3.5``.
+    """Replaces slice indices in ``text``, a message of a transport, by labels such as ``3.5``.
 
     Transports number all slices of a step consecutively. So their ``microbatch 29 of step 7``
     becomes ``microbatch 3.5 of step 7``, which is slice 5 of microbatch 3. References to other
     steps are left unchanged, because these steps may have other numbers of slices.
 
     Args:
-        text: Text that may contain the index of an item.
+        text: Text that may contain the index of a slice or microbatch.
         step: Number of the current step.
         num_slices: Number of slices of each microbatch in the current step.
     """

@@ -17,8 +17,8 @@ that decreases with the increase in step time and with the number of attempts so
 the best order encountered in tens of thousands of attempts. Schedules of large pipelines are not
 annealed, because this would take too long and gain less.
 
-As everywhere in this package, each stage runs its microbatches in ascending order, and memory stays
-within the limit (cap). All numbers are integers and the random sequence is fixed, so equal
+Each stage runs its microbatches in ascending order, and memory stays within the limit (cap), as
+everywhere in this package. All numbers are integers and the random sequence is fixed, so equal
 arguments give the same order on every machine.
 
 The functions up to ``anneal`` use only numbers, like the functions of ``rank_kernel``, so that
@@ -46,9 +46,9 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of actions whose times are computed, summed over all attempts.
+"""Maximum number of action times to compute in all attempts together.
 
-Computing the times of this many actions takes about a second.
+Computing this many times takes about a second.
 """
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
@@ -70,17 +70,17 @@ mean duration of an action.
 class OrderGraph(NamedTuple):
     """Graph of all ranks' actions, with their execution order and inputs, as ``int64`` arrays.
 
-    An action is identified by its index in the arrays that have one entry per action. The contents
-    of scratch arrays are only valid within the function that uses them.
+    An action is identified by its index in the arrays that have one entry per action. Scratch
+    arrays contain valid values only while the function that uses them runs.
 
     Attributes:
         rows: Actions of each rank in execution order, ``[ranks, longest order]``.
         lengths: Number of actions on each rank.
         best: Copy of ``rows`` from the attempt with the shortest step so far.
-        needs: Index of the action whose result each action needs as input, or -1 if no input is
-            needed.
-        gaps: Time from the end of the needed action until its result arrives, in picoseconds, for
-            each action.
+        needs: For each action, the index of the action whose result is its input, or -1 if no input
+            is needed.
+        gaps: For each action, the time in picoseconds from the end of the action in ``needs`` until
+            its result arrives.
         durations: Duration of each action in picoseconds.
         lanes: Integer ``kind * chunks + chunk`` of each action, which is equal for actions of the
             same kind and chunk.
@@ -97,8 +97,8 @@ class OrderGraph(NamedTuple):
         now: Scratch array of ``finish`` with the end time of each rank's latest action, in
             picoseconds.
         stack: Scratch array of ``finish`` with the ranks whose next action may have its input.
-        waiting: Scratch array of ``finish`` with the rank that waits for each action's result, or
-            -1.
+        waiting: Scratch array of ``finish`` with the rank that waits for the result of each action,
+            or -1 if no rank waits.
     """
 
     rows: Any
@@ -121,7 +121,7 @@ class OrderGraph(NamedTuple):
 
 
 def finish(o: OrderGraph) -> int:
-    """Computes the end times of all actions in ``o``, and writes them to ``ends``.
+    """Computes the end times of all actions in ``o``, and writes them to ``o.ends``.
 
     Returns the end time of the step in picoseconds, or -1 if the ranks deadlock.
     """
@@ -224,9 +224,9 @@ def holds(o: OrderGraph, rank: int) -> bool:
 
 
 def anneal(o: OrderGraph, orders: int) -> int:
-    """Improves the order of actions in ``o`` by attempting ``orders`` random changes.
+    """Improves the order of the actions in ``o`` by attempting ``orders`` random changes.
 
-    Writes the best order to ``best`` and returns its step time in picoseconds.
+    Writes the best order to ``o.best`` and returns its step time in picoseconds.
     """
     step = best = finish(o)
     hottest = 0
@@ -383,7 +383,7 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
 
 
 def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
-    """Returns the delay of each input, from the end of the sending action until arrival, in ps.
+    """Returns the delay of each input in picoseconds, from the end of its producer to its arrival.
 
     The result has one entry per stage and microbatch, flattened.
 
@@ -402,7 +402,8 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 def _rows(schedule: Schedule, num_cells: int) -> Any:
     """Returns the indices of each rank's actions in execution order.
 
-    ``num_cells`` is the number of pairs of a stage and an item, which determines the indices.
+    ``num_cells`` is the number of pairs of a stage and a microbatch or slice, which is needed to
+    compute the indices.
 
     The array has the shape ``[ranks, longest order]`` and is padded with -1.
     """

@@ -166,8 +166,8 @@ class Candidate:
             codes = [hint_codes(order, chunks, pieces, slices) for order in hint.orders]
             return tuple(RulePolicy(name, rule, of_rank) for of_rank in codes)
         if name == "hinted":
-            # A frozen stage runs no backward passes, but the hints assume that each stage runs
-            # them.
+            # Apply ``adaptive`` instead of a schedule to follow, because these schedules assume
+            # that each stage runs backward passes, and frozen stages do not.
             rule = schedule_spec("adaptive").load()
         if name in ("adaptive", "hinted") and self.shares and self.cap is not None:
             frozen = self.skipped_stages
@@ -185,7 +185,7 @@ class Candidate:
             work: Durations of all actions and messages in the step.
             compiled: Whether to compile the simulation with numba (see
                 :func:`~megatron.adaptive.schedule.simulate.simulate`).
-            policies: Result of :meth:`policies` if it was already called, otherwise ``None``.
+            policies: Result of :meth:`policies` if the caller has it already, otherwise ``None``.
         """
         count = work.num_microbatches
         return simulate(
@@ -273,7 +273,7 @@ def is_rule(name: str) -> bool:
 
 
 def _spec_of(name: str) -> ScheduleSpec:
-    """Returns the specification of the static schedule or run-time rule called ``name``."""
+    """Returns the specification of the static schedule or run-time rule with the name ``name``."""
     spec = _find_spec(name)
     choices = f"choose one of {', '.join(policy_names())}"
     if spec is None:

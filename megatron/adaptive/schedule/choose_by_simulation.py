@@ -42,7 +42,7 @@ from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
-"""Run-time rules to simulate, each with the setting ``shares`` of ``Candidate``."""
+"""Names of the run-time rules to simulate, each with the value of ``Candidate.shares``."""
 DRAWS = 6
 """Number of simulated steps per candidate, each with different random durations."""
 _MANY = 20_000
@@ -219,7 +219,7 @@ def choose(
     for candidate in offered:
         planned[loop_of(candidate)] += len(seeds) * num_actions(candidate, num_microbatches)
     outcomes = fitting(offered)
-    # Compile only if there is enough time left for it.
+    # The annealing functions are only compiled if enough time is left.
     if not quick and time.monotonic() + compile_s() < until_s:
         outcomes += fitting(_annealed(outcomes, num_microbatches, profile, most, pieces, planned))
     is_late = time.monotonic() >= until_s
@@ -334,10 +334,10 @@ def _is_fixed(name: str) -> bool:
 
 
 def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
-    """Returns the durations of a message, a B and a W, relative to the duration of F.
+    """Returns the relative durations of messages, backward passes (B) and weight gradients (W).
 
-    Durations of actions are means over the stages. The duration of a message is that of the slowest
-    link.
+    The durations are relative to a forward pass (F). Those of actions are means over the stages,
+    and that of a message is the duration on the slowest link.
 
     Args:
         profile: Durations for whole microbatches.

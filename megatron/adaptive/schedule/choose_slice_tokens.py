@@ -310,7 +310,7 @@ class SlicedStep(NamedTuple):
 def fitting_candidates(
     steps: Sequence[SlicedStep], placement: Placement, setting: Setting, tokens: int
 ) -> Iterator[Candidate]:
-    """Yields the settings of the run-time rule that fit into memory in all steps.
+    """Yields the run-time rule with each setting that fits into memory in all steps.
 
     Args:
         steps: Steps to simulate.

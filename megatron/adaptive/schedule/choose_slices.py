@@ -131,7 +131,7 @@ def memory_factor(num_slices: int, measured: int) -> float:
         measured: Number of slices during the measurement.
     """
     if num_slices == 1 < measured:
-        # With many slices, only a little more than half of the scores may have been measured.
+        # A measurement with many slices may include only a little more than half of the scores.
         return 2.0
     return max(1.0, (1 + 1 / num_slices) / (1 + 1 / measured))
 

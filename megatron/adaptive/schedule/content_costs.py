@@ -75,9 +75,10 @@ class StageFit:
         return sum(factor * number for factor, number in zip(self.factors, numbers, strict=True))
 
     def add(self, squares: Sequence[float], products: Sequence[float]) -> None:
-        """Adds the sums of a step's microbatches.
+        """Adds the sums over the microbatches of a step to the sums of earlier steps.
 
-        The sums are results of :func:`squares_of` and :func:`products_of`.
+        ``squares`` is a result of :func:`squares_of`, and ``products`` a result of
+        :func:`products_of`.
         """
         self._squares = [
             _REMEMBERED * old + new for old, new in zip(self._squares, squares, strict=True)
@@ -138,7 +139,7 @@ class StageFit:
     def mean_cost(self) -> float:
         """Returns the mean cost of the microbatches that were added.
 
-        The last number of each microbatch must be 1.
+        The last number that describes a microbatch must always be 1.
         """
         return self._products[-1] / self._squares[-1] if self._squares[-1] else 0.0
 
@@ -146,7 +147,7 @@ class StageFit:
     def mean_numbers(self) -> Numbers:
         """Returns the mean of each number over the microbatches that were added.
 
-        The last number of each microbatch must be 1.
+        The last number that describes a microbatch must always be 1.
         """
         count = len(self.factors)
         # Each row of the upper triangle ends with the product of a number and the last number,

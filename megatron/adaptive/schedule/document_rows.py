@@ -85,7 +85,7 @@ class Batching:
         return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
 
     def size_of(self, lengths: Sequence[int]) -> Size:
-        """Returns the number of tokens in a microbatch, and the sum of its squared lengths.
+        """Returns a microbatch's number of tokens, and the sum of its samples' squared lengths.
 
         Args:
             lengths: Number of tokens of each sample in the microbatch.

@@ -119,15 +119,15 @@ pass. At any time, a rank follows these rules:
    of memory.
 3. Otherwise, wait.
 
-So waits are filled by forward passes that 1F1B would delay. A rank holds at most 4 microbatches for
-each later stage, and the last rank holds 1. With recomputation it holds only the stage's input of
-each microbatch. To limit memory, use ``adaptive``.
+So forward passes that 1F1B would delay fill the waits. A rank holds at most 4 microbatches for each
+later stage, and the last rank holds 1. With recomputation it holds only the stage's input of each
+microbatch. To limit memory, use ``adaptive``.
 
 Deviations from the paper: Here, recomputation is part of B, so it starts when the gradient has
-arrived; in the paper, it ends at that time. So no rank waits between a recomputation and its
-backward pass, and the paper's rule that no forward pass may run between them is not needed. In the
-paper, a rank also runs a forward pass if the backward pass in its list is late; here, only run-time
-rules do that.
+arrived. In the paper, the recomputation ends when the gradient arrives. So here, no rank waits
+between a recomputation and its backward pass, and the paper's rule that no forward pass may run
+between them is not needed. In the paper, a rank also runs a forward pass if the backward pass in
+its list is late. In this package, only run-time rules do that.
 
 Source: 1F1B is from PipeDream-Flush, arXiv 2006.09503, section 2.2. Seq-1F1B is from arXiv
 2406.03488 (the order for one stage per rank). Interleaved is from Megatron-LM, arXiv 2104.04473,

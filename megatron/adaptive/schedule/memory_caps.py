@@ -150,7 +150,7 @@ def chunk_shares(
 
 
 def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> int:
-    """Returns the number of microbatches or slices by which a frozen stage may be ahead.
+    """Returns how many microbatches or slices a frozen stage may be ahead of the next stage.
 
     Args:
         cap: Limit on activations, or ``None`` for no limit. The unit is the activations of one
@@ -179,10 +179,10 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        num_slices: Number of slices of each microbatch. If a static order of whole microbatches
-            holds k microbatches, the same order of slices holds k slices, plus the other slices of
-            the microbatch whose backward pass is next. With slices, the result is at least half of
-            what a static order of whole microbatches holds.
+        num_slices: Number of slices of each microbatch. A static order that holds k whole
+            microbatches holds k slices, plus the other slices of the microbatch whose backward pass
+            is next. With slices, the result is at least half of what the order holds with whole
+            microbatches.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:

@@ -37,8 +37,8 @@ EQUAL: Size = (1.0, 1.0)
 Measured = tuple[float, float, float]
 """Three sums over the microbatches that a rank processed in a step.
 
-The sums are of the microbatches' times in seconds, of the times multiplied by numbers of tokens,
-and of the times multiplied by squared lengths (see :data:`Size`).
+The first sum is that of the times in seconds. For the second sum, each time is multiplied by the
+number of tokens, and for the third, by the sum of the squared lengths (see :data:`Size`).
 """
 
 _LEAST_SIZES = 4

@@ -58,7 +58,7 @@ def is_loaded(rule: Rule) -> bool:
 
 
 def has_code(loop: Any) -> bool:
-    """Returns whether ``loop``, a function from this module, runs without compilation.
+    """Returns whether ``loop``, which this module created, can run without compilation.
 
     With ``NUMBA_DISABLE_JIT``, numba returns plain functions, which are never compiled.
     """

@@ -187,7 +187,7 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
     runtime_rules.breadth_first: ("broadest", "deepest", "filler"),
     runtime_rules.follow: ("order", "order", "order"),
 }
-"""Reasons for choosing F, B and W, for rules that have a single reason per kind."""
+"""Reasons for choosing F, B and W under each rule that has a single reason per kind."""
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:

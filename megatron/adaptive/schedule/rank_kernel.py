@@ -143,7 +143,7 @@ def lane_count(s: State, kind: int, chunk: int) -> int:
 
 
 def first_of(s: State, item: int) -> int:
-    """Returns the first item of the microbatch that contains ``item``."""
+    """Returns the index of the first slice in the microbatch that contains slice ``item``."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices
@@ -151,7 +151,7 @@ def first_of(s: State, item: int) -> int:
 
 
 def end_of(s: State, item: int) -> int:
-    """Returns the item after the last item of the microbatch that contains ``item``."""
+    """Returns one more than the index of the last slice in the microbatch of slice ``item``."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices + slices
@@ -159,10 +159,10 @@ def end_of(s: State, item: int) -> int:
 
 
 def item_of(s: State, kind: int, index: int) -> int:
-    """Returns the item that an action with the kind ``kind`` and the index ``index`` processes.
+    """Returns the index of the slice or microbatch (item) that an action processes.
 
-    ``index`` is the index of the action among the chunk's actions of this kind. For W, it counts
-    whole weight gradients instead of their parts.
+    The action has the kind ``kind``, and ``index`` is its index among the chunk's actions of this
+    kind. For W, the index counts whole weight gradients instead of their parts.
     """
     if kind == F or s[SLICES] == 1:
         return index
@@ -199,14 +199,14 @@ def stage_of(s: State, chunk: int) -> int:
 
 
 def size_of(s: State, item: int) -> int:
-    """Returns the activation memory of ``item`` in one chunk, as an integer like ``IN_FLIGHT``."""
+    """Returns the activation memory of slice ``item`` in one chunk, in the unit of ``IN_FLIGHT``."""
     if s[SIZED] == 0:
         return s[UNIT]
     return s[HEAD + (FLAGS + 2 * s[ITEMS]) * s[CHUNKS] + item]
 
 
 def size_from(s: State, item: int) -> int:
-    """Returns the memory of ``item`` and the later slices of its microbatch, in one chunk."""
+    """Returns the memory of slice ``item`` and of later slices of its microbatch, in one chunk."""
     end = end_of(s, item)
     if s[SIZED] == 0:
         return (end - item) * s[UNIT]
@@ -247,9 +247,9 @@ def fits(s: State, chunk: int) -> bool:
 
 
 def arrive(s: State, kind: int, chunk: int, item: int) -> None:
-    """Records that the input of ``item`` has arrived for the action of ``kind`` in ``chunk``.
+    """Records the arrival of the input of an action, which processes ``item`` in ``chunk``.
 
-    The action is an F or a B.
+    The kind of the action, ``kind``, is F or B.
 
     For the B of a frozen chunk, the arrival means that the next stage has taken the chunk's output.
     """

@@ -268,7 +268,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
         index = hint[position] // count
         code = hint[position] - index * count
-        # The next action with this code has the number of already started actions as its index.
+        # The index of the next action with this code is the number of its predecessors, which have
+        # all started.
         started = s[HEAD + code]
         if index < started:
             continue

@@ -215,7 +215,7 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
 
 
 def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Determines how stages are assigned to ranks. Each of ``rows`` has the stages of a rank."""
+    """Determines how stages are assigned to ranks. Each of ``rows`` lists the stages of a rank."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:

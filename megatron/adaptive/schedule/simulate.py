@@ -311,7 +311,7 @@ _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
-    """Returns the state of a simulation at the start of a step, with empty hints.
+    """Returns the state of a simulation at the start of a step, with an empty hint for each rank.
 
     :func:`run_states` describes the arguments.
     """

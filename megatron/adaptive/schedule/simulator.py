@@ -354,7 +354,7 @@ def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: i
 
 
 def receive(world: World, event: int) -> None:
-    """Marks the input that arrives with ``event`` as arrived, and wakes the rank that needs it."""
+    """Records that the input of ``event`` has arrived, and wakes the rank that needs this input."""
     stages = len(world.first_ranks)
     total = world.total[0]
     lane = event // total
