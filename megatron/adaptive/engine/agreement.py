@@ -55,8 +55,8 @@ _LOST = (1 << 63) - 1
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# Limit in seconds on the time to report that a rank cannot continue. The limit is short, because
-# the reporting thread may be the thread that must stop the process.
+# A report that a rank cannot continue must be sent within this time in seconds. The limit is short,
+# because the reporting thread may be the thread that must stop the process.
 _REPORT_S = 1.0
 
 
@@ -121,8 +121,8 @@ class Agreement:
     def missing(self) -> str:
         """Returns a text that lists inputs that have not arrived on all members.
 
-        For each input, the text also names the members that lack it. The text is empty if no input
-        is missing.
+        For each input, the text also names the members on which the input is missing. The text is
+        empty if no input is missing.
         """
         return ""
 
@@ -249,7 +249,7 @@ class Leader(Agreement):
 
 
 class Follower(Agreement):
-    """Runs the actions that the leader of the group chooses, and reports arrived inputs to it.
+    """Runs the actions that the group's leader chooses, and reports arrived inputs to the leader.
 
     Args:
         decisions: Channel from which this rank reads the leader's decisions.
@@ -385,8 +385,8 @@ def connect(
 def encode(action: Action, extra: int) -> int:
     """Packs ``action`` and the integer ``extra`` into 63 bits. Readers call :func:`decode`.
 
-    ``extra`` is the index of the action's piece in a decision, and the index of the step in a
-    report.
+    In a decision, ``extra`` is the index of the action's piece. In a report, it is the index of the
+    step.
 
     Raises:
         ScheduleError: The chunk, microbatch, piece or step is too large to be encoded.

@@ -327,7 +327,8 @@ def _chosen(count: int, iteration: int) -> list[int]:
     """
 
     def key(number: int) -> int:
-        # The top bits of a product with an odd constant depend on all bits of ``number``.
+        # Odd constants are used, because the top bits of the products then depend on all bits of
+        # ``number``.
         mixed = number * 0x9E3779B97F4A7C15 + iteration * 0xD1B54A32D192ED03
         return (mixed & (1 << 64) - 1) >> 20
 

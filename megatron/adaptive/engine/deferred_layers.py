@@ -131,7 +131,7 @@ class GroupedCall(LayerCall):
 
     Attributes:
         weight: Weights of all experts on this rank, in one parameter.
-        shape: Shape ``[experts, in, out]`` in which the operations use ``weight``.
+        shape: Shape ``[experts, in, out]`` to which ``weight`` is reshaped for the matmul.
         counts: Number of rows of each expert, ``[experts]``, in host memory.
     """
 

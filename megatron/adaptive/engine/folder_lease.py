@@ -48,8 +48,8 @@ _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-# Key of the checksum over all other keys of a claim. Claims written by earlier versions lack this
-# key.
+# This is the key of the checksum over all other keys of a claim. Claims written by earlier versions
+# lack this key.
 _SUM = "sum"
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -58,7 +58,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # Number of earlier claims whose files a new claim removes at most.
+_KEPT = 8  # A new claim removes the files of at most this many earlier claims.
 
 
 class LeaseTakenError(SetupError):
@@ -86,7 +86,7 @@ class Lease:
         self._files = folder / _FOLDER
         self.number = 0
         self.former: Mapping[str, Any] = {}
-        # Content of the claim, or empty if another process made the claim.
+        # This is the content of the claim, or empty if another process made the claim.
         self._claimed: dict[str, Any] = {}
         self._private: Mapping[str, Any] = {}
         self._count = 0
@@ -103,7 +103,8 @@ class Lease:
         counter for up to ten seconds, and fails if the counter increases.
 
         Args:
-            job: ID of the job, or ``None`` for a manager.
+            job: ID of the job, or ``None`` if a manager (the program that starts elastic jobs)
+                claims the right.
             restarts: Number of restarts of the job so far, or ``None`` for a manager.
             run: Name by which ranks identify their manager, or ``None`` for a job.
 
@@ -135,7 +136,7 @@ class Lease:
         self.number = number
 
     def join_manager(self, number: int | None, job: str) -> bool:
-        """Shares the right to the folder that this process's manager holds, if it holds the right.
+        """Shares the right of this process's manager, if the manager holds the right to the folder.
 
         Returns whether the manager holds the folder.
 
@@ -150,7 +151,7 @@ class Lease:
         return True
 
     def advance(self) -> bool:
-        """Replaces this job's claim by a new claim, which has the next number.
+        """Replaces this job's claim by a new claim with the next number.
 
         Processes that joined the old claim lose the right.
 

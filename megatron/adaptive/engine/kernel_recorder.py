@@ -89,7 +89,7 @@ class KernelRecorder:
                 pass
 
     def _report_if_idle(self, iteration: int) -> None:
-        """Prints after the last selected iteration that no selected iteration was traced."""
+        """Prints a message after the last selected iteration if none of them was traced."""
         if self._is_idle and iteration == self._iterations[-1]:
             self._say(
                 f"no kernels are recorded, because iterations {self._iterations[0]} to {iteration} "

@@ -165,10 +165,11 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Replaces torch's all-to-all while the context is open, so that exchanges pass the turn.
+        """Replaces torch's all-to-all while the context is open, so that exchanges switch lanes.
 
-        Exchanges of forward and backward passes are replaced. A lane only passes the turn during
-        exchanges of rows (tokens), because exchanges of one number per row do not take long.
+        Exchanges of forward and backward passes are replaced. A lane only lets the other lane
+        compute during exchanges of rows (tokens), because exchanges of one number per row do not
+        take long.
         """
         plain = dist.all_to_all_single
 

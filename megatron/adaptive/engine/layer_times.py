@@ -38,8 +38,8 @@ class LayerSums:
         self.is_traced = False
         self._clock = clock
         self._numbers = list(numbers)
-        # Each entry contains the position of a layer, the kind of pass, and the marks at start and
-        # end.
+        # Each entry contains the position of a layer, the kind of pass, and the time marks at the
+        # start and the end of the pass.
         self._marks: list[tuple[int, int, Any, Any]] = []
         self._first_passes: dict[tuple[int, int], tuple[int, int]] = {}
 

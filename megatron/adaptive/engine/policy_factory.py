@@ -254,7 +254,8 @@ class Orders:
 
         Each slice of a microbatch is a separate input. The result determines the size of the
         receive buffers, which does not change when ``auto`` chooses a schedule. So for ``auto``
-        without a cap, the result is the number of all microbatches, which no schedule exceeds.
+        without a cap, the result is the number of all microbatches, because no schedule keeps more
+        inputs.
 
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if

@@ -98,7 +98,7 @@ def _broken_connection(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def naming_lost_peers() -> Iterator[None]:
-    """Converts errors about broken connections, raised in the context, into ``PeerLostError``.
+    """Converts errors about broken connections in the context into ``PeerLostError``.
 
     Raises:
         PeerLostError: A collective operation failed because another rank has exited.
@@ -223,7 +223,7 @@ class Job:
 
         If torch was initialized before the job started, the process groups of the caller remain.
 
-        Releases the rights to folders first.
+        The rights to folders are released first.
         """
         if not self.owns_process_group:
             dist.barrier()  # After the barrier, no rank is waiting in one of these groups.

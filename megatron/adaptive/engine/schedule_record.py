@@ -130,8 +130,8 @@ class ScheduleRecord:
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        # Maps each order to the first equal tuple that was added, so that equal orders share
-        # memory.
+        # This dictionary maps each order to the first equal tuple that was added, so that equal
+        # orders share memory.
         self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
@@ -142,12 +142,12 @@ class ScheduleRecord:
         return tuple(sorted(self._steps))
 
     def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
-        """Stores the orders of all ranks in ``step``, in order of ranks.
+        """Stores each rank's order of actions in the step with the index ``step``.
 
-        ``dealt`` contains the microbatches of each replica, or is ``None`` if these are not
-        recorded.
+        ``orders`` contains one order per rank. ``dealt`` contains the microbatches of each replica,
+        or is ``None`` if these are not recorded.
 
-        Replaces the orders that were stored earlier for the same ``step``.
+        Orders that were stored earlier for the same step are replaced.
         """
         known_orders = self._orders
         if dealt is not None:

@@ -87,7 +87,7 @@ _ROUNDING_PER_SUM = 500
 # ``runtime_rules``) with a ratio of 1.25, message latency made a step up to 7% longer than with
 # static schedules. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5
-# Minimum number of outputs that a frozen stage may be ahead. With fewer outputs, the next stage
+# A frozen stage may always be at least this many outputs ahead. With fewer outputs, the next stage
 # would wait for each message.
 _LEAST_LEAD = 2
 

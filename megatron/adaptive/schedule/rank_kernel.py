@@ -199,7 +199,7 @@ def stage_of(s: State, chunk: int) -> int:
 
 
 def size_of(s: State, item: int) -> int:
-    """Returns the activation memory of slice ``item`` in one chunk, in the unit of ``IN_FLIGHT``."""
+    """Returns the activation memory of ``item`` in one chunk, in the unit of ``IN_FLIGHT``."""
     if s[SIZED] == 0:
         return s[UNIT]
     return s[HEAD + (FLAGS + 2 * s[ITEMS]) * s[CHUNKS] + item]
