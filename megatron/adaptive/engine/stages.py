@@ -84,7 +84,7 @@ class Slices(Protocol):
         """Yields the tensors that the slices of the current microbatch share in a chunk."""
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the size in bytes of tensors of ``item`` that later slices need.
+        """Returns the size in bytes of the tensors of slice ``item`` that later slices need.
 
         The size is 0 before the chunk's first forward pass.
         """
@@ -347,7 +347,8 @@ class MegatronStages(SplitStages):
         return model_input
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Frees the memory of an output that the transport has copied or holds a reference to.
+        """Frees an output that the transport has copied, or to which the transport holds a
+        reference.
 
         The backward pass only needs the autograd graph of the output. The transport holds a
         reference to the memory until the message has been sent.
@@ -403,6 +404,8 @@ class MegatronStages(SplitStages):
 
     def _sized(self, nbytes: int, item: int, key: int) -> int:
         """Estimates the size of ``item`` in bytes from the size of a measured item.
+
+        An item is a slice or a whole microbatch.
 
         Args:
             nbytes: Size of the measured item in bytes.
@@ -592,7 +595,7 @@ class ForwardBackward:
     def use(self, candidate: Candidate) -> None:
         """Switches to the schedule or run-time rule of ``candidate``, starting with the next step.
 
-        All ranks must call this with the same candidate.
+        All ranks must call this method with the same candidate.
 
         Raises:
             ConfigError: The schedule needs a different placement, or has W actions although this
@@ -607,7 +610,7 @@ class ForwardBackward:
         self.orders.use(candidate)
 
     def activation_bytes(self) -> tuple[int, ...]:
-        """Returns the size in bytes of the activations of a mean microbatch, for each chunk.
+        """Returns the activation size in bytes of a microbatch of mean size, for each chunk.
 
         All sizes are 0 before the first microbatch has run.
         """

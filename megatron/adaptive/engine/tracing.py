@@ -248,7 +248,7 @@ class Tracing:
         """Traces the device's work between two marks, if the current iteration is traced.
 
         The span has the kind ``kind``, and belongs to ``chunk`` and ``microbatch``. Both are -1 if
-        it belongs to no microbatch.
+        the span belongs to no microbatch.
 
         ``start`` and ``end`` are results of :meth:`mark`.
         """
@@ -483,7 +483,7 @@ def record_trace(
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
     """Marks each forward and backward pass of ``model`` as a named range in the profiler.
 
-    The hooks that do this are removed when ``hooks`` is closed.
+    The hooks that are added to ``model`` are removed when ``hooks`` is closed.
 
     The names are the same as in Megatron-LM and ``torch.distributed.pipelining``.
     """

@@ -196,9 +196,9 @@ class _Task(NamedTuple):
 class _Backlog:
     """Weight gradients of one microbatch that have not been computed yet.
 
-    The order is that in which the backward pass reached the layers. A unit is the list of all tasks
-    for one weight. Usually, this is a single task, but there are several tasks if several calls
-    share the weight.
+    The weight gradients are in the order in which the backward pass reached the layers. A unit is
+    the list of all tasks for one weight. Usually, this is a single task, but there are several
+    tasks if several calls share the weight.
     """
 
     microbatch: int
