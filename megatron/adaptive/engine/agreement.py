@@ -340,7 +340,7 @@ class Follower(Agreement):
                 raise
 
     def _report_loss(self) -> None:
-        """Tells the leader that this rank cannot continue, and gives up after 1 s."""
+        """Reports to the leader that this rank cannot continue, and gives up after 1 s."""
         if not self._lock.acquire(timeout=_REPORT_S):
             return
         try:

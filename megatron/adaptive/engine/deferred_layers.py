@@ -222,8 +222,8 @@ class DelayedCall(LayerCall):
         before = {parameter: parameter.grad for parameter in (*weights, *biases)}
         computed = self.delayed.pop()
         self.delayed.pop = lambda: computed
-        # With fp8, B has already computed the bias gradients, but backward_dw() still expects a
-        # tensor for each bias.
+        # B has already computed the bias gradients if fp8 is used, but backward_dw() still expects
+        # a tensor for each bias.
         absent = computed[0][1] is None
         for parameter in before:
             parameter.grad = None

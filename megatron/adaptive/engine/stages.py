@@ -347,8 +347,7 @@ class MegatronStages(SplitStages):
         return model_input
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Frees an output that the transport has copied, or to which the transport holds a
-        reference.
+        """Frees an output that the transport has copied or to which it holds a reference.
 
         The backward pass only needs the autograd graph of the output. The transport holds a
         reference to the memory until the message has been sent.

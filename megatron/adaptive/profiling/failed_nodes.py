@@ -98,7 +98,7 @@ def _slow_shares(
 
 
 def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str]) -> str | None:
-    """Returns the node that caused ``outlier``, or ``None`` if it is unknown.
+    """Returns the node that caused ``outlier``, or ``None`` if this node is unknown.
 
     ``shares`` contains the fraction of slow links of each node, and ``nodes`` the node of each
     rank.

@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
 _ALIKE = 0.05
-"""Maximum relative spread of microbatch times at which they are treated as equal."""
+"""Maximum relative spread of the times of microbatches that are treated as equal."""
 F = ActionKind.F
 B = ActionKind.B
 W = ActionKind.W

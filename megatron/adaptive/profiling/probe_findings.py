@@ -146,8 +146,8 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
     """Returns the better of two measurements of each rank, link and group.
 
     Args:
-        first: Figures of the first measurement.
-        second: Figures of the second measurement.
+        first: Results of the first measurements.
+        second: Results of the second measurements, at a different time.
 
     Returns:
         Better measurement of each pair, in the order of ``first``. If one of the two measurements

@@ -139,7 +139,8 @@ def batching_of(config: TrainerConfig) -> Batching:
 def make_dealer(config: TrainerConfig) -> Dealer:
     """Returns an object that assigns microbatches to replicas as ``config`` specifies."""
     parallel = config.parallel
-    # With several chunks per rank, simulated steps are shorter if long rows run in the middle.
+    # Simulated steps with several chunks per rank are shorter if long rows run in the middle of the
+    # step.
     has_one_chunk = config.varies_slices and parallel.num_chunks == 1
     return Dealer(
         config.balance,

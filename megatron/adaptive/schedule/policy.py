@@ -191,7 +191,7 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns one word per action of a rank, which tells why the action was chosen, for the trace.
+    """Returns the reason for choosing each action of a rank, as one word for the trace.
 
     The word is empty if the policy does not provide reasons.
 
