@@ -56,7 +56,7 @@ _OPERATIONS = {
     "all_to_all_single": "all-to-all",
     "broadcast": "broadcast",
 }
-"""Name of the collective that each method of a process group starts, for all releases of torch."""
+"""Name of the collective that each method of a process group starts, in all releases of torch."""
 
 
 @dataclass(slots=True)
@@ -284,7 +284,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _summary(group: _Group, iteration: int) -> GroupCollectives:
-    """Returns the counts and total times of a group's collectives in a step.
+    """Returns the counts, total times and sizes of a group's collectives in step ``iteration``.
 
     The result also contains the start and end of up to :data:`MOST_KEPT` collectives.
     """

@@ -95,7 +95,10 @@ class ParallelLinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields (parameter, gradient) pairs, without gradients that a fused kernel accumulates."""
+        """Yields (parameter, gradient) pairs, without gradients that a fused kernel accumulates.
+
+        ``inputs`` are the layer's inputs, and ``gradient`` is the gradient of the layer's output.
+        """
         gradient, inputs = prepare_input_tensors_for_wgrad_compute(gradient, self._whole(inputs))
         if self.fuses:
             self._add_fused(inputs, gradient)
@@ -150,7 +153,10 @@ class GroupedCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields the weight and its gradient, as a single pair."""
+        """Yields the weight and its gradient, as a single pair.
+
+        ``inputs`` are the layer's inputs, and ``gradient`` is the gradient of the layer's output.
+        """
         kernel = getattr(experts.gg.grouped_gemm, "backend", None)
         if kernel is not None and inputs.is_cuda and inputs.numel():
             total = kernel.gmm(inputs, gradient, self.counts, trans_a=True, trans_b=False)
@@ -213,8 +219,8 @@ class DelayedCall(LayerCall):
     ) -> list[tuple[torch.nn.Parameter, Any]]:
         """Computes the weight gradients of the call and returns (parameter, gradient) pairs.
 
-        This method calls the layer's ``backward_dw()``. The result does not contain gradients that
-        the layer itself adds to ``main_grad``.
+        This method calls the layer's ``backward_dw()``, and does not use ``inputs``. The result
+        does not contain gradients that the layer itself adds to ``main_grad``.
         """
         layer = self.layer
         weights = _weights(layer)
@@ -509,7 +515,9 @@ def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> i
 
 
 def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore]:
-    """Makes the layers of each chunk defer weight gradients. Returns the new store of each chunk.
+    """Attaches a new store to the layers of each of ``chunks``, and returns the stores.
+
+    The layers then defer their weight gradients while a store is active.
 
     Raises:
         ConfigError: The layers have weight gradients, but no layer can defer its gradient.

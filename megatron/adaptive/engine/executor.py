@@ -86,10 +86,10 @@ class Stages(Protocol):
         """Allows the output of ``chunk`` for ``microbatch`` to be freed after it was sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the activations that ``chunk`` keeps for a backward pass."""
+        """Returns the size in bytes of the activations of ``microbatch`` that ``chunk`` keeps."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors that the B of ``chunk`` keeps for a later W."""
+        """Returns the size in bytes of the tensors of ``microbatch`` that ``chunk`` keeps for W."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
@@ -373,7 +373,7 @@ class Executor:
         self._launched.sort(key=lambda launched: index_of[launched.action])
 
     def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
-        """Chooses the next action, marks the action as started and returns it.
+        """Chooses the next action with ``policy``, marks the action as started and returns it.
 
         Returns ``None`` if no action can start, or if ``may_pass`` is true and the action that was
         communicating continues.
@@ -404,10 +404,10 @@ class Executor:
         return ahead
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
-        """Waits until another input arrives, because ``action`` cannot start yet.
+        """Waits until another input arrives, because ``action`` cannot start in ``state`` yet.
 
-        The leader chose ``action``, so its input is on the way to the executor. Raises an error if
-        the action can never start.
+        The leader chose ``action``, so its input is on the way to the executor. Raises an error
+        with the name of ``policy`` if the action can never start.
         """
         if self._decides or not state.is_possible(action):
             raise ScheduleError(

@@ -412,8 +412,9 @@ def _build_agreement(
 ) -> Agreement:
     """Connects this rank to its decision group, and returns the rank's ``Agreement``.
 
-    ``places`` contains the host and process of every rank. :func:`decision_group` describes
-    ``model`` and ``model_groups``.
+    ``places`` contains the host and process of every rank, and ``timeout_s`` limits the time to
+    send a report. :func:`decision_group` describes ``model`` and ``model_groups``. Without a
+    ``transport``, no agreement is needed.
 
     All ranks must call this function.
     """

@@ -84,7 +84,8 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
     """Converts an error about connecting the ranks into an error with a single line of text.
 
-    Returns ``error`` unchanged if it has a different cause.
+    The text names the address from ``environment``. Returns ``error`` unchanged if it has a
+    different cause.
     """
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ValueError) and "rendezvous" not in reason:

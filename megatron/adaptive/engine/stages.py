@@ -544,7 +544,10 @@ class ForwardBackward:
         return _by_microbatch(stages.reduced_losses, self._slices)
 
     def _check_counts(self, num_chunks: int, num_iterators: int) -> None:
-        """Checks that each chunk of this rank has a model and a data iterator."""
+        """Checks that each chunk of this rank has a model and a data iterator.
+
+        The arguments are the numbers of models and of data iterators.
+        """
         expected = self.orders.placement.num_chunks
         if not num_chunks == num_iterators == expected:
             raise ConfigError(
@@ -575,7 +578,7 @@ class ForwardBackward:
         return relative
 
     def _run(self, stages: MegatronStages, sizes: Sequence[float] | None) -> None:
-        """Runs all actions of the step, and frees tensors at the end or after an error."""
+        """Runs all actions of ``stages``, and frees tensors at the end or after an error."""
         num_microbatches = stages.num_microbatches
         forward_only = stages.forward_only
         if self._slices is not None:

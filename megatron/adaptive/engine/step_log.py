@@ -99,7 +99,7 @@ class StepLog:
         """Returns the arrival time of ``item`` in nanoseconds, and whether it is exact.
 
         If the transport does not report the arrival time, the result is the current time. This is
-        exact only if the executor was waiting for the input.
+        exact only if the executor was waiting for the input (``is_awaited``).
         """
         reported_ns = item.arrived_ns
         return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None

@@ -64,13 +64,14 @@ class LayerCall:
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Returns (parameter, gradient) pairs, without gradients that the call itself accumulates.
 
+        ``inputs`` are the layer's inputs, and ``gradient`` is the gradient of the layer's output.
         Autograd does not record the operations of this method, because neither argument requires a
         gradient.
         """
         raise NotImplementedError
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the approximate number of FLOPs of :meth:`weight_gradients`.
+        """Returns the approximate number of FLOPs of :meth:`weight_gradients` for ``gradient``.
 
         The default is the cost of a matmul.
         """
@@ -148,7 +149,10 @@ class EmbeddingCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields the weight and its gradient, as a single pair."""
+        """Yields the weight and its gradient, as a single pair.
+
+        ``inputs`` are the indices, and ``gradient`` is the gradient of the embeddings.
+        """
         if self.by_index:
             total = gradient.new_zeros(self.weight.shape)
             yield self.weight, total.index_put_((inputs,), gradient, accumulate=True)
@@ -380,7 +384,8 @@ class WeightGradientStore:
     def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keeps the tensors from which the weight gradient of ``call`` will be computed.
 
-        This method must be called within the context of :meth:`collect`.
+        The tensors are the layer's ``inputs`` and the ``gradient`` of its output. This method must
+        be called within the context of :meth:`collect`.
 
         Raises:
             ScheduleError: The backward pass of a deferring layer runs outside of :meth:`collect`.
@@ -503,6 +508,8 @@ class SplitStages:
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.
+
+        ``executor.Stages`` describes the arguments.
 
         Raises:
             ScheduleError: Another part must be computed first, or the backward passes of this step

@@ -86,7 +86,11 @@ def find_failed_nodes(
 def _slow_shares(
     outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the fraction of slow links among the links of each node to other nodes."""
+    """Returns the fraction of slow links among the links of each node to other nodes.
+
+    ``outliers`` contains the slow links, ``figures`` all measured links, and ``nodes`` the node of
+    each rank.
+    """
 
     def links_of(ranks: set[tuple[int, ...]]) -> Counter[str]:
         pairs = ({nodes[rank] for rank in link} for link in ranks)

@@ -73,7 +73,7 @@ _CONFIRMATIONS = 3
 
 
 def _message_bytes(accelerator: Accelerator) -> int:
-    """Returns the size in bytes of the largest message that a probe sends."""
+    """Returns the size in bytes of the largest message that a probe of ``accelerator`` sends."""
     return _LARGE_BYTES[accelerator.device.type]
 
 
@@ -232,7 +232,7 @@ class Probe:
         ]
 
     def _rank(self, ranks: Ranks) -> list[Figure]:
-        """Measures the device of this rank."""
+        """Measures the device of this rank, which is the only rank in ``ranks``."""
         return measure_device(self._job.accelerator, ranks, self._seconds)
 
     def _link(self, ranks: Ranks) -> list[Figure]:
@@ -278,7 +278,10 @@ class Probe:
         }
 
     def _group(self, ranks: Ranks, *, kind: str) -> list[Figure]:
-        """Measures the collectives of this rank's group of the given ``kind``."""
+        """Measures the collectives of the group of ``kind`` that contains this rank.
+
+        ``ranks`` contains the ranks of the group.
+        """
         device = self._job.accelerator.device
         group = self._groups[kind].group
         nodes = len({self._machines[rank] for rank in ranks})
@@ -303,7 +306,10 @@ class Probe:
         return figures
 
     def _files(self, ranks: Ranks) -> list[Figure]:
-        """Measures how fast this rank writes a file to the checkpoint folder and reads it."""
+        """Measures how fast this rank writes a file to the checkpoint folder and reads it.
+
+        ``ranks`` contains only this rank.
+        """
         assert self._folder is not None
         path = self._folder / f".probe-{self._job.rank}"
         try:
@@ -461,7 +467,10 @@ class Turns:
                     self._end(number, sum(map(len, batch)))
 
     def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
-        """Deletes the keys of the last series of turns. All turns of the series must have ended."""
+        """Deletes the keys of the last series of turns, for which :meth:`each` got ``batches``.
+
+        All turns of the series must have ended.
+        """
         if self._job.is_first:
             for number in range(len(batches)):
                 self._store.delete_key(self._key(number, "done"))

@@ -94,7 +94,7 @@ class ProbeLayout:
 
 
 def _groups(world_size: int, stride: int, size: int) -> list[Ranks]:
-    """Returns the groups of ``size`` ranks whose indices differ by ``stride``."""
+    """Divides ``world_size`` ranks into groups of ``size`` ranks with a distance of ``stride``."""
     block = stride * size
     return [
         tuple(range(first + offset, first + block, stride))

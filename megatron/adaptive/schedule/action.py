@@ -144,7 +144,7 @@ def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
 
 
 def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
-    """Returns the number of slices of each microbatch, as a tuple.
+    """Returns the number of slices of each of ``num_microbatches`` microbatches, as a tuple.
 
     If ``num_slices`` is an integer, all microbatches have this number of slices.
     """

@@ -323,6 +323,8 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
     """Builds the graph of the actions in ``schedule`` and of their inputs.
 
+    The actions take as long as in ``work``, and the memory of a rank is limited to ``cap``.
+
     The index of an F or B is ``kind * cells + cell``, and the index of a W is ``2 * cells + cell *
     pieces + piece``. Here ``cell`` is ``stage * num_microbatches + microbatch``, and ``cells`` is
     the number of cells. With slices, items replace microbatches (see ``rank_kernel``). A B of the
@@ -400,7 +402,7 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 
 
 def _rows(schedule: Schedule, num_cells: int) -> Any:
-    """Returns the indices of each rank's actions in execution order.
+    """Returns the indices of the actions of each rank of ``schedule``, in execution order.
 
     ``num_cells`` is the number of pairs of a stage and a microbatch or slice, which is needed to
     compute the indices.

@@ -81,9 +81,9 @@ class Candidate:
             microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes on these stages. Static schedules run such
-            backward passes, although they compute nothing, because they limit the outputs that wait
-            for the next stage.
+            rules of this project run no backward passes on these stages. Static schedules run these
+            backward passes, which compute nothing, to limit the number of outputs that wait for the
+            next stage.
     """
 
     name: str
@@ -417,9 +417,9 @@ def make_policies(
             microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes on these stages. Static schedules run such
-            backward passes, although they compute nothing, because they limit the outputs that wait
-            for the next stage.
+            rules of this project run no backward passes on these stages. Static schedules run these
+            backward passes, which compute nothing, to limit the number of outputs that wait for the
+            next stage.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not support the placement or the
@@ -452,8 +452,8 @@ def _orders_of_unequal(
 ) -> tuple[Order, ...]:
     """Returns each rank's actions for microbatches that have different numbers of slices.
 
-    ``name`` is the name of the schedule, and ``num_slices`` is the number of slices of each
-    microbatch.
+    ``name`` is the name of the schedule, ``placement`` assigns stages to ranks, and ``num_slices``
+    is the number of slices of each microbatch.
 
     Raises:
         ScheduleError: ``name`` is not the schedule for evaluations, which is the only schedule that
@@ -547,8 +547,9 @@ def hint_codes(
 ) -> tuple[int, ...]:
     """Encodes the actions of a rank as the integers that the rule ``hinted`` reads.
 
-    The actions are given in ``order``. Each W is replaced by ``weight_pieces`` W actions. If
-    ``order`` has no W but ``weight_pieces`` is not 0, the W actions follow directly after each B.
+    The rank has ``num_chunks`` chunks, and its actions are given in ``order``. Each W is replaced
+    by ``weight_pieces`` W actions. If ``order`` has no W but ``weight_pieces`` is not 0, the W
+    actions follow directly after each B.
     """
     splits = any(action.kind is ActionKind.W for action in order)
     actions: list[Action] = []

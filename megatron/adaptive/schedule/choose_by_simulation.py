@@ -249,6 +249,7 @@ def _fastest(
     """Chooses the fastest candidate from ``outcomes``.
 
     A static schedule is preferred to a run-time rule with a relative gain below ``GAIN``.
+    ``profile`` and ``most`` are only used to explain the choice.
     """
     ranked = sorted(outcomes, key=lambda outcome: (outcome.mean_s, outcome.peak_units))
     best = ranked[0]

@@ -144,7 +144,8 @@ def _terms(table: Any) -> Any:
 def _least_squares(table: Any, *, has_fixed: bool) -> Any:
     """Fits the non-negative parts of an action's duration by least squares.
 
-    Each row of ``table`` contains the tokens, pairs and seconds of a measured action.
+    Each row of ``table`` contains the tokens, pairs and seconds of a measured action. The fixed
+    part is 0 if ``has_fixed`` is false.
     """
     terms, seconds = _terms(table), table[:, 2]
     sizes = np.maximum(np.abs(terms).max(axis=0), 1e-30)
@@ -278,8 +279,8 @@ class SlicedStep(NamedTuple):
 
         Args:
             placement: Assignment of pipeline stages to ranks.
-            cap: Limit in microbatches of mean size, or ``None`` for the default limit. If the limit
-                is below :attr:`least`, the result is :attr:`least`, as it is in real steps.
+            cap: Limit in microbatches of mean size, or ``None`` for the default limit. A limit
+                below :attr:`least` is raised to :attr:`least`, because real steps raise it, too.
         """
         usual = default_cap(placement, self.num_microbatches, mean_slices(self.counts))
         return max(usual if cap is None else cap, self.least)

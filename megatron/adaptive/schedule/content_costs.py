@@ -48,7 +48,10 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
 
 
 def products_of(rows: Sequence[Numbers], costs: Sequence[float]) -> list[float]:
-    """Returns the sum of each column of ``rows``, with each row multiplied by its cost."""
+    """Returns the sum of each column of ``rows``, with each row multiplied by its cost.
+
+    ``costs`` contains the cost of each row.
+    """
     return [
         sum(row[index] * cost for row, cost in zip(rows, costs, strict=True))
         for index in range(len(rows[0]))

@@ -210,7 +210,7 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
     The placement must be a loop with at least two chunks per rank.
 
     Microbatches run in groups of equal size. A group has as many microbatches as there are ranks,
-    or slightly more.
+    or slightly more, so that the groups contain all ``num_microbatches`` microbatches.
 
     Raises:
         ScheduleError: The microbatches cannot be divided into equal groups.
@@ -355,8 +355,9 @@ def forward_only(
 ) -> tuple[Order, ...]:
     """Returns each rank's actions in an evaluation, which has only forward passes.
 
-    Microbatches run in groups. With slices, the groups consist of slices. ``num_slices`` is the
-    number of slices of each microbatch.
+    The ``num_microbatches`` microbatches run in groups. A group has as many microbatches as
+    ``placement`` has ranks. If microbatches are cut into ``num_slices`` slices, the groups consist
+    of slices.
     """
     ranks = placement.num_ranks
     num_items = item_count(num_microbatches, num_slices)

@@ -155,7 +155,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 
 
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
-    """Converts labels such as ``F0`` (F of chunk 0) into actions.
+    """Converts the labels ``lanes``, such as ``F0`` (F of chunk 0), into actions.
 
     Equal labels stand for microbatches 0, 1 and so on, and labels of microbatches from
     ``num_microbatches`` on are skipped.

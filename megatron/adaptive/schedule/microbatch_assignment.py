@@ -410,7 +410,7 @@ class Dealer:
 
 
 def _sums(sizes: Sequence[Size]) -> list[float]:
-    """Returns the number of microbatches, the sum of tokens, and the sum of squared lengths."""
+    """Returns the number of microbatches in ``sizes``, and sums of tokens and squared lengths."""
     return [
         float(len(sizes)),
         sum(tokens for tokens, _ in sizes),

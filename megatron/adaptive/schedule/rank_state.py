@@ -557,10 +557,10 @@ def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
 
 
 def _scaled(size: float, num_chunks: int, num_slices: float) -> int:
-    """Converts a relative size to the integer memory of a microbatch or slice in one chunk.
+    """Converts ``size`` to the integer memory of a microbatch or slice in one of the rank's chunks.
 
-    Sizes of slices are rounded down. Otherwise, the sum of many rounded sizes could exceed the
-    minimum cap, which must have room for all slices of the largest microbatch.
+    The result is rounded down if there are slices. Otherwise, the sum of many rounded sizes could
+    exceed the minimum cap, which must have room for all slices of the largest microbatch.
     """
     exact = MEMORY_SCALE * size / num_chunks
     return round(exact) if num_slices == 1 else int(exact / num_slices)

@@ -69,11 +69,11 @@ def check_num_microbatches(num_microbatches: int) -> None:
 
 
 def check_num_slices(num_slices: SliceCounts, num_microbatches: int = 1) -> None:
-    """Checks that each microbatch has at least one slice according to ``num_slices``.
+    """Checks that each of ``num_microbatches`` microbatches has at least one slice.
 
     Raises:
-        ScheduleError: A number of slices is less than 1, or the number of entries differs from the
-            number of microbatches.
+        ScheduleError: A number of slices is less than 1, or the number of entries in ``num_slices``
+            differs from the number of microbatches.
     """
     if not isinstance(num_slices, int):
         if len(num_slices) != num_microbatches:

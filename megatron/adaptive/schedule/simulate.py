@@ -130,7 +130,10 @@ class SimResult:
         )
 
     def to_schedule(self, name: str) -> Schedule:
-        """Returns the order in which the simulated ranks ran their actions, as a schedule."""
+        """Returns the order in which the simulated ranks ran their actions, as a schedule.
+
+        The schedule is called ``name``.
+        """
         slices = self.workload.num_slices
         # No caller converts a step whose microbatches differ in their numbers of slices.
         assert isinstance(slices, int)

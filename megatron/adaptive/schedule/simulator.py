@@ -185,7 +185,7 @@ def wake(world: World, rank: int) -> None:
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
-    """Converts a microbatch's index on ``rank`` to its index among all microbatches of the step."""
+    """Converts the index of a microbatch on ``rank`` of ``stage`` to its index in the step."""
     return microbatch * world.widths[stage] + rank - world.first_ranks[stage]
 
 
@@ -327,10 +327,10 @@ def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> Non
 
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
-    """Sends the result of an F or B of ``stage`` to the stage that needs this result.
+    """Sends the result of an action of ``stage`` to the stage that needs this result.
 
-    The action processed ``microbatch``, which is an index among the microbatches of ``rank``, and
-    ended at the time ``now``.
+    The action has the kind ``kind`` and ended at the time ``now``. It processed ``microbatch``,
+    which is an index among the microbatches of ``rank``.
     """
     stages = len(world.first_ranks)
     ranks = len(world.states)

@@ -73,7 +73,7 @@ class StageTimes:
         exchange_s: float = 0.0,
         exchanges: int = 0,
     ) -> StageTimes:
-        """Returns the durations of ``num_stages`` stages that all take equally long."""
+        """Returns times of ``num_stages`` stages that all have the given durations."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
@@ -380,9 +380,9 @@ def _with_spread(
 
 
 def _mean_durations(times: StageTimes) -> Any:
-    """Returns the mean durations of F, B and W in seconds, as an array ``[3, stages]``.
+    """Returns the mean durations of F, B and W in ``times``, as an array ``[3, stages]``.
 
-    Backward passes include recomputation.
+    The unit is seconds. Backward passes include recomputation.
     """
     none = (0.0,) * len(times.forward_s)
     recompute = times.recompute_s or none
@@ -420,9 +420,10 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Returns the message latency of each stage, and the occupancy of each link.
+    """Returns the message latency of each stage of ``placement``, and the occupancy of each link.
 
-    The arrays have the shapes ``[2, stages]`` (after F and B) and ``[ranks, ranks]``.
+    Links that are not in ``links`` have the delays of ``link``. The arrays have the shapes ``[2,
+    stages]`` (after F and B) and ``[ranks, ranks]``.
     """
     ranks = placement.num_ranks
     stages = placement.num_stages
@@ -439,10 +440,10 @@ def _links(
 
 
 def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> Any:
-    """Returns lognormal random factors with mean 1, as an array of the shape ``shape``.
+    """Draws lognormal factors with mean 1, and returns them as an array of the shape ``shape``.
 
-    Random numbers are drawn even if sigma is 0, so that changing one sigma does not change the
-    random numbers of the other factors.
+    Random numbers are drawn from ``rng`` even if sigma is 0, so that changing one sigma does not
+    change the random numbers of the other factors.
     """
     return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
 
