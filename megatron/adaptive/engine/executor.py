@@ -256,10 +256,10 @@ class Executor:
         Returns:
             All fields of :meth:`snapshot`, and three more. ``step`` is the index of the step.
             ``finished`` is the number of finished actions by kind and chunk. ``needs`` lists the
-            messages for which this rank waits. Each entry has the global rank of the sender, the
-            kind and chunk of the action that produces the message, the index of this action among
-            the sender's actions of this kind and chunk, and its microbatch as text. Between two
-            steps, the only field is ``step``, the index of the next step.
+            messages for which this rank waits. Each entry has the global rank of the sender, then
+            the kind and chunk of the action that produces the message. The entry also has the index
+            of this action among the sender's actions of this kind and chunk, and the microbatch as
+            text. Between two steps, the only field is ``step``, the index of the next step.
         """
         fields = self.snapshot()
         state = self._state

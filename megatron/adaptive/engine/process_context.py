@@ -251,8 +251,8 @@ class Job:
         Often the setup fails on all ranks at the same time. But an error may also occur only on
         this rank, and must be visible before the other ranks time out. So this rank waits only a
         few seconds for the setup to fail on the other ranks. If the setup has not failed there by
-        then, and the default process group belongs to the caller, the job's groups are not
-        destroyed, because the other ranks may still be using them.
+        then, the other ranks may still be using the job's groups. So if the default process group
+        belongs to the caller, the job's groups are then not destroyed.
         """
         self._end(with_groups=self.owns_process_group or self._have_all_failed())
 

@@ -387,7 +387,8 @@ class MegatronStages(SplitStages):
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        # The store measures the first B, which processes the last slice of a microbatch.
+        # The store measures the first B of a chunk, and this B processes the last slice of a
+        # microbatch.
         key = -1 - chunk
         if self.slices is not None:
             self.measured.setdefault(key, self.slices.tokens(microbatch))

@@ -268,8 +268,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
         index = hint[position] // count
         code = hint[position] - index * count
-        # The index of the next action with this code is the number of its predecessors, which have
-        # all started.
+        # All earlier actions with this code have started, so their number is the index of the next
+        # action.
         started = s[HEAD + code]
         if index < started:
             continue
