@@ -8,7 +8,7 @@ without any error. So the first rank of the group (the leader) chooses each acti
 choice. The other ranks (followers) read the choice and run the same action. No collective operation
 is needed for this.
 
-Each member of a group receives inputs separately; the inputs of a replica come from a replica of
+Each member of a group receives its inputs separately, and a replica receives them from a replica of
 the previous stage. An input counts as arrived when it has arrived on every member. So a group acts
 like a single rank of a pipeline, and a slow member delays the whole group. The groups can only
 deadlock if a pipeline of single ranks could deadlock, too.
@@ -27,8 +27,8 @@ other actions were ready.
 
 An input from another stage on the same rank is not reported, because all members run the action
 that produces this input. Under a static order, no reports and no decisions are sent, because all
-ranks know the order. In a pipeline with one rank, none are sent either, because no inputs arrive
-from other ranks.
+ranks know the order. A pipeline with one rank needs no reports and decisions either, because no
+inputs arrive from other ranks.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ _LOST = (1 << 63) - 1
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# Reporting a lost channel must fail fast, because the reporting thread may be the thread that must
-# stop the process.
+# A report that a rank cannot continue must be sent within this time in seconds. The limit is short,
+# because the reporting thread may be the thread that must stop the process.
 _REPORT_S = 1.0
 
 
 class Agreement:
     """Chooses this rank's next action.
 
-    This base class is for a rank without a decision group; it only asks the policy. Subclasses make
-    all ranks of a group run the same action. The methods must only be called from the executor's
-    thread.
+    This base class is for a rank without a decision group, and only asks the policy. Subclasses
+    make all ranks of a group run the same action. The methods must only be called from the
+    executor's thread.
     """
 
     @property
@@ -74,7 +74,7 @@ class Agreement:
         return True
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """Starts a step. All members of the group must start the same step.
+        """Starts a step. All members of the group must call this method with the same arguments.
 
         Args:
             step: Index of the step, in ascending order.
@@ -109,7 +109,7 @@ class Agreement:
                 order.
             state: Current state of this rank in the step, which the policy reads.
             timeout_s: Maximum time to wait for the leader's decision, in seconds.
-            may_pass: Whether another action is communicating and can continue instead. If so, the
+            may_pass: Whether an action that is communicating can continue instead. If so, the
                 leader may decide that no new action starts, and all members get ``None``.
 
         Raises:
@@ -121,8 +121,8 @@ class Agreement:
     def missing(self) -> str:
         """Returns a text that lists inputs that have not arrived on all members.
 
-        For each input, the text also names the members that lack it. The text is empty if no input
-        is missing.
+        For each input, the text also names the members on which the input is missing. The text is
+        empty if no input is missing.
         """
         return ""
 
@@ -249,12 +249,12 @@ class Leader(Agreement):
 
 
 class Follower(Agreement):
-    """Runs the actions that the leader of the group chooses, and reports arrived inputs to it.
+    """Runs the actions that the group's leader chooses, and reports arrived inputs to the leader.
 
     Args:
         decisions: Channel from which this rank reads the leader's decisions.
         reports: Channel to which this rank writes its reports.
-        completions: Queue of arrived inputs. It notifies the follower of each input that is added.
+        completions: Queue of arrived inputs. The queue notifies the follower of each added input.
         timeout_s: Maximum time in seconds that a report waits for free space in the channel.
     """
 
@@ -312,7 +312,7 @@ class Follower(Agreement):
         self._decisions.close()
 
     def _hear(self, item: Item | Exception) -> None:
-        """Reports ``item`` of the completion queue, from the thread that added it."""
+        """Reports that the input ``item`` has been added to the completion queue."""
         try:
             if isinstance(item, Exception):
                 self._report_loss()
@@ -385,8 +385,8 @@ def connect(
 def encode(action: Action, extra: int) -> int:
     """Packs ``action`` and the integer ``extra`` into 63 bits. Readers call :func:`decode`.
 
-    ``extra`` is the index of the action's piece in a decision, and the index of the step in a
-    report.
+    In a decision, ``extra`` is the index of the action's piece. In a report, it is the index of the
+    step.
 
     Raises:
         ScheduleError: The chunk, microbatch, piece or step is too large to be encoded.

@@ -15,8 +15,8 @@ removes the patch. Collectives on tensors in host memory are timed with the host
 collectives on device tensors with device events.
 
 A rank counts all collectives of a step, but keeps the times of at most :data:`MOST_KEPT` per group.
-Which collectives are kept depends only on the iteration and on the index of a collective. So all
-members keep the same collectives, and over many steps every collective is kept about equally often.
+The choice depends only on the iteration and on the index of a collective. So all members keep the
+times of the same collectives, and over many steps every collective is kept about equally often.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OPERATIONS = {
     "all_to_all_single": "all-to-all",
     "broadcast": "broadcast",
 }
-"""Name of the collective that each method of a process group starts, for all releases of torch."""
+"""Name of the collective that each method of a process group starts, in all releases of torch."""
 
 
 @dataclass(slots=True)
@@ -128,10 +128,10 @@ class CollectiveMeter:
         return [_summary(group, self._iteration) for group in measured]
 
     def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
-        """Records that a collective begins, and returns its record.
+        """Creates a record of a collective that begins, and returns the record.
 
-        The caller later stores the end of the collective in the record. Returns ``None`` if this
-        rank does not measure ``group``.
+        The caller must store the end of the collective in the record. Returns ``None`` if this rank
+        does not measure ``group``.
 
         Args:
             operation: Name of the collective.
@@ -171,7 +171,7 @@ class _Replacement:
         return present if isinstance(present, cls) else cls(method)
 
     def join(self, meter: CollectiveMeter) -> Callable[[], None]:
-        """Starts to record calls in ``meter``, and returns a function that stops the recording."""
+        """Starts to record calls in ``meter``, and returns a function that stops recording."""
         if self._attribute is None:
             return lambda: None
         if not self._meters:
@@ -185,7 +185,7 @@ class _Replacement:
             setattr(dist.ProcessGroup, self._method, self._attribute)
 
     def _measured(self) -> Callable[..., Any]:
-        """Returns a wrapper of the patched method that records each call in all added meters."""
+        """Returns a wrapper of the patched method, which records each call in all added meters."""
         original = getattr(dist.ProcessGroup, self._method)
         operation = _OPERATIONS[self._method]
 
@@ -197,7 +197,8 @@ class _Replacement:
                 if call is None:
                     continue
                 if work is None:
-                    # NCCL has queued a collective that the caller waits for on the current stream.
+                    # The current stream waits for the collective that NCCL has queued, so the mark
+                    # on this stream is reached when the collective ends.
                     call.end = call.clock.mark()
                 else:
                     work = _TimedWork(work, call) if is_waited else _timed(work, call)
@@ -283,7 +284,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _summary(group: _Group, iteration: int) -> GroupCollectives:
-    """Returns the counts and total times of a group's collectives in a step.
+    """Returns the counts, total times and sizes of a group's collectives in step ``iteration``.
 
     The result also contains the start and end of up to :data:`MOST_KEPT` collectives.
     """
@@ -318,15 +319,16 @@ def _summary(group: _Group, iteration: int) -> GroupCollectives:
 
 
 def _chosen(count: int, iteration: int) -> list[int]:
-    """Chooses which of a step's ``count`` collectives to keep, and returns their indices.
+    """Chooses the collectives of a step whose times are kept, and returns their indices.
 
-    ``iteration`` is the number of the step.
+    The step has ``count`` collectives, and ``iteration`` is its number.
 
     All ranks choose the same indices, because the choice only depends on the arguments.
     """
 
     def key(number: int) -> int:
-        # The top bits of a product with an odd constant depend on all bits of ``number``.
+        # Odd constants are used, because the top bits of the products then depend on all bits of
+        # ``number``.
         mixed = number * 0x9E3779B97F4A7C15 + iteration * 0xD1B54A32D192ED03
         return (mixed & (1 << 64) - 1) >> 20
 

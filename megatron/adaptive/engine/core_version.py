@@ -50,7 +50,7 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "deallocate_output_tensor": (["out", "deallocate_pipeline_outputs"], []),
     "finalize_model_grads": (["model", "num_tokens"], ["pg_collection"]),
 }
-"""Arguments that the engine passes to each function: (positional arguments, keyword arguments)."""
+"""Positional and keyword arguments that the engine passes to each function of megatron-core."""
 
 
 def check(oldest: tuple[int, ...], remedy: str) -> None:
@@ -61,7 +61,7 @@ def check(oldest: tuple[int, ...], remedy: str) -> None:
 
     Args:
         oldest: Oldest release that the caller supports, such as ``(0, 16, 1)``.
-        remedy: Advice at the end of the error message, which says what to use instead.
+        remedy: Last part of the error message, which says what users can do instead.
 
     Raises:
         SetupError: A function of megatron-core is missing or has different parameters.

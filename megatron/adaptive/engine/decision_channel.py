@@ -34,10 +34,10 @@ An example of such a name is ``rank 4 (stage 1, pid 17 on node-2)``.
 """
 
 _CLOSE_S = 30.0
-# The shared memory has room for this many numbers. The writer waits if the slowest reader still has
-# to read this many numbers.
+# The shared memory has room for this many integers. The writer waits while the slowest reader still
+# has to read this many integers.
 _CAPACITY = 256
-# The writer waits if more than this number of messages are in flight to each reader on average.
+# The writer waits while more than this many messages per reader are in flight on average.
 _BEHIND = 8
 _CLOSED = -1
 # Limit timeouts to this range, because gloo counts whole milliseconds, treats 0 as no limit, and
@@ -104,7 +104,8 @@ class Writer:
 class Reader:
     """Reads the numbers that a :class:`Writer` sends to this rank.
 
-    The next receive operation is always posted in advance, so that messages never wait for it.
+    The next receive operation is always posted in advance, so that messages never wait for the
+    reader.
     """
 
     def __init__(self, group: dist.ProcessGroup, writer: int, describe: Describe) -> None:
@@ -180,7 +181,7 @@ class _MemoryEnd:
     def _raise(self, lack: str, error: TransportError) -> NoReturn:
         """Raises ``error`` with the name of the rank that does not respond or has aborted.
 
-        ``lack`` is the start of the message if the deadline has passed.
+        If the deadline has passed, the message starts with ``lack``.
         """
         if isinstance(error, DeadlineError):
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
@@ -241,7 +242,8 @@ def make_channels(
             otherwise ``None``.
 
     Returns:
-        Writer of this member, and its readers by global rank of the member that writes.
+        Writer of this member, and a dictionary of its readers. The key of a reader is the global
+        rank of the member that writes.
 
     Raises:
         TransportError: The shared memory of another member cannot be opened.

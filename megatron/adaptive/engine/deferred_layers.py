@@ -1,10 +1,10 @@
 """Splits the backward passes of megatron-core layers into input (B) and weight gradients (W).
 
-A model is built as usual. Then :func:`attach_stores` changes the class of each layer. Parameters,
-names and checkpoints do not change. A changed layer adds its weight gradient to a store, from which
-W computes the gradient later. Without an active store, a layer runs megatron-core's code, for
-example in an evaluation, under schedules without W, and in the first forward pass of a recomputed
-layer. A layer that cannot defer its weight gradient computes it in B.
+A model is built without changes. Then :func:`attach_stores` changes the class of each layer.
+Parameters, names and checkpoints do not change. A changed layer adds its weight gradient to a
+store, and W later computes the gradient from the store. Without an active store, a layer runs
+megatron-core's code, for example in an evaluation, under schedules without W, and in the first
+forward pass of a recomputed layer. A layer that cannot defer its weight gradient computes it in B.
 
 Layers of Transformer Engine can delay their weight gradients themselves: B puts the tensors of a
 call into a ``wgrad_store``, and ``backward_dw()`` takes them out again. The forward pass of a call
@@ -95,7 +95,10 @@ class ParallelLinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields (parameter, gradient) pairs. Skips gradients that a fused kernel accumulates."""
+        """Yields (parameter, gradient) pairs, without gradients that a fused kernel accumulates.
+
+        ``inputs`` are the layer's inputs, and ``gradient`` is the gradient of the layer's output.
+        """
         gradient, inputs = prepare_input_tensors_for_wgrad_compute(gradient, self._whole(inputs))
         if self.fuses:
             self._add_fused(inputs, gradient)
@@ -131,7 +134,7 @@ class GroupedCall(LayerCall):
 
     Attributes:
         weight: Weights of all experts on this rank, in one parameter.
-        shape: Shape ``[experts, in, out]`` as which the weight is viewed.
+        shape: Shape ``[experts, in, out]`` to which ``weight`` is reshaped for the matmul.
         counts: Number of rows of each expert, ``[experts]``, in host memory.
     """
 
@@ -150,7 +153,10 @@ class GroupedCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields the weight with its gradient."""
+        """Yields the weight and its gradient, as a single pair.
+
+        ``inputs`` are the layer's inputs, and ``gradient`` is the gradient of the layer's output.
+        """
         kernel = getattr(experts.gg.grouped_gemm, "backend", None)
         if kernel is not None and inputs.is_cuda and inputs.numel():
             total = kernel.gmm(inputs, gradient, self.counts, trans_a=True, trans_b=False)
@@ -187,7 +193,7 @@ class DelayedCall(LayerCall):
     delayed: Any
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
-        """Adds the weight gradient to ``store``, directly before the layer's backward pass (B).
+        """Adds the weight gradient of the call to ``store``, directly before its backward pass (B).
 
         Only tensors on the meta device are added, because the layer keeps the real tensors itself.
         If megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight
@@ -213,8 +219,8 @@ class DelayedCall(LayerCall):
     ) -> list[tuple[torch.nn.Parameter, Any]]:
         """Computes the weight gradients of the call and returns (parameter, gradient) pairs.
 
-        This method calls the layer's ``backward_dw()``. The result does not contain gradients that
-        the layer itself adds to ``main_grad``.
+        This method calls the layer's ``backward_dw()``, and does not use ``inputs``. The result
+        does not contain gradients that the layer itself adds to ``main_grad``.
         """
         layer = self.layer
         weights = _weights(layer)
@@ -222,8 +228,8 @@ class DelayedCall(LayerCall):
         before = {parameter: parameter.grad for parameter in (*weights, *biases)}
         computed = self.delayed.pop()
         self.delayed.pop = lambda: computed
-        # The bias gradients of fp8 were already computed in B, but backward_dw() still expects a
-        # tensor for each bias.
+        # B has already computed the bias gradients if fp8 is used, but backward_dw() still expects
+        # a tensor for each bias.
         absent = computed[0][1] is None
         for parameter in before:
             parameter.grad = None
@@ -333,7 +339,7 @@ class _DelayingLayer(Deferring):
     wgrad_store: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer, and makes it delay its weight gradient if a store is active."""
+        """Runs the layer, and delays the layer's weight gradient if a store is active."""
         store = self.weight_gradient_store
         engine_layer: Any = super()
         this_layer: Any = self
@@ -368,8 +374,9 @@ class _DeferringGroupedExperts(Deferring):
     ) -> tuple[torch.Tensor, None]:
         """Returns the output ``[tokens, h]`` of the experts for tokens sorted by expert.
 
-        ``permuted_local_hidden_states`` contains the tokens, ``tokens_per_expert`` their counts,
-        and ``permuted_probs`` the factor of each token's output.
+        ``permuted_local_hidden_states`` contains the tokens, and ``tokens_per_expert`` the number
+        of tokens of each expert. ``permuted_probs`` contains the factors by which the outputs of
+        the tokens are multiplied.
         """
         store: Any = self.weight_gradient_store
         layer: Any = self
@@ -410,7 +417,7 @@ def _delaying(layer: type) -> type:
 
 
 def _engine_class(layer: type) -> Any:
-    """Returns the Transformer Engine class that ``layer`` is derived from, or ``None``."""
+    """Returns the Transformer Engine class from which ``layer`` is derived, or ``None``."""
     bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
     return next(bases, None)
 
@@ -431,8 +438,8 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
     for name, layer in chunk.named_modules():
         if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
             captured = (*captured, f"{name}.")
-        # Convert a layer even if it has no weight matrix itself, because an output layer may share
-        # the weight of the embedding.
+        # Convert a layer even if it has no weight matrix, because an output layer may share the
+        # weight of the embedding.
         if isinstance(layer, Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
             continue
         reason = _why_whole(layer)
@@ -482,7 +489,7 @@ def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Makes layers of ``chunks`` defer weight gradients, or returns why this is impossible.
+    """Makes layers of ``chunks`` able to defer weight gradients, or returns why this is impossible.
 
     See :func:`defer_layers`.
 
@@ -508,7 +515,9 @@ def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> i
 
 
 def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore]:
-    """Makes the layers of each chunk defer weight gradients. Returns the new store of each chunk.
+    """Attaches a new store to the layers of each of ``chunks``, and returns the stores.
+
+    The layers then defer their weight gradients while a store is active.
 
     Raises:
         ConfigError: The layers have weight gradients, but no layer can defer its gradient.

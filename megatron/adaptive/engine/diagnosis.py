@@ -37,11 +37,11 @@ class RunningDiagnosis:
         start_iteration: Number of iterations completed before this process started. The first
             iteration after the start is not diagnosed.
         report: Function that prints the text of a finding.
-        note: Function that records results, which it gets as keyword arguments. It is called with
-            ``findings``, which has the ``headline`` of each finding, its ``gain`` (the fraction of
-            a step that could be saved) and ``do`` (the advice). It is also called for each rank
-            that is still slow in the last iteration. Its arguments are then ``slow_rank`` (the
-            rank), ``times`` (the number of consecutive diagnoses in which this rank was slow),
+        note: Function that records results, which are passed as keyword arguments. For findings,
+            the argument ``findings`` has the ``headline`` of each finding, its ``gain`` (the
+            fraction of a step that could be saved) and ``do`` (the advice). There is also a call
+            for each rank that is still slow in the last iteration. Its arguments are ``slow_rank``
+            (the rank), ``times`` (the number of consecutive diagnoses in which this rank was slow),
             ``factor`` and ``cost_fraction`` (see ``Finding``), and ``pace_ns`` of all ranks (see
             ``Diagnosis``).
         total_iterations: Number of iterations of the run, or infinity if unknown.
@@ -69,7 +69,7 @@ class RunningDiagnosis:
     def after_iteration(self, iteration: int) -> None:
         """Reports a diagnosis if it has finished, and starts the next diagnosis if it is due.
 
-        Called after each iteration. A call takes at most a millisecond.
+        This method must be called after each iteration, and takes at most a millisecond.
         """
         if self._process is not None:
             if self._process.poll() is not None:
@@ -137,9 +137,9 @@ class RunningDiagnosis:
     def _note_findings(
         self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Records ``findings`` with ``note``, and their gains in Weights & Biases.
+        """Passes ``findings`` to ``note``, and logs their gains to Weights & Biases.
 
-        The gains are only logged if the program has a Weights & Biases run.
+        Gains are only logged if the program has a Weights & Biases run.
         """
         notes = [
             {
@@ -159,7 +159,7 @@ class RunningDiagnosis:
             run.log({f"gain/{entry['name']}": entry["gain"] for entry in notes}, commit=False)
 
     def _note_slow(self, note: Callable[..., None], answer: Mapping[str, Any]) -> None:
-        """Records with ``note`` each rank that is slow at the end of the diagnosed iterations.
+        """Calls ``note`` for each rank that is slow at the end of the diagnosed iterations.
 
         ``answer`` is the result of the diagnosis.
         """
@@ -180,5 +180,5 @@ class RunningDiagnosis:
 
 
 def _name(finding: Mapping[str, Any]) -> str:
-    """Returns a name of ``finding`` by which later diagnoses can recognize the same problem."""
+    """Returns a name for ``finding``, by which later diagnoses recognize the same problem."""
     return " ".join(map(str, (finding["cause"], *finding["ranks"])))

@@ -86,10 +86,10 @@ class Stages(Protocol):
         """Allows the output of ``chunk`` for ``microbatch`` to be freed after it was sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the activations that ``chunk`` keeps for a backward pass."""
+        """Returns the size in bytes of the activations of ``microbatch`` that ``chunk`` keeps."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the tensors that the B of ``chunk`` keeps for a later W."""
+        """Returns the size in bytes of the tensors of ``microbatch`` that ``chunk`` keeps for W."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
@@ -195,12 +195,12 @@ class Executor:
         self._log: StepLog | None = None
 
     def record_to(self, recorder: Recorder | None) -> None:
-        """Stores later spans in ``recorder``; ``None`` stops tracing."""
+        """Stores the spans of later actions in ``recorder``. ``None`` stops tracing."""
         self._recorder = recorder
 
     @property
     def last_codes(self) -> tuple[int, ...]:
-        """Returns a code for each action of the last step, in the order in which they started.
+        """Returns the codes of the last step's actions, in the order in which the actions started.
 
         A code is the number of the action's kind times the number of chunks, plus the index of the
         chunk (see ``codes_of``). It does not contain the microbatch and the piece, because these
@@ -229,7 +229,8 @@ class Executor:
         if len(codes) > finished:
             number, chunk = divmod(codes[-1], chunks)
             fields |= {"doing": kinds[number].value, "chunk": chunk}
-            # For W, this count would be a number of pieces instead of a microbatch.
+            # The count of a W is not the index of a microbatch, because a microbatch may have
+            # several W actions.
             if kinds[number] is not ActionKind.W:
                 fields |= self._item_of(kinds[number], codes.count(codes[-1]) - 1)
         else:
@@ -255,10 +256,10 @@ class Executor:
         Returns:
             All fields of :meth:`snapshot`, and three more. ``step`` is the index of the step.
             ``finished`` is the number of finished actions by kind and chunk. ``needs`` lists the
-            messages for which this rank waits. Each entry has the global rank of the sender, the
-            kind and chunk of the action that produces the message, the index of this action among
-            the sender's actions of this kind and chunk, and its microbatch as text. Between two
-            steps, the only field is ``step``, the index of the next step.
+            messages for which this rank waits. Each entry has the global rank of the sender, then
+            the kind and chunk of the action that produces the message. The entry also has the index
+            of this action among the sender's actions of this kind and chunk, and the microbatch as
+            text. Between two steps, the only field is ``step``, the index of the next step.
         """
         fields = self.snapshot()
         state = self._state
@@ -279,7 +280,7 @@ class Executor:
                 continue
             untaken = state.untaken(action)
             if untaken is not None:
-                # The next stage must first take an output of this rank.
+                # This rank waits until the next stage takes one of its outputs.
                 source = self._placement.target_of(action.kind, self._pp_rank, action.chunk)
                 action = untaken
             elif action in self._inputs:
@@ -372,7 +373,7 @@ class Executor:
         self._launched.sort(key=lambda launched: index_of[launched.action])
 
     def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
-        """Chooses the next action, marks the action as started and returns it.
+        """Chooses the next action with ``policy``, marks the action as started and returns it.
 
         Returns ``None`` if no action can start, or if ``may_pass`` is true and the action that was
         communicating continues.
@@ -388,7 +389,7 @@ class Executor:
         return action
 
     def _ahead(self) -> int:
-        """Returns how many launched actions may be unfinished when the policy chooses an action.
+        """Returns how many launched actions may be unfinished when the next action is chosen.
 
         Together, these actions should take about ``_AHEAD_NS``, estimated from the previous step.
         """
@@ -403,10 +404,10 @@ class Executor:
         return ahead
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
-        """Waits for another input, because ``action`` cannot start yet.
+        """Waits until another input arrives, because ``action`` cannot start in ``state`` yet.
 
-        The leader chose ``action``, so its input is on the way to the executor. Raises an error if
-        the action can never start.
+        The leader chose ``action``, so its input is on the way to the executor. Raises an error
+        with the name of ``policy`` if the action can never start.
         """
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
@@ -429,7 +430,7 @@ class Executor:
         if self._launched:
             self._clock.wait(self._launched[-1].end)
         if self._away:
-            # An action that started earlier may end later.
+            # An action may end after an action that started later, so wait for all of them.
             for launched in self._launched:
                 self._clock.wait(launched.end)
         times = []
@@ -661,8 +662,8 @@ class ActivationMeter:
         """Returns a context manager that measures the first forward pass of ``chunk``.
 
         Args:
-            chunk: Key of the measurement: index of the chunk on this rank, or number of a slice in
-                a chunk, from 0.
+            chunk: Index of the chunk on this rank, or another integer that identifies the
+                measurement, such as the number of a slice in a chunk.
             held: Tensors that are not counted, such as parameters. They are read after the forward
                 pass.
         """

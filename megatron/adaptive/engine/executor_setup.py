@@ -204,8 +204,8 @@ def build_executor(
 def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any]]:
     """Returns the host and process of every rank, indexed by global rank.
 
-    ``model_groups`` contains the process groups of the model. Each entry is a result of
-    ``liveness.here``.
+    Each entry of the list is a result of ``liveness.here``. ``model_groups`` contains the process
+    groups of the model.
 
     All ranks must call this function.
     """
@@ -213,7 +213,7 @@ def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any
 
 
 def _set_aside_earlier_run(folder: str, job: Job) -> None:
-    """Moves traces of an earlier run out of ``folder``. All ranks must call this function."""
+    """Moves the traces of an earlier run out of ``folder``. All ranks must call this function."""
     machines = [entry["machine"] for entry in job.places]
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
@@ -249,7 +249,7 @@ def open_trace(
 ) -> Tracing:
     """Opens this rank's trace file and returns the trace.
 
-    Moves trace files of an earlier run out of the folder first.
+    Before that, trace files of an earlier run are moved out of the folder.
 
     All ranks must call this function after megatron-core has initialized its parallel state.
 
@@ -368,7 +368,7 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
 
 
 def _store_host() -> str | None:
-    """Returns the host that serves the job's key-value store, or ``None`` if there is no host."""
+    """Returns the host on which the job's key-value store runs, or ``None`` if there is no host."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -412,15 +412,17 @@ def _build_agreement(
 ) -> Agreement:
     """Connects this rank to its decision group, and returns the rank's ``Agreement``.
 
-    ``places`` contains the host and process of every rank. :func:`decision_group` describes
-    ``model`` and ``model_groups``.
+    ``places`` contains the host and process of every rank, and ``timeout_s`` limits the time to
+    send a report. :func:`decision_group` describes ``model`` and ``model_groups``. Without a
+    ``transport``, no agreement is needed.
 
     All ranks must call this function.
     """
     if transport is None or is_alone():
         return Agreement()
     members = decision_group(model, model_groups)
-    # All ranks of a group get the same members, so all of them or none of them create a group.
+    # All members of a decision group get the same list. So either all of them or none of them
+    # return here.
     if len(members) == 1:
         return Agreement()
     group = gloo_group(members, gather)

@@ -35,9 +35,10 @@ def measured_experts(
     accelerator: Accelerator,
     model_groups: ModelGroups | None = None,
 ) -> ExpertLoad | None:
-    """Returns an object that measures experts in ``chunks``; ``None`` if there are no experts.
+    """Returns an object that measures experts in ``chunks``, or ``None`` without experts.
 
-    The clock of ``accelerator`` times the exchanges of tokens.
+    The clock of ``accelerator`` times the exchanges of tokens between the ranks of
+    ``model_groups``.
     """
     if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
         return None
@@ -45,7 +46,7 @@ def measured_experts(
 
 
 class ExpertLoad:
-    """Counts the tokens of each of this rank's experts per step, and measures exchange times.
+    """Counts the tokens that each expert on this rank processes per step, and times exchanges.
 
     Args:
         chunks: Model chunks of this rank. Hooks on their expert layers count the tokens of all
@@ -82,7 +83,7 @@ class ExpertLoad:
                     self._tokens.append(None)
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step and resets all counts; times exchanges if ``is_traced`` is true."""
+        """Begins a step with all counts at 0. Exchanges are timed if ``is_traced`` is true."""
         self._watching.close()
         self._tokens = [None] * len(self._layers)
         if is_traced and self._layers:
@@ -123,8 +124,8 @@ class ExpertLoad:
 
     def _counter(self, index: int) -> Callable[..., None]:
         def count(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            # Count only if gradients are enabled. They are disabled in an evaluation, and in the
-            # first forward pass of a recomputed layer, whose tokens would otherwise be counted
+            # Count only if gradients are enabled. Gradients are disabled in an evaluation, and in
+            # the first forward pass of a recomputed layer, whose tokens would otherwise be counted
             # twice.
             if torch.is_grad_enabled() and len(arguments) > 1:
                 counts = arguments[1].detach()

@@ -12,12 +12,12 @@ A claim is created as a hard link to a complete file, which succeeds in only one
 system. A job that wants to take over watches the counter for some time, measured by its own clock,
 so the clocks of machines may differ. If the counter does not increase, the job removes the
 counter's file, which ends the right of the previous holder. If the previous holder was only
-suspended, it later notices that the file is missing. It checks this by opening the file, because
-NFS caches listings and attributes, but contacts the server for each open.
+suspended, it later notices that the file is missing. To check this, the holder opens the file,
+because NFS caches listings and attributes, but contacts the server for each open.
 
-A checkpoint is first written under a name with the claim's number, and published by renaming. A new
-holder first removes all such names with lower numbers. So a previous holder cannot publish
-anything, even if it was suspended between its check and its rename.
+A checkpoint is first written under a name that contains the claim's number, and published by
+renaming. A new holder first removes all files and folders whose names contain lower numbers. So a
+previous holder cannot publish anything, even if it was suspended between its check and its rename.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-# Key of the checksum over all other keys of a claim. Claims of earlier versions lack this key.
+# This is the key of the checksum over all other keys of a claim. Claims written by earlier versions
+# lack this key.
 _SUM = "sum"
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -57,7 +58,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # A new claim removes the files of up to this many earlier claims.
+_KEPT = 8  # A new claim removes the files of at most this many earlier claims.
 
 
 class LeaseTakenError(SetupError):
@@ -85,7 +86,7 @@ class Lease:
         self._files = folder / _FOLDER
         self.number = 0
         self.former: Mapping[str, Any] = {}
-        # Content of the claim, or empty if another process made the claim.
+        # This is the content of the claim, or empty if another process made the claim.
         self._claimed: dict[str, Any] = {}
         self._private: Mapping[str, Any] = {}
         self._count = 0
@@ -102,7 +103,8 @@ class Lease:
         counter for up to ten seconds, and fails if the counter increases.
 
         Args:
-            job: ID of the job, or ``None`` for a manager.
+            job: ID of the job, or ``None`` if a manager (the program that starts elastic jobs)
+                claims the right.
             restarts: Number of restarts of the job so far, or ``None`` for a manager.
             run: Name by which ranks identify their manager, or ``None`` for a job.
 
@@ -126,7 +128,7 @@ class Lease:
         raise self.taken(number)
 
     def join(self, number: int) -> None:
-        """Shares the right of another process of this job.
+        """Shares the right that another process of this job holds.
 
         Args:
             number: Number of that process's claim.
@@ -149,7 +151,7 @@ class Lease:
         return True
 
     def advance(self) -> bool:
-        """Replaces this job's claim by a claim with the next number.
+        """Replaces this job's claim by a new claim with the next number.
 
         Processes that joined the old claim lose the right.
 
@@ -196,7 +198,8 @@ class Lease:
     def is_held(self, say: Callable[[str], None]) -> bool:
         """Increments the counter, and returns whether this job still holds the right.
 
-        If the folder is not writable, the method cannot know this, and returns True.
+        If the folder is not writable, the method cannot find out whether another job has taken
+        over, and returns True.
 
         Args:
             say: Function that prints a line of text. It is called when the right is lost, and once
@@ -219,7 +222,7 @@ class Lease:
 
         ``say`` prints a line of text.
 
-        The thread also ends if the right is lost (see :meth:`is_held`).
+        The thread also ends if this job loses the right (see :meth:`is_held`).
         """
 
         def count() -> None:
@@ -255,7 +258,7 @@ class Lease:
 
         Args:
             number: Number of the claim of the other job, or ``None`` for the newest claim.
-            over: Whether the other job took the right over from this job.
+            over: Whether the other job took over the right from this job.
         """
         owner = self._facts(self._last() if number is None else number)
         is_managed = "run" in owner
@@ -283,7 +286,7 @@ class Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir()
-            # All users who can write to the folder may also take over the right.
+            # Users who can write to the folder must also be able to take over the right.
             with contextlib.suppress(OSError):
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
@@ -314,8 +317,8 @@ class Lease:
         finally:
             draft.unlink(missing_ok=True)
         if self._last() > number:
-            # This process was suspended. Meanwhile, other processes made this claim and later
-            # claims, and then removed this claim because it was outdated.
+            # This process was suspended. Meanwhile, other processes made a claim with this number
+            # and later claims, and then removed this claim because it was outdated.
             claim.unlink(missing_ok=True)
             return False
         former = self.number
@@ -387,8 +390,8 @@ def _sum(facts: Mapping[str, Any]) -> str:
 def _checked(read: Any) -> dict[str, Any]:
     """Returns ``read``, the parsed content of a claim, or an empty dictionary if it is damaged.
 
-    A damaged claim might contain the ID of a process that has exited. A job that relied on it would
-    take the folder from a running job.
+    A damaged claim might contain the ID of a process that has exited. A job that relied on such a
+    claim would take over the folder from a running job.
     """
     if not isinstance(read, dict) or read.pop(_SUM, None) not in (None, _sum(read)):
         return {}

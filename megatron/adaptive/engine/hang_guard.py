@@ -80,8 +80,8 @@ class HangGuard:
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         # All ranks of a machine derive the same folder name without communication. The name
-        # contains a hash of the machine's name, because containers may share the host's /dev/shm
-        # but have separate process IDs.
+        # contains a hash of the machine's name, because containers may share the host's /dev/shm,
+        # but number their processes separately.
         digest = hashlib.sha256(machines[rank].encode()).hexdigest()[:12]
         prefix = f"megatron-adaptive-{os.geteuid()}-{digest}-"
         self._folder = base / f"{prefix}{places[local[0]]['pid']}"
@@ -154,8 +154,8 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            # Start the detector in a separate session. It removes the folder after the rank has
-            # exited, so it must survive a signal to the process group of the rank.
+            # Start the detector in a separate session, so that a signal to the process group of the
+            # rank does not end it. It must remove the folder after the rank has exited.
             start_new_session=True,
         )
 
@@ -179,7 +179,7 @@ class HangGuard:
     def _read(self) -> dict[str, Any]:
         try:
             fields = dict(self.snapshot())
-        except Exception:  # The function may fail, for example while the run is being closed.
+        except Exception:  # This function may fail, for example while the run is being closed.
             fields = {}
         return {**fields, "pid": os.getpid(), "collectives": _collectives()}
 
@@ -207,9 +207,10 @@ class HangGuard:
 
 
 def _collectives() -> dict[str, tuple[int, list[int]]]:
-    """Returns how many collectives this rank has started in each process group.
+    """Returns the number of collectives that this rank has started in each process group.
 
-    The value for each group name is (number of collectives, global ranks of the group).
+    The keys are the names of the groups. Each value contains the number of collectives and the
+    global ranks of the group.
     """
     collectives = {}
     for group in process_groups():

@@ -1,8 +1,8 @@
 """Records the operators and kernels of selected steps with torch.profiler.
 
 On a CPU, the outermost operators are recorded; on a GPU, the kernels and copies. The profiler also
-records a mark, whose time on the trace's clock is known. The difference between both times of the
-mark is used to convert the profiler's times to the trace's clock.
+records a mark, whose time is known on the trace's clock as well. The difference between the two
+times of the mark is used to convert the profiler's times to the trace's clock.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class KernelRecorder:
         self._marks_ns: list[int] = []
 
     def begin(self, iteration: int, *, is_traced: bool) -> None:
-        """Begins ``iteration``, and starts recording if it is traced and selected."""
+        """Begins ``iteration``, and starts recording if this iteration is selected and traced."""
         self._stop()
         if iteration not in self._iterations:
             return
@@ -89,7 +89,7 @@ class KernelRecorder:
                 pass
 
     def _report_if_idle(self, iteration: int) -> None:
-        """Logs after the last selected iteration that none of the selected iterations is traced."""
+        """Prints a message after the last selected iteration if none of them was traced."""
         if self._is_idle and iteration == self._iterations[-1]:
             self._say(
                 f"no kernels are recorded, because iterations {self._iterations[0]} to {iteration} "
@@ -97,7 +97,7 @@ class KernelRecorder:
             )
 
     def end(self, rows: Callable[[], Iterable[SpanRow]]) -> None:
-        """Ends an iteration. If it was recorded, writes its kernels to the file.
+        """Ends an iteration. If the iteration was recorded, writes its kernels to the file.
 
         Args:
             rows: Function that returns the spans of the iteration. It is called after the device
@@ -141,8 +141,8 @@ class KernelRecorder:
         marks = [event.time_range.start for event in events if event.name == _MARK]
         if len(marks) < len(self._marks_ns):
             return
-        # The clock is read shortly before the profiler records the mark. The pair with the shortest
-        # delay gives the most accurate offset between the clocks.
+        # The clock is read shortly before the profiler records the mark. Of several marks, the pair
+        # of times with the shortest delay gives the most accurate offset between the clocks.
         pairs = zip(self._marks_ns, sorted(marks), strict=False)
         shift_ns = max(time_ns - round(mark_us * 1e3) for time_ns, mark_us in pairs)
         for event in events:

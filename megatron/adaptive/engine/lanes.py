@@ -42,7 +42,9 @@ class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
 
 
 class Lanes:
-    """Runs the actions of a step in two lanes (threads). The calling thread is the first lane.
+    """Runs the actions of a step in two threads, called lanes.
+
+    The calling thread is the first lane. Only the lane that has the turn computes.
 
     Args:
         decide: Function that returns the next action, or ``None`` if no action starts. Its argument
@@ -52,8 +54,8 @@ class Lanes:
         mark: Function that returns a time mark of the device.
 
     Attributes:
-        away: Pairs of time marks of the device for each action: when the action passed the turn,
-            and when it got the turn back.
+        away: For each action, pairs of time marks of the device: when the action's lane passed the
+            turn, and when it got the turn back.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # Only one weight gradient runs during an exchange. After it, the first lane gets
+                # Only one weight gradient runs during an exchange. Afterwards, the first lane gets
                 # the turn back.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
@@ -163,10 +165,11 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Replaces torch's all-to-all while the context is open, so that exchanges pass the turn.
+        """Replaces torch's all-to-all while the context is open, so that exchanges switch lanes.
 
-        This applies to forward and backward passes. Only exchanges of rows (tokens) take long.
-        During an exchange of one number per row, the lane keeps the turn.
+        Exchanges of forward and backward passes are replaced. A lane only lets the other lane
+        compute during exchanges of rows (tokens), because exchanges of one number per row do not
+        take long.
         """
         plain = dist.all_to_all_single
 

@@ -9,9 +9,9 @@ known::
                      └──── backward of layer 1 ────┘
 
 Weight gradients that a schedule computes later do not count as part of a layer's backward pass.
-Forward passes that are repeated during the backward pass (activation recomputation) are not
-counted. Nothing is recorded for a layer if the model only calls parts of it, as it does if
-exchanges of experts' tokens are overlapped.
+Forward passes that are repeated during the backward pass (activation recomputation) are not counted
+either. If the model calls only parts of a layer, nothing is recorded for this layer. This is the
+case if exchanges of experts' tokens are overlapped.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class LayerMeter(LayerSums):
         layer.register_forward_hook(ends)
 
     def _watch_backward(self, index: int, received: Any, result: Any) -> None:
-        """Measures the backward pass of layer ``index`` with hooks on its input and its output.
+        """Adds hooks that measure the backward pass of the layer with the index ``index``.
 
-        The pass lasts from the gradient of the output ``result`` to the gradient of the input
-        ``received``.
+        The pass begins when the gradient of the layer's output ``result`` is known. It ends when
+        the gradient of the layer's input ``received`` is known.
         """
         if not all(isinstance(t, torch.Tensor) and t.requires_grad for t in (received, result)):
             return

@@ -38,8 +38,8 @@ class LayerSums:
         self.is_traced = False
         self._clock = clock
         self._numbers = list(numbers)
-        # Each entry contains the position of a layer, the kind of pass, and the marks at start and
-        # end.
+        # Each entry contains the position of a layer, the kind of pass, and the time marks at the
+        # start and the end of the pass.
         self._marks: list[tuple[int, int, Any, Any]] = []
         self._first_passes: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -53,7 +53,7 @@ class LayerSums:
         self._marks = []
 
     def mark(self) -> Any:
-        """Returns a mark of the current point in the device's work, which :meth:`add` takes."""
+        """Returns a time mark at the current point of the device's work, for use in :meth:`add`."""
         return self._clock.mark()
 
     def add(self, position: int, kind: int, start: Any, end: Any) -> None:

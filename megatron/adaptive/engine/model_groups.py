@@ -1,4 +1,4 @@
-"""Looks up a model's process groups, in ``parallel_state`` or in a collection of the caller.
+"""Looks up a model's process groups, in ``parallel_state`` or in a collection from the caller.
 
 A program that creates its process groups itself passes them to megatron-core's schedule as a
 ``ProcessGroupCollection``. ``parallel_state`` may then be empty.
@@ -25,7 +25,8 @@ _BY_KIND = {
     "model": "mp",
     "optimizer": "intra_dist_opt",
 }
-"""Attribute of a ``ProcessGroupCollection`` that contains the group of each kind."""
+"""Names of the attributes of ``ProcessGroupCollection``, by the kind of group that each contains.
+"""
 
 
 class ModelGroups:
@@ -168,7 +169,7 @@ class ModelGroups:
         return [self.tp, self.dp_cp]
 
     def by_kind(self) -> dict[str, Any]:
-        """Returns all groups of the model by kind; ``None`` for groups that do not exist."""
+        """Returns the model's groups by kind, with ``None`` for groups that do not exist."""
         if self._collection is not None:
             return {kind: getattr(self._collection, name, None) for kind, name in _BY_KIND.items()}
         return {

@@ -1,7 +1,7 @@
-"""Creates the policy of one rank, and the rank state on which the policy decides.
+"""Creates the policy of one rank, and the rank state from which the policy chooses actions.
 
-Three kinds of training programs use this module: megatron-core's GPT, plain modules, and a user's
-Megatron-LM.
+The training programs for megatron-core's GPT, for plain modules, and for a user's Megatron-LM all
+use this module.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 class Orders:
     """Creates the policy and the state with which one rank runs each step.
 
-    A policy depends on the number of microbatches, and is reused in later steps with the same
-    number.
+    The policy depends on the number of microbatches. It is used again in later steps that have the
+    same number of microbatches.
 
     Args:
         schedule: Name of a static schedule or run-time scheduling rule. With ``auto``, ``adaptive``
@@ -95,8 +95,8 @@ class Orders:
             weight_pieces = self._from_file.weight_pieces
         elif splits:
             weight_pieces = pieces if is_rule(_simulated_name(schedule)) else 1
-        # This candidate has the name that the user selected, which may be auto. A cap of None
-        # selects the default limit on activations.
+        # This candidate has the name that the user selected, which may be ``auto``. If its cap is
+        # None, the default limit on activations is used.
         self._chosen = Candidate(
             name=schedule,
             placement=placement,
@@ -148,7 +148,7 @@ class Orders:
             return
         if num_slices != len(self._shares):
             self._shares = (1 / num_slices,) * num_slices
-        # ``use`` may have set a candidate with a different number of slices.
+        # :meth:`use` may have set a candidate with a different number of slices.
         if num_slices != self._chosen.num_slices:
             self._chosen = replace(self._chosen, num_slices=num_slices)
 
@@ -254,13 +254,15 @@ class Orders:
 
         Each slice of a microbatch is a separate input. The result determines the size of the
         receive buffers, which does not change when ``auto`` chooses a schedule. So for ``auto``
-        without a cap, the result is the number of all microbatches, which no schedule exceeds.
+        without a cap, the result is the number of all microbatches, because no schedule keeps more
+        inputs.
 
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if
                 stages have different numbers of ranks.
-            smallest: Size of the smallest microbatch, relative to the mean size. The limit on
-                activations allows the largest number of microbatches if all of them have this size.
+            smallest: Size of the smallest microbatch, relative to the mean size. If all
+                microbatches have this size, the limit on activations allows the largest number of
+                them.
         """
         keeps_all = self._spec is not None and (
             self._spec.keeps_all

@@ -1,4 +1,4 @@
-"""Represents a process in its job: its device, small messages between ranks, and cleanup."""
+"""Manages a process of a job: its device, small messages to other ranks, and cleanup."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _POLL_S = 0.02
 
 
 def is_alone() -> bool:
-    """Returns whether this process simulates one rank of a job while the other ranks do not exist.
+    """Returns whether this process simulates one rank of a job whose other ranks do not exist.
 
     Such a process uses torch's ``fake`` process groups: a gather returns this rank's value for
     every rank, and other collectives leave tensors unchanged or copy this rank's part.
@@ -98,7 +98,7 @@ def _broken_connection(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def naming_lost_peers() -> Iterator[None]:
-    """Converts errors about broken connections, raised in the context, into ``PeerLostError``.
+    """Converts errors about broken connections in the context into ``PeerLostError``.
 
     Raises:
         PeerLostError: A collective operation failed because another rank has exited.
@@ -116,11 +116,11 @@ def naming_lost_peers() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A process in its job, with its device, process groups and rights to folders.
+    """A process of a job, with its device, its process groups, and its rights to folders.
 
     Attributes:
-        environment: Settings from the launcher's environment variables, except for the rank and the
-            world size, which are those of the process group.
+        environment: Settings from the launcher's environment variables. The rank and the world
+            size, however, are those of the process group.
         accelerator: CPU or GPU on which this process computes.
         control_group: Gloo group of all ranks for small messages between hosts.
         places: Host and process of every rank, by global rank (see ``liveness.here``).
@@ -223,7 +223,7 @@ class Job:
 
         If torch was initialized before the job started, the process groups of the caller remain.
 
-        Releases the rights to folders first.
+        The rights to folders are released first.
         """
         if not self.owns_process_group:
             dist.barrier()  # After the barrier, no rank is waiting in one of these groups.
@@ -246,13 +246,13 @@ class Job:
         destroy_groups(self.groups)
 
     def close_after_error(self) -> None:
-        """Ends the job after its setup failed, so that the process can set up another job.
+        """Ends the job after its setup has failed, so that the process can set up another job.
 
-        Often all ranks raise the same error at the same time. But an error may also occur only on
+        Often the setup fails on all ranks at the same time. But an error may also occur only on
         this rank, and must be visible before the other ranks time out. So this rank waits only a
-        few seconds for the setup to fail on the other ranks. If it has not failed there by then,
-        and the default process group belongs to the caller, the job's groups are not destroyed,
-        because the other ranks may still be using them.
+        few seconds for the setup to fail on the other ranks. If the setup has not failed there by
+        then, the other ranks may still be using the job's groups. So if the default process group
+        belongs to the caller, the job's groups are then not destroyed.
         """
         self._end(with_groups=self.owns_process_group or self._have_all_failed())
 
@@ -286,9 +286,9 @@ def environment_of_rank() -> Environment:
 
 
 def process_groups() -> list[Any]:
-    """Returns the process groups of this process in the order in which they were created.
+    """Returns the process groups of this process, in the order of their creation.
 
-    All ranks of a group list their common groups in the same order.
+    If two ranks belong to the same groups, both list these groups in the same order.
     """
     return list(dist.distributed_c10d._world.pg_map)
 

@@ -1,7 +1,7 @@
 """Writes the progress of a run to ``progress.jsonl`` in the trace folder, for other programs.
 
-One rank appends a line of JSON for every iteration that is logged. For all other iterations, it
-writes at most two lines per second::
+One rank appends a line of JSON for every iteration that is logged. For the iterations that are not
+logged, it writes at most two lines per second::
 
     {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}     when training starts
     {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
@@ -29,7 +29,7 @@ from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
-"""Reason that the file gives for the end of a run that has completed all its iterations."""
+"""Reason in the file for the end of a run that has completed all of its iterations."""
 
 PERIOD_S = 0.5
 

@@ -51,8 +51,8 @@ class NotAStoreError(MeetingError):
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     """Connects this rank to the key-value store that all ranks share, and returns the store.
 
-    All ranks must call this function. A process without a launcher gets a store of its own. If rank
-    0 serves the store and ``MASTER_ADDR`` is an address of its machine, the store listens only at
+    All ranks must call this function. A process without a launcher gets a separate store. If rank 0
+    serves the store and ``MASTER_ADDR`` is an address of its machine, the store listens only at
     that address. torch itself would listen at all addresses and accept any client. The call blocks
     until all ranks are connected, for at most ``environment.meeting_s``.
 
@@ -84,7 +84,8 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
     """Converts an error about connecting the ranks into an error with a single line of text.
 
-    Returns ``error`` unchanged if it has a different cause.
+    The text names the address from ``environment``. Returns ``error`` unchanged if it has a
+    different cause.
     """
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ValueError) and "rendezvous" not in reason:
@@ -99,7 +100,7 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
 def within(
     limit_s: float, action: Callable[[], T], late: str, *, raises: type[MeetingError] = MeetingError
 ) -> T:
-    """Calls ``action`` and returns its result, or raises an error after ``limit_s``.
+    """Calls ``action`` and returns its result, or raises an error after ``limit_s`` seconds.
 
     ``action`` runs in a separate thread, because it may never return.
 
@@ -172,7 +173,7 @@ def connect(host: str, port: int, end_s: float) -> Any:
 
     Raises:
         NotAStoreError: A program listens at the address, but does not reply like a store.
-        MeetingError: No program listens at the address until ``end_s``, a time of
+        MeetingError: No program listens at the address until ``end_s``, which is a value of
             ``time.monotonic``.
     """
     reach(host, port, end_s)
@@ -196,7 +197,7 @@ def _serve(environment: Environment, end_s: float) -> Any:
     port = environment.master_port
     left_s = max(1.0, end_s - time.monotonic())
     if port is not None:
-        # A wrong port is reported later, when the ranks connect.
+        # A wrong port is reported later, when the ranks try to connect.
         with contextlib.suppress(OSError):
             reach(address, port, end_s, only_look_up=True)
             listener = bind(address, port)

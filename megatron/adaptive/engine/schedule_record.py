@@ -1,11 +1,11 @@
 """Records the order in which each rank ran its actions to a file, and replays this order.
 
 A run-time scheduling rule chooses actions depending on when inputs arrive, so two runs rarely have
-the same order. A record makes the order reproducible for debugging, comparisons, or profiling.
-Losses and gradients do not depend on the order, because each stage runs its F, its B and its W
-actions in ascending order of microbatches. So it is enough to record one data-parallel replica,
-although each replica has a different order under a run-time rule. If all replicas replay this
-record, losses and gradients are bitwise equal to those of the recorded run.
+the same order of actions. A record makes the order reproducible for debugging, comparisons, or
+profiling. Losses and gradients do not depend on the order, because each stage runs its F, its B and
+its W actions in ascending order of microbatches. So it is enough to record one data-parallel
+replica, although each replica has a different order under a run-time rule. If all replicas replay
+this record, losses and gradients are bitwise equal to those of the recorded run.
 
 Only training steps are recorded, because an evaluation always has the same order. The file is JSON.
 ``orders`` lists each distinct order once, as codes of actions (see ``schedule.policy.codes_of``).
@@ -83,14 +83,14 @@ class RecordShape:
 
     @property
     def num_orders(self) -> int:
-        """Returns the number of orders in the record for each step."""
+        """Returns the number of recorded orders per step, which is one per recorded rank."""
         return self.ranks * max(1, self.replicas)
 
     @staticmethod
     def of(
         placement: Placement, weight_pieces: int, replicas: int = 0, slices: int = 1
     ) -> RecordShape:
-        """Returns the record shape of a run. :class:`RecordShape` describes the arguments."""
+        """Returns the shape of a run. :class:`RecordShape` describes the arguments."""
         return RecordShape(
             ranks=placement.num_ranks,
             chunks=placement.num_chunks,
@@ -130,7 +130,8 @@ class ScheduleRecord:
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        # Each order maps to the first equal tuple, so that equal orders share memory.
+        # This dictionary maps each order to the first equal tuple that was added, so that equal
+        # orders share memory.
         self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
@@ -141,12 +142,12 @@ class ScheduleRecord:
         return tuple(sorted(self._steps))
 
     def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
-        """Stores the orders of all ranks in ``step``, in order of ranks.
+        """Stores each rank's order of actions in the step with the index ``step``.
 
-        ``dealt`` contains the microbatches of each replica, or is ``None`` if these are not
-        recorded.
+        ``orders`` contains one order per rank. ``dealt`` contains the microbatches of each replica,
+        or is ``None`` if these are not recorded.
 
-        Replaces the orders that were stored earlier for the same ``step``.
+        Orders that were stored earlier for the same step are replaced.
         """
         known_orders = self._orders
         if dealt is not None:
@@ -256,7 +257,7 @@ class ScheduleRecord:
         return codes
 
     def cut(self, num_slices: int) -> ScheduleRecord:
-        """Returns this record after conversion to ``num_slices`` slices per microbatch."""
+        """Returns a copy of this record, converted to ``num_slices`` slices per microbatch."""
         if num_slices == self.shape.slices:
             return self
         record = ScheduleRecord(replace(self.shape, slices=num_slices), self._source)
@@ -418,7 +419,7 @@ class Replay:
 
 
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
-    """Converts ``content``, the parsed record in the file ``source``, into a record.
+    """Creates a record from ``content``, the parsed content of the file ``source``.
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` if the content is damaged.
     """
@@ -451,7 +452,10 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
 
 
 def _require_whole(order: Codes, shape: RecordShape) -> None:
-    """Raises ``ValueError`` unless ``order`` contains every action of a rank in ``shape`` once."""
+    """Raises ``ValueError`` unless ``order`` contains each action of a rank exactly once.
+
+    ``shape`` contains the sizes of the recorded pipeline.
+    """
     if not all(_is_count(code) for code in order):
         raise ValueError("an order must contain only codes")
     lanes = 3 * shape.chunks
@@ -471,9 +475,9 @@ def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
 
     ``shape`` contains the sizes of the recorded pipeline.
 
-    The actions of a chunk and kind are numbered in execution order. So an action with the number
-    ``turn`` processes the same slice on all stages, and takes the position of the same recorded
-    slice on all stages.
+    The actions of a chunk and kind are numbered in execution order. So on all stages, an action
+    with the number ``turn`` processes the same slice, and takes the position of the same recorded
+    slice.
     """
     indices: dict[int, list[int]] = defaultdict(list)
     for index, code in enumerate(order):

@@ -51,9 +51,9 @@ def default_process_groups() -> ProcessGroupCollection:
 
 
 class Slices(Protocol):
-    """Cuts the sequences of each microbatch into slices, which a step runs as separate items.
+    """Cuts the sequences of each microbatch into slices, which a step processes separately.
 
-    Items are numbered across all microbatches (see ``rank_kernel``).
+    The index of a slice, called an item, is counted across all microbatches (see ``rank_kernel``).
 
     Attributes:
         count: Number of slices of each microbatch. It may change between two steps.
@@ -63,7 +63,7 @@ class Slices(Protocol):
 
     @property
     def sizes(self) -> Sequence[float] | None:
-        """Returns the number of tokens of each item in a step.
+        """Returns the number of tokens of each slice in a step.
 
         Returns ``None`` if all microbatches of the run are cut in the same way.
         """
@@ -84,7 +84,7 @@ class Slices(Protocol):
         """Yields the tensors that the slices of the current microbatch share in a chunk."""
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the size in bytes of tensors of ``item`` that later slices need.
+        """Returns the size in bytes of the tensors of slice ``item`` that later slices need.
 
         The size is 0 before the chunk's first forward pass.
         """
@@ -95,9 +95,9 @@ class GradientSync:
 
     All replicas must start their reductions in the same order. Under every schedule, each chunk's
     last backward pass (B) needs the result of the next chunk's last B, so these passes run in
-    descending order of chunks. But the last weight gradients (W), if they are separate actions, run
-    in any order. Then the reduction of a chunk only starts after the reductions of all later chunks
-    have started.
+    descending order of chunks. But if weight gradients are separate actions (W), the last W actions
+    of the chunks run in any order. Then the reduction of a chunk only starts after the reductions
+    of all later chunks have started.
 
     Args:
         config: megatron-core's configuration of the chunks.
@@ -137,9 +137,9 @@ class GradientSync:
     def after_last_weights(self, chunk: int) -> None:
         """Starts the reduction of the gradients of ``chunk`` after its last W has completed them.
 
-        Reductions start in descending order of chunks. So the reduction of this chunk may be
-        delayed, or waiting reductions of earlier chunks may follow. A chunk that only has a
-        ``no_sync_func`` is also reduced here, because no backward pass remains that could reduce
+        Reductions start in descending order of chunks. So the reduction of this chunk may have to
+        wait, or may be followed by the waiting reductions of earlier chunks. A chunk that only has
+        a ``no_sync_func`` is also reduced here, because no backward pass remains that could reduce
         it.
 
         Raises:
@@ -330,12 +330,13 @@ class MegatronStages(SplitStages):
         return output
 
     def _model_input(self, received: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the tensor that the chunk gets as its input, whose gradient goes to ``received``.
+        """Returns the input tensor of the chunk, whose gradient goes to ``received``.
 
-        With ``distribute_saved_activations``, megatron-core replaces the data of its saved input by
-        this rank's part, and puts the whole data back before the backward pass. Hooks for saved
-        tensors, such as those of ``meter``, give it a copy of the tensor object, so ``received``
-        itself would keep the shape of the part, and autograd would refuse its gradient.
+        With ``distribute_saved_activations``, megatron-core replaces the data of the input that it
+        saves by this rank's part, and restores the whole data before the backward pass. Hooks for
+        saved tensors, such as those of ``meter``, pass megatron-core a copy of the tensor object.
+        So ``received`` itself would keep the shape of the part, and autograd would refuse its
+        gradient.
         """
         if received is None:
             return None
@@ -346,7 +347,7 @@ class MegatronStages(SplitStages):
         return model_input
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Frees the memory of an output that the transport has copied or holds a reference to.
+        """Frees an output that the transport has copied or to which it holds a reference.
 
         The backward pass only needs the autograd graph of the output. The transport holds a
         reference to the memory until the message has been sent.
@@ -386,7 +387,8 @@ class MegatronStages(SplitStages):
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        # The store measures the first B, which processes the last slice of a microbatch.
+        # The store measures the first B of a chunk, and this B processes the last slice of a
+        # microbatch.
         key = -1 - chunk
         if self.slices is not None:
             self.measured.setdefault(key, self.slices.tokens(microbatch))
@@ -395,13 +397,15 @@ class MegatronStages(SplitStages):
     def _meter_key(self, chunk: int, item: int) -> int:
         """Returns the key under which ``meter`` stores the size of the slice ``item`` in ``chunk``.
 
-        Each slice of a microbatch has its own key, because later slices may store more attention
+        Each slice of a microbatch has a separate key, because later slices may store more attention
         scores per token.
         """
         return place_of(item, self._count).part * len(self.chunks) + chunk
 
     def _sized(self, nbytes: int, item: int, key: int) -> int:
         """Estimates the size of ``item`` in bytes from the size of a measured item.
+
+        An item is a slice or a whole microbatch.
 
         Args:
             nbytes: Size of the measured item in bytes.
@@ -456,9 +460,10 @@ class ForwardBackward:
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
         self._measured: dict[int, int] = {}
-        # Number of token positions in the measured microbatch.
+        # This is the number of token positions in the microbatch whose activations were measured.
         self._measured_size = 0.0
-        # Mean size of the microbatches in the last step, relative to the measured microbatch.
+        # This is the mean size of the microbatches in the last step, relative to the measured
+        # microbatch.
         self._mean_size = 1.0
 
     def __call__(
@@ -540,7 +545,10 @@ class ForwardBackward:
         return _by_microbatch(stages.reduced_losses, self._slices)
 
     def _check_counts(self, num_chunks: int, num_iterators: int) -> None:
-        """Checks that each chunk of this rank has a model and a data iterator."""
+        """Checks that each chunk of this rank has a model and a data iterator.
+
+        The arguments are the numbers of models and of data iterators.
+        """
         expected = self.orders.placement.num_chunks
         if not num_chunks == num_iterators == expected:
             raise ConfigError(
@@ -571,7 +579,7 @@ class ForwardBackward:
         return relative
 
     def _run(self, stages: MegatronStages, sizes: Sequence[float] | None) -> None:
-        """Runs all actions of the step, and frees tensors at the end or after an error."""
+        """Runs all actions of ``stages``, and frees tensors at the end or after an error."""
         num_microbatches = stages.num_microbatches
         forward_only = stages.forward_only
         if self._slices is not None:
@@ -590,7 +598,7 @@ class ForwardBackward:
     def use(self, candidate: Candidate) -> None:
         """Switches to the schedule or run-time rule of ``candidate``, starting with the next step.
 
-        All ranks must call this with the same candidate.
+        All ranks must call this method with the same candidate.
 
         Raises:
             ConfigError: The schedule needs a different placement, or has W actions although this
@@ -605,7 +613,7 @@ class ForwardBackward:
         self.orders.use(candidate)
 
     def activation_bytes(self) -> tuple[int, ...]:
-        """Returns the size in bytes of the activations of a mean microbatch, for each chunk.
+        """Returns the activation size in bytes of a microbatch of mean size, for each chunk.
 
         All sizes are 0 before the first microbatch has run.
         """
@@ -617,7 +625,7 @@ class ForwardBackward:
         )
 
     def _sliced_bytes(self, chunk: int) -> int:
-        """Returns the activation size of ``chunk`` in bytes for a mean sliced microbatch."""
+        """Returns the mean size in bytes of a sliced microbatch's activations in ``chunk``."""
         slices = self._slices
         assert slices is not None
         num_chunks = self.orders.placement.num_chunks
@@ -634,7 +642,7 @@ class ForwardBackward:
 
 
 def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
-    """Sums the logged values of each microbatch over its slices, and returns them by microbatch."""
+    """Sums the logged values over the slices of each microbatch, and returns the sums."""
     if slices is None:
         return values
     microbatches: dict[int, list[Any]] = {}
@@ -647,8 +655,8 @@ def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
 
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # megatron-core's router uses this name, but only imports it if Transformer Engine is installed.
-    # Without this line, the router would raise a NameError.
+    # megatron-core's router uses this name, but imports the function only if Transformer Engine is
+    # installed. Without this line, the router would raise a NameError.
     moe_utils.te_general_gemm = None
 
 _NOTHING = contextlib.nullcontext()

@@ -22,7 +22,8 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Shortest wait of a follower for the leader's decision that is traced, in nanoseconds."""
+"""Minimum duration of a follower's wait for the leader's decision that is traced, in nanoseconds.
+"""
 
 
 class ActionInput(NamedTuple):
@@ -83,12 +84,12 @@ class StepLog:
         self._policy = policy
         self._num_chunks = num_chunks
         self._rows: list[SpanRow] = []
-        # Start of the current wait, or 0 if the rank is not waiting.
+        # This is the start of the current wait, or 0 if the rank is not waiting.
         self._since_ns = 0
         self._until_ns = 0
         self._cause = _INPUT
         self._waker = -1
-        self._by_group = False  # True if a notice from another group member ended the wait.
+        self._by_group = False  # This is true if a notice from another group member ended the wait.
 
     def now_ns(self) -> int:
         """Returns the current time on the host's monotonic clock, in nanoseconds."""
@@ -98,7 +99,7 @@ class StepLog:
         """Returns the arrival time of ``item`` in nanoseconds, and whether it is exact.
 
         If the transport does not report the arrival time, the result is the current time. This is
-        exact only if the executor was waiting for the input.
+        exact only if the executor was waiting for the input (``is_awaited``).
         """
         reported_ns = item.arrived_ns
         return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
@@ -126,7 +127,7 @@ class StepLog:
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Records that the leader's decision, requested at ``asked_ns``, has arrived."""
+        """Records the arrival of the leader's decision that this rank requested at ``asked_ns``."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return

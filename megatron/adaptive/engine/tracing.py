@@ -112,8 +112,10 @@ class Tracing:
         self.layers: LayerSums | None = None
         self.collectives: CollectiveMeter | None = None
         self.kernels: KernelRecorder | None = None
-        self._traced: _Iteration | None = None  # Current iteration if it is traced, else ``None``.
-        self._iteration = _Iteration()  # Current or last iteration, even if it is not traced.
+        # This is the current iteration, or ``None`` if it is not traced.
+        self._traced: _Iteration | None = None
+        # This is the current or the last iteration, even if it is not traced.
+        self._iteration = _Iteration()
         self._doing = ""
         self._in_step = False
         self._begun_ns = 0
@@ -234,9 +236,9 @@ class Tracing:
         return self._traced is not None
 
     def mark(self) -> Any:
-        """Returns a mark of the current point in the device's work.
+        """Returns a time mark at the current point of the device's work.
 
-        Two marks are the start and the end of a :meth:`device_span`.
+        Two such marks are the start and the end of a :meth:`device_span`.
         """
         return self._clock.mark()
 
@@ -246,7 +248,7 @@ class Tracing:
         """Traces the device's work between two marks, if the current iteration is traced.
 
         The span has the kind ``kind``, and belongs to ``chunk`` and ``microbatch``. Both are -1 if
-        it belongs to no microbatch.
+        the span belongs to no microbatch.
 
         ``start`` and ``end`` are results of :meth:`mark`.
         """
@@ -272,9 +274,9 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that traces the host's time within it as a span of ``kind``.
+        """Returns a context manager that traces the host's time inside it as a span of ``kind``.
 
-        It can also be used between two iterations.
+        The context manager can also be used between two iterations.
         """
         start_ns = time.monotonic_ns()
         self._doing = kind
@@ -307,9 +309,9 @@ class Tracing:
         self.recorder.close()
 
     def adopt(self, other: Tracing) -> None:
-        """Continues in the files of the trace ``other``, which must not be used afterwards.
+        """Continues this trace in the files of ``other``, which must not be used afterwards.
 
-        Call :meth:`close` first. References to this object remain valid.
+        Call :meth:`close` on this trace first. References to this object remain valid.
         """
         self.recorder = other.recorder
         self._clock = other._clock
@@ -324,7 +326,7 @@ class Tracing:
             self.watch(self._snapshot)
 
     def _resolve(self) -> None:
-        """Records all spans that the device has finished, and keeps the rest for a later call."""
+        """Records all spans that the device has finished, and keeps the others for a later call."""
         clock = self._clock
         waiting = self._unresolved
         self._unresolved = []
@@ -394,8 +396,8 @@ class OutsideTrace:
         forwards = [0] * len(models)
 
         def forward_step(data_iterator: Any, model: Any, *more: Any, **plan: Any) -> Any:
-            # megatron-core's combined 1F1B passes these keyword arguments. It asks for the parts of
-            # a forward pass, and runs these parts itself.
+            # megatron-core's combined 1F1B passes these keyword arguments to get the parts of a
+            # forward pass, and then runs these parts itself.
             if plan:
                 return function(data_iterator, model, *more, **plan)
             chunk = chunk_of[id(model)]
@@ -481,7 +483,7 @@ def record_trace(
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
     """Marks each forward and backward pass of ``model`` as a named range in the profiler.
 
-    The hooks that do this are removed when ``hooks`` is closed.
+    The hooks that are added to ``model`` are removed when ``hooks`` is closed.
 
     The names are the same as in Megatron-LM and ``torch.distributed.pipelining``.
     """

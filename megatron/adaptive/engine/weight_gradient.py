@@ -45,7 +45,7 @@ class LayerCall:
 
     Attributes:
         weight: Weight that the call uses. If several calls share the weight, their gradients are
-            summed before they are accumulated, as in autograd.
+            summed before they are accumulated, because autograd does the same.
     """
 
     __slots__ = ()
@@ -62,14 +62,16 @@ class LayerCall:
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Returns (parameter, gradient) pairs, without gradients that the call accumulates.
+        """Returns (parameter, gradient) pairs, without gradients that the call itself accumulates.
 
-        Autograd does not record these operations, because neither argument requires a gradient.
+        ``inputs`` are the layer's inputs, and ``gradient`` is the gradient of the layer's output.
+        Autograd does not record the operations of this method, because neither argument requires a
+        gradient.
         """
         raise NotImplementedError
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the approximate number of FLOPs of :meth:`weight_gradients`.
+        """Returns the approximate number of FLOPs of :meth:`weight_gradients` for ``gradient``.
 
         The default is the cost of a matmul.
         """
@@ -130,10 +132,9 @@ class EmbeddingCall(LayerCall):
         weight: Weight ``[rows, width]``.
         padding_idx: Index of the padding row, which gets no gradient, or -1 if there is no padding
             row.
-        scale_grad_by_freq: Whether to divide the gradient of a row by its number of occurrences, as
-            in torch.
-        by_index: Whether to look up rows by indexing. On a GPU, the backward pass of indexing is
-            deterministic.
+        scale_grad_by_freq: Whether to divide the gradient of a row by its number of occurrences.
+        by_index: Whether to look up rows by indexing, whose backward pass is deterministic on a
+            GPU.
     """
 
     weight: torch.nn.Parameter
@@ -148,7 +149,10 @@ class EmbeddingCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields the weight with its gradient."""
+        """Yields the weight and its gradient, as a single pair.
+
+        ``inputs`` are the indices, and ``gradient`` is the gradient of the embeddings.
+        """
         if self.by_index:
             total = gradient.new_zeros(self.weight.shape)
             yield self.weight, total.index_put_((inputs,), gradient, accumulate=True)
@@ -172,7 +176,7 @@ class EmbeddingCall(LayerCall):
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """Adds ``gradient`` to ``main_grad`` if ``parameter`` has this attribute, else to ``grad``.
 
-    Autograd and megatron-core's hook use the same tensor and the same operations, so the results
+    Autograd and megatron-core's hook use the same tensor and the same operations, so all results
     are bitwise equal.
     """
     main_grad = getattr(parameter, "main_grad", None)
@@ -196,9 +200,9 @@ class _Task(NamedTuple):
 class _Backlog:
     """Weight gradients of one microbatch that have not been computed yet.
 
-    They are in the order in which the backward pass reached the layers. A unit is the list of all
-    tasks for one weight. It is usually a single task, but several tasks if several calls share the
-    weight.
+    The weight gradients are in the order in which the backward pass reached the layers. A unit is
+    the list of all tasks for one weight. Usually, this is a single task, but there are several
+    tasks if several calls share the weight.
     """
 
     microbatch: int
@@ -212,8 +216,8 @@ def _run_unit(unit: Sequence[_Task]) -> None:
 
     ``unit`` contains the calls in the microbatch that use the weight.
 
-    First sums the gradients of all calls in the microbatch. Then adds this sum to the gradient of
-    earlier microbatches. Autograd uses the same order.
+    The gradients of all calls in the microbatch are summed first. Then this sum is added to the
+    gradient of earlier microbatches. Autograd uses the same order.
     """
     totals: dict[torch.nn.Parameter, torch.Tensor] = {}
     for task in unit:
@@ -302,9 +306,9 @@ class WeightGradientStore:
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # Key and result of the last split into pieces. The key consists of the number of units, the
-        # number of pieces and a shape. The result is the number of units in each piece. Later
-        # microbatches with an equal key are split in the same way.
+        # This is the key and the result of the last split into pieces. The key consists of the
+        # number of units, the number of pieces and a shape. The result is the number of units in
+        # each piece. Later microbatches with an equal key are split in the same way.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
@@ -352,7 +356,7 @@ class WeightGradientStore:
         return _Collecting(self)
 
     def _turn(self, item: int) -> int:
-        """Returns the position of ``item`` in the order of backward passes; -1 stays -1."""
+        """Returns the position of ``item`` in the order of backward passes, or -1 for item -1."""
         if item < 0:
             return -1
         return mirrored(item, self.num_slices)
@@ -378,7 +382,10 @@ class WeightGradientStore:
             self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keeps the tensors for the weight gradient of ``call``, within :meth:`collect`.
+        """Keeps the tensors from which the weight gradient of ``call`` will be computed.
+
+        The tensors are the layer's ``inputs`` and the ``gradient`` of its output. This method must
+        be called within the context of :meth:`collect`.
 
         Raises:
             ScheduleError: The backward pass of a deferring layer runs outside of :meth:`collect`.
@@ -428,6 +435,8 @@ class WeightGradientStore:
 
     def _counts(self, units: Sequence[list[_Task]], pieces: int) -> list[int]:
         """Returns the number of units in each of ``pieces`` pieces.
+
+        A unit contains all work for the gradient of one weight.
 
         The last result is used again if the number of units and the shape of the first gradient
         have not changed.
@@ -500,6 +509,8 @@ class SplitStages:
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one part of the weight gradients that the backward pass (B) has deferred.
 
+        ``executor.Stages`` describes the arguments.
+
         Raises:
             ScheduleError: Another part must be computed first, or the backward passes of this step
                 do not defer weight gradients.
@@ -550,8 +561,8 @@ class _Defer(torch.autograd.Function):
         (inputs,) = ctx.saved_tensors
         (gradient,) = gradients
         # Detach the inputs and the gradient. Otherwise, they would keep their autograd graph alive
-        # until the weight gradient is computed. The gradient itself requires a gradient if it
-        # shares memory with an output, as in megatron-core's cross entropy.
+        # until the weight gradient is computed. The gradient itself may require a gradient if it
+        # shares memory with an output. This happens with megatron-core's cross entropy.
         kept = gradient.detach() if gradient.requires_grad else gradient
         ctx.store.add(ctx.call, inputs.detach(), kept)
         needs_input = ctx.needs_input_grad[0]
@@ -559,7 +570,7 @@ class _Defer(torch.autograd.Function):
 
 
 def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
-    """Returns whether a layer that uses ``store`` must defer the gradient of ``weight``.
+    """Returns whether a layer must defer the gradient of ``weight`` to ``store``.
 
     The result is False if the store is inactive, if gradients are disabled, or if the weight is
     computed from other tensors.
@@ -568,11 +579,11 @@ def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
 
 
 def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> torch.Tensor:
-    """Runs a layer call and returns its output. The store computes the weight gradient later.
+    """Runs a layer call and returns its output. The weight gradient is computed later.
 
     Args:
-        call: Call to run, with its computation and parameters.
-        inputs: Input of the layer, which the store keeps until the weight gradient is computed.
+        call: Layer call to run, which contains the layer's parameters.
+        inputs: Input of the layer, which ``store`` keeps until the weight gradient is computed.
         store: Store of the layer's chunk.
     """
     anchor = None if inputs.requires_grad else store.anchor(call.weight.device)

@@ -76,12 +76,14 @@ def time_microbatches(
         device: Device on which the stages run.
         repeats: Maximum number of microbatches to time, after the warm-up.
         split: Whether weight gradients are computed as a separate action W.
-        enough_s: If a microbatch takes at least this time in seconds, it is not repeated.
+        enough_s: Time in seconds. After a timed microbatch that takes at least this time, no
+            further microbatch is run.
         warm_up: Number of microbatches at the beginning that are discarded.
 
     Returns:
-        Three lists of durations in seconds (forward passes, backward passes, and weight-gradient
-        passes, 0 if these are not separate), and the output of the last forward pass.
+        Three lists of durations in seconds, and the output of the last forward pass. The lists
+        contain the durations of forward passes, of backward passes, and of weight-gradient passes,
+        which are 0 if they are not separate.
     """
     rows: list[list[float]] = [[], [], []]
     output = None
@@ -111,9 +113,9 @@ def time_microbatches(
 def spread(lanes: Iterable[Sequence[float]]) -> float:
     """Returns the relative standard deviation of the durations in ``lanes``.
 
-    Each duration is divided by the median of its own sequence. The result is the standard deviation
-    of the logarithms. It is computed from quartiles, so that a few actions that the operating
-    system interrupted do not matter.
+    Each duration is divided by the median of its sequence. The result is the standard deviation of
+    the logarithms. It is computed from quartiles, so that a few actions that the operating system
+    interrupted do not matter.
 
     Args:
         lanes: Sequences of durations in any unit, one for each kind of work.

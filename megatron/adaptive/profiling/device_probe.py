@@ -90,10 +90,10 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
 
 
 def _mean_s(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Returns the mean time of ``call`` in seconds, over calls repeated for ``seconds``.
+    """Calls ``call`` repeatedly for about ``seconds``, and returns the mean time in seconds.
 
-    A quota or a different program may interrupt a process for some milliseconds, often longer than
-    a call takes. The median would hide such interruptions.
+    The median would hide the effect of a CPU quota or of a different program. Both may interrupt a
+    process for some milliseconds, often longer than a call takes.
     """
     call()
     count = 0
@@ -111,8 +111,8 @@ def _clock_hz(device: torch.device) -> tuple[float, float]:
         try:
             return torch.cuda.clock_rate(device) * 1e6, 0.0
         except Exception:
-            # torch reads the clock through NVML, whose package is optional and has its own error
-            # types.
+            # torch reads the clock rate through NVML. The package of NVML is optional and has
+            # separate error types.
             return 0.0, 0.0
     try:
         cpu = min(os.sched_getaffinity(0))

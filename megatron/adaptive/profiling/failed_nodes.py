@@ -28,7 +28,8 @@ class FailedNode:
         text: Description of the node's worst outlier, with the measured value and the median of
             comparable measurements.
         limits: Minimum value of each quantity for using the node again, in bytes/s, FLOP/s or Hz.
-            Empty if the node cannot measure the quantity alone, as for a slow link.
+            Empty if the node cannot measure the quantity alone, for example because a link was
+            slow.
     """
 
     node: str
@@ -85,7 +86,11 @@ def find_failed_nodes(
 def _slow_shares(
     outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
 ) -> dict[str, float]:
-    """Returns, for each node, the fraction of slow links among its links to other nodes."""
+    """Returns the fraction of slow links among the links of each node to other nodes.
+
+    ``outliers`` contains the slow links, ``figures`` all measured links, and ``nodes`` the node of
+    each rank.
+    """
 
     def links_of(ranks: set[tuple[int, ...]]) -> Counter[str]:
         pairs = ({nodes[rank] for rank in link} for link in ranks)
@@ -97,7 +102,7 @@ def _slow_shares(
 
 
 def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str]) -> str | None:
-    """Returns the node that caused ``outlier``, or ``None`` if it is unknown.
+    """Returns the node that caused ``outlier``, or ``None`` if this node is unknown.
 
     ``shares`` contains the fraction of slow links of each node, and ``nodes`` the node of each
     rank.

@@ -32,19 +32,20 @@ KEPT_FREE = 0.1
 HOST_SHARE = 0.35
 """Fraction of freed activation memory on a CPU that the C library keeps instead of returning it.
 
-Measured with ``studies/planner.py --part memory`` in runs of the trainer with glibc.
+This fraction was measured with ``studies/planner.py --part memory`` in runs of the trainer with
+glibc.
 """
 
 _LIMIT_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Names of the limit and usage files in version 2 and version 1 of control groups."""
+"""Names of the files with limits and usage in version 2 and version 1 of control groups."""
 
 _V1_UNLIMITED = 1 << 60
 """Smallest value that means "no limit" in version 1 of control groups (cgroups).
 
-The kernel writes a value of almost 2**63 in this case.
+The kernel writes a value of almost 2**63 if there is no limit.
 """
 
 
@@ -110,7 +111,9 @@ def _meminfo(name: str) -> list[int]:
 
 
 def _groups() -> list[tuple[int, int, int]]:
-    """Returns (limit, usage, reclaimable page cache) in bytes for the process's control groups.
+    """Returns the limit, usage and reclaimable page cache of each control group, in bytes.
+
+    These are the control groups of this process.
 
     Groups without a memory limit are omitted.
     """

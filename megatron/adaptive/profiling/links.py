@@ -1,8 +1,8 @@
 """Measures links between ranks and all-reduces within nodes, as a training run uses them.
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. This function
-separates the latency of a message from its occupancy, which is the additional time of each further
-message::
+sends bursts of messages, one directly after another. It separates the latency of a message from its
+occupancy, which is the additional time of each further message in a burst::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
     round with a burst of n      leader ══> follower ──> leader      (n - 1) occupancy more
@@ -157,7 +157,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
 def make_connector(
     job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
 ) -> Connector:
-    """Creates the object that connects ranks for a measurement, as in a training run.
+    """Creates an object that connects ranks for measurements in the same way as a training run.
 
     Args:
         job: Environment of this process: ranks, device, process groups.
@@ -188,7 +188,7 @@ def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, 
         names: Type of each rank's node.
 
     Returns:
-        Tuple for each measurement: whether the link is within a node, an example pair of ranks
+        A tuple for each measurement: whether the link is within a node, an example pair of ranks
         whose nodes have the two types, and the pairs that send at the same time.
     """
     members: dict[str, list[int]] = {}

@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
 _ALIKE = 0.05
-"""Maximum relative spread of microbatch times at which they are treated as equal."""
+"""Maximum relative spread of the times of microbatches that are treated as equal."""
 F = ActionKind.F
 B = ActionKind.B
 W = ActionKind.W
@@ -257,7 +257,7 @@ class LayerShare:
         """Returns the median fraction of a forward pass that the layers of ``chunk`` take.
 
         The result is 1 for a chunk that is not measured. The device must have completed the forward
-        passes, as is the case between two steps.
+        passes, so this method should be called between two steps.
         """
         shares = [
             (times[-2] - times[1]) / max(1, times[-1] - times[0]) for times in self._times(chunk)

@@ -17,8 +17,8 @@ checkpoint folder  a file written, flushed and read again          all nodes
 =================  ==============================================  ============================
 
 Measurements are made in batches (see ``probe_layout``). Each measurement is made twice, and the
-better value is used. Outliers are measured again. ``doctor --probe`` connects the ranks itself. The
-trainer probes over its own channels and groups.
+better value is used. Outliers are measured again. ``doctor --probe`` connects the ranks for the
+probe. The trainer probes over the channels and groups of the run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _CONFIRMATIONS = 3
 
 
 def _message_bytes(accelerator: Accelerator) -> int:
-    """Returns the size in bytes of the largest message that a probe sends."""
+    """Returns the size in bytes of the largest message that a probe of ``accelerator`` sends."""
     return _LARGE_BYTES[accelerator.device.type]
 
 
@@ -92,7 +92,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """Measurement of one kind, with the ranks that it measures."""
+    """A measurement to make, and the ranks that take part in this measurement."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -118,7 +118,7 @@ class Probe:
     """Measures the ranks, links and groups of a job. All ranks must call the same methods.
 
     Args:
-        job: Environment of this process: ranks, device, process groups.
+        job: Environment of this process, with its ranks, device and process groups.
         name: Name of the probe, unique in the job.
         transport: Channels to the ranks with which this rank exchanges messages, or ``None`` if
             this rank has no channels. No messages may be in flight.
@@ -172,7 +172,7 @@ class Probe:
         both measurements.
 
         Returns:
-            Figures and outliers, equal on all ranks.
+            Measurements and outliers, which are equal on all ranks.
         """
         begin_s = time.perf_counter()
         checks = self._checks()
@@ -232,7 +232,7 @@ class Probe:
         ]
 
     def _rank(self, ranks: Ranks) -> list[Figure]:
-        """Measures the device of this rank."""
+        """Measures the device of this rank, which is the only rank in ``ranks``."""
         return measure_device(self._job.accelerator, ranks, self._seconds)
 
     def _link(self, ranks: Ranks) -> list[Figure]:
@@ -278,7 +278,10 @@ class Probe:
         }
 
     def _group(self, ranks: Ranks, *, kind: str) -> list[Figure]:
-        """Measures the collectives of this rank's group of the given ``kind``."""
+        """Measures the collectives of the group of ``kind`` that contains this rank.
+
+        ``ranks`` contains the ranks of the group.
+        """
         device = self._job.accelerator.device
         group = self._groups[kind].group
         nodes = len({self._machines[rank] for rank in ranks})
@@ -303,7 +306,10 @@ class Probe:
         return figures
 
     def _files(self, ranks: Ranks) -> list[Figure]:
-        """Measures how fast this rank writes a file to the checkpoint folder and reads it."""
+        """Measures how fast this rank writes a file to the checkpoint folder and reads it.
+
+        ``ranks`` contains only this rank.
+        """
         assert self._folder is not None
         path = self._folder / f".probe-{self._job.rank}"
         try:
@@ -461,7 +467,10 @@ class Turns:
                     self._end(number, sum(map(len, batch)))
 
     def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
-        """Deletes the keys of the last series of turns. All turns of the series must have ended."""
+        """Deletes the keys of the last series of turns, for which :meth:`each` got ``batches``.
+
+        All turns of the series must have ended.
+        """
         if self._job.is_first:
             for number in range(len(batches)):
                 self._store.delete_key(self._key(number, "done"))

@@ -146,8 +146,8 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
     """Returns the better of two measurements of each rank, link and group.
 
     Args:
-        first: Figures of the first measurement.
-        second: Figures of the second measurement.
+        first: Results of the first measurements.
+        second: Results of the second measurements, which were made later.
 
     Returns:
         Better measurement of each pair, in the order of ``first``. If one of the two measurements
@@ -265,7 +265,7 @@ def _times_slower(value: float, reference: float, measure: Measure) -> float:
 
 
 def _name(ranks: Ranks, hosts: Sequence[str]) -> str:
-    """Returns a description of ``ranks`` and their nodes, for a message."""
+    """Returns a description of ``ranks`` and their nodes in ``hosts``, for a message."""
     nodes = list(dict.fromkeys(hosts[rank] for rank in ranks))
     label = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(nodes[:4])}"
     label += ", ..." if len(nodes) > 4 else ""

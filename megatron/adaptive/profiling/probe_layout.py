@@ -69,7 +69,7 @@ class ProbeLayout:
 
     @property
     def data(self) -> int:
-        """Number of data-parallel replicas."""
+        """Returns the number of data-parallel replicas."""
         return self.world_size // (self.tensor * self.context * self.pipeline)
 
     def links(self) -> list[Ranks]:
@@ -94,7 +94,7 @@ class ProbeLayout:
 
 
 def _groups(world_size: int, stride: int, size: int) -> list[Ranks]:
-    """Returns the groups of ``size`` ranks whose indices differ by ``stride``."""
+    """Divides ``world_size`` ranks into groups of ``size`` ranks with a distance of ``stride``."""
     block = stride * size
     return [
         tuple(range(first + offset, first + block, stride))

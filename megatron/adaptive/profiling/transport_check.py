@@ -28,12 +28,13 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-_LEAST_ROUNDS = 3  # A slow network hardly exceeds the requested time with few rounds.
+# This number is small, so that the check of a slow network hardly exceeds the requested time.
+_LEAST_ROUNDS = 3
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
-# The test data repeats after this number of bytes. It is a prime, so that data shifted by a slot is
-# detected.
+# The test data repeats after this number of bytes. This number is prime, so that the check detects
+# data from a wrong slot of a buffer.
 _PATTERN = 251
 
 

@@ -25,8 +25,8 @@ class ActionKind(str, Enum):
     B = "B"
     W = "W"
 
-    # Actions are hashed often. Enum.__hash__ runs Python code, and the hash of the string is
-    # several times cheaper.
+    # Actions are hashed often, and the hash of the string is several times faster than
+    # ``Enum.__hash__``, which runs Python code.
     __hash__ = str.__hash__
 
     def __str__(self) -> str:
@@ -45,8 +45,8 @@ class Action:
     Attributes:
         kind: Kind of action: F, B or W.
         chunk: Index of the chunk among the rank's chunks, from 0.
-        microbatch: Index of the microbatch in the batch, from 0. With sequence slices, this is the
-            index of the slice, counted through all microbatches (see ``rank_kernel``).
+        microbatch: Index of the microbatch in the batch, from 0. If sequences are cut into slices,
+            this is the index of the slice, counted across all microbatches (see ``rank_kernel``).
         piece: Index of this W among the W actions into which a weight gradient is split, from 0. F
             and B have index 0.
         paired: Whether a static schedule starts this action and the next action together, so that
@@ -59,8 +59,8 @@ class Action:
     piece: int = 0
     paired: bool = False
 
-    # These methods are written by hand because they are called often. The generated methods of a
-    # dataclass build a tuple of all fields in each call.
+    # ``__eq__`` and ``__hash__`` are called often. The methods that a dataclass generates are
+    # slower, because they build a tuple of all fields in each call.
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -82,6 +82,8 @@ class Action:
     def label(self, num_slices: SliceCounts = 1) -> str:
         """Returns the label of the action in logs and drawings, such as ``F0-3``.
 
+        ``F0-3`` is the forward pass of microbatch 3 in chunk 0.
+
         Args:
             num_slices: Number of slices of each microbatch. If there are several, the label
                 contains the microbatch and the slice, for example ``F0-3.5``.
@@ -91,7 +93,7 @@ class Action:
 
 
 SliceCounts: TypeAlias = int | tuple[int, ...]
-"""Number of slices of each microbatch, as an integer if all numbers are equal, or a tuple.
+"""Number of slices of each microbatch: one integer if all numbers are equal, otherwise a tuple.
 
 Microbatches that are not cut have one slice.
 """
@@ -142,7 +144,7 @@ def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
 
 
 def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
-    """Returns the number of slices of each microbatch, as a tuple.
+    """Returns the number of slices of each of ``num_microbatches`` microbatches, as a tuple.
 
     If ``num_slices`` is an integer, all microbatches have this number of slices.
     """
@@ -203,11 +205,11 @@ def action_table(
 
 
 def mirrored(item: int, num_slices: SliceCounts) -> int:
-    """Returns the item at the mirrored position in the same microbatch as ``item``.
+    """Returns the slice at the mirrored position in the microbatch that contains slice ``item``.
 
-    For example, with 3 slices per microbatch, item 0 is mapped to 2, and item 2 to 0. A chunk runs
-    its B and W actions in this reversed order (see ``rank_kernel``), so its B with index j works on
-    item ``mirrored(j, num_slices)``. The function is its own inverse.
+    For example, with 3 slices per microbatch, index 0 is mapped to 2, and index 2 to 0. A chunk
+    runs its B and W actions in this reversed order (see ``rank_kernel``), so its B with index j
+    works on slice ``mirrored(j, num_slices)``. The function is its own inverse.
     """
     _, part, count = place_of(item, num_slices)
     return item - part + count - 1 - part
@@ -232,13 +234,14 @@ def place_label(microbatch: int, part: int | None) -> str:
 
 
 def with_slices(text: str, step: int, num_slices: SliceCounts) -> str:
-    """Replaces item indices in a transport's message by labels such as ``3.5``.
+    """Replaces slice indices in ``text``, a message of a transport, by labels such as ``3.5``.
 
-    Transports count the items of a step, so ``microbatch 29 of step 7`` becomes ``microbatch 3.5 of
-    step 7``. References to other steps, whose numbers of slices may differ, are left unchanged.
+    Transports number all slices of a step consecutively. So their ``microbatch 29 of step 7``
+    becomes ``microbatch 3.5 of step 7``, which is slice 5 of microbatch 3. References to other
+    steps are left unchanged, because these steps may have other numbers of slices.
 
     Args:
-        text: Text that may contain the index of an item.
+        text: Text that may contain the index of a slice or microbatch.
         step: Number of the current step.
         num_slices: Number of slices of each microbatch in the current step.
     """

@@ -1,10 +1,11 @@
 """Improves a schedule by simulated annealing, given the durations of its actions.
 
-``auto`` either runs the result, or uses it as the schedule that ``hinted`` follows. The orders of
-all ranks, and the inputs that their actions need, form a graph. A step takes as long as the longest
-path of this graph, the critical path. The path stays on one rank until an action waits for another
-rank's result, then changes to that rank. The path's actions on one rank between two such changes
-are a block. Here the path is on ranks 1, 0 and 1 again:
+``auto`` either runs the result, or uses it as the schedule that the rule ``hinted`` follows. The
+actions of all ranks form a graph, in which each action depends on the previous action of its rank
+and on the action that computes its input. A step takes as long as the longest path of this graph,
+the critical path. The path stays on one rank until an action waits for another rank's result, then
+changes to that rank. The path's actions on one rank between two such changes are a block. In this
+example, the path visits ranks 1, 0 and 1, and its blocks are in brackets:
 
     rank 0 |      F0 F1 F2  B1 W1 [B0 W0]          W0 after B0 delays nothing;
     rank 1 | [F0 F1 B1]               [...]        with B1 before F1, B1 starts earlier
@@ -13,11 +14,11 @@ Only a move of an action within its block can shorten the step. Each attempt cho
 of the path, and either moves the action to one end of its block or swaps it with a neighbour. The
 change is kept if the step does not become longer. Otherwise, the change is kept with a probability
 that decreases with the increase in step time and with the number of attempts so far. The result is
-the best order encountered. This takes tens of thousands of attempts. Schedules of large pipelines
-are not annealed, because this would take too long and gain less.
+the best order encountered in tens of thousands of attempts. Schedules of large pipelines are not
+annealed, because this would take too long and gain less.
 
-As everywhere in this package, each stage runs its microbatches in ascending order, and memory stays
-within the limit (cap). All numbers are integers and the random sequence is fixed, so equal
+Each stage runs its microbatches in ascending order, and memory stays within the limit (cap), as
+everywhere in this package. All numbers are integers and the random sequence is fixed, so equal
 arguments give the same order on every machine.
 
 The functions up to ``anneal`` use only numbers, like the functions of ``rank_kernel``, so that
@@ -45,9 +46,9 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of actions whose times are computed, summed over all attempts.
+"""Maximum number of action times to compute in all attempts together.
 
-Computing the times of this many actions takes about a second.
+Computing this many times takes about a second.
 """
 LEAST_ORDERS = 40_000
 """Minimum number of random changes to attempt.
@@ -57,31 +58,32 @@ If ``VISITS`` allows fewer attempts, the schedule is not annealed.
 MOST_ORDERS = 200_000
 """Maximum number of random changes to attempt."""
 COMPILE_S = 25.0
-"""Upper bound on the compilation time of annealing in seconds, unless the processors are
+"""Upper bound on the time to compile the annealing functions in seconds, unless the processors are
 overloaded.
 """
 HEAT = 2
-"""Maximum increase in step time that is accepted at first, relative to the mean duration of an
-action.
+"""Largest increase in step time that may be accepted in the first attempts, as a multiple of the
+mean duration of an action.
 """
 
 
 class OrderGraph(NamedTuple):
-    """Order of the actions on all ranks, and the inputs of the actions, as ``int64`` arrays.
+    """Graph of all ranks' actions, with their execution order and inputs, as ``int64`` arrays.
 
-    An action is identified by its index in the arrays that have one entry per action. The contents
-    of scratch arrays are only valid within the function that uses them.
+    An action is identified by its index in the arrays that have one entry per action. Scratch
+    arrays contain valid values only while the function that uses them runs.
 
     Attributes:
         rows: Actions of each rank in execution order, ``[ranks, longest order]``.
         lengths: Number of actions on each rank.
         best: Copy of ``rows`` from the attempt with the shortest step so far.
-        needs: Index of the action whose result each action needs as input, or -1 if no input is
-            needed.
-        gaps: Time in picoseconds from the end of the needed action until its result arrives, for
-            each action.
+        needs: For each action, the index of the action whose result is its input, or -1 if no input
+            is needed.
+        gaps: For each action, the time in picoseconds from the end of the action in ``needs`` until
+            its result arrives.
         durations: Duration of each action in picoseconds.
-        lanes: Code ``kind * chunks + chunk`` of each action.
+        lanes: Integer ``kind * chunks + chunk`` of each action, which is equal for actions of the
+            same kind and chunk.
         takes: Memory that each action allocates, or a negative amount if the action frees memory.
             The unit is one microbatch or slice in one chunk, or a millionth of this unit if slices
             differ in size.
@@ -95,8 +97,8 @@ class OrderGraph(NamedTuple):
         now: Scratch array of ``finish`` with the end time of each rank's latest action, in
             picoseconds.
         stack: Scratch array of ``finish`` with the ranks whose next action may have its input.
-        waiting: Scratch array of ``finish`` with the rank that waits for each action's result, or
-            -1.
+        waiting: Scratch array of ``finish`` with the rank that waits for the result of each action,
+            or -1 if no rank waits.
     """
 
     rows: Any
@@ -119,7 +121,7 @@ class OrderGraph(NamedTuple):
 
 
 def finish(o: OrderGraph) -> int:
-    """Computes the end times of all actions in ``o``, and writes them to ``ends``.
+    """Computes the end times of all actions in ``o``, and writes them to ``o.ends``.
 
     Returns the end time of the step in picoseconds, or -1 if the ranks deadlock.
     """
@@ -165,11 +167,9 @@ def finish(o: OrderGraph) -> int:
 
 
 def trace(o: OrderGraph, step: int) -> int:
-    """Finds the critical path of the orders ``o``, whose step ends at the time ``step``.
+    """Finds the critical path of a step that ends at the time ``step``, in picoseconds.
 
-    Returns the number of actions on the path.
-
-    The actions are written to ``path``, last action first.
+    Writes the actions of the path to ``o.path``, last action first, and returns their number.
     """
     action = -1
     for rank in range(len(o.lengths)):
@@ -201,10 +201,10 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index closest to ``to`` to which an action of ``rank`` can move from ``index``.
+    """Returns the index nearest to ``to`` to which the action at ``index`` of ``rank`` can move.
 
-    The action must not pass another action of the same kind and chunk, because microbatches must
-    stay in ascending order.
+    The action must not pass an action of the same kind and chunk, because each stage runs its
+    microbatches in ascending order.
     """
     lane = o.lanes[o.rows[rank, index]]
     way = 1 if to > index else -1
@@ -224,9 +224,9 @@ def holds(o: OrderGraph, rank: int) -> bool:
 
 
 def anneal(o: OrderGraph, orders: int) -> int:
-    """Improves the order of actions in ``o`` by attempting ``orders`` random changes.
+    """Improves the order of the actions in ``o`` by attempting ``orders`` random changes.
 
-    Writes the best order to ``best`` and returns its step time in picoseconds.
+    Writes the best order to ``o.best`` and returns its step time in picoseconds.
     """
     step = best = finish(o)
     hottest = 0
@@ -240,7 +240,7 @@ def anneal(o: OrderGraph, orders: int) -> int:
         chosen = (drawn >> 8) % count
         rank = o.ranks[o.path[chosen]]
         index = o.positions[o.path[chosen]]
-        # The path lists the last action first. So the start of a block has a higher index in the
+        # The path lists the last action first, so the start of a block has a higher index in the
         # path than the end of the block.
         edge = chosen
         while edge + 1 < count and o.ranks[o.path[edge + 1]] == rank:
@@ -323,6 +323,8 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
     """Builds the graph of the actions in ``schedule`` and of their inputs.
 
+    The actions take as long as in ``work``, and the memory of a rank is limited to ``cap``.
+
     The index of an F or B is ``kind * cells + cell``, and the index of a W is ``2 * cells + cell *
     pieces + piece``. Here ``cell`` is ``stage * num_microbatches + microbatch``, and ``cells`` is
     the number of cells. With slices, items replace microbatches (see ``rank_kernel``). A B of the
@@ -383,7 +385,7 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
 
 
 def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
-    """Returns the delay of each input, from the end of the sending action until arrival, in ps.
+    """Returns the delay of each input in picoseconds, from the end of its producer to its arrival.
 
     The result has one entry per stage and microbatch, flattened.
 
@@ -400,9 +402,10 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 
 
 def _rows(schedule: Schedule, num_cells: int) -> Any:
-    """Returns the indices of each rank's actions in execution order.
+    """Returns the indices of the actions of each rank of ``schedule``, in execution order.
 
-    ``num_cells`` is the number of pairs of a stage and an item, from which the indices follow.
+    ``num_cells`` is the number of pairs of a stage and a microbatch or slice, which is needed to
+    compute the indices.
 
     The array has the shape ``[ranks, longest order]`` and is padded with -1.
     """

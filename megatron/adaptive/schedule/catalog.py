@@ -45,14 +45,15 @@ from megatron.adaptive.schedule.validate import peak_units
 from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 
 ANNEALED = "annealed"
-"""Name of schedules that ``auto`` creates for one pipeline by simulated annealing (see ``anneal``).
+"""Name of the schedules that ``auto`` creates by simulated annealing (see ``anneal``).
 
-Users cannot select this name. Steps with a different number of microbatches run ``hinted`` instead.
+Such a schedule is valid for one pipeline and one number of microbatches. Steps with a different
+number of microbatches run ``hinted`` instead. Users cannot select this name.
 """
 Pace = tuple[float, float, float]
-"""Durations of a message, a B and a W, divided by the duration of a stage's forward pass."""
+"""Durations of a message, a B (backward) and a W (weight gradients), relative to a forward pass."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
-"""Pace if messages take no time, and F, B and W have the same duration."""
+"""Durations for ``Pace`` if messages take no time, and F, B and W take equally long."""
 DEFAULT_PIECES = 4
 """Default number of W actions per weight gradient under a run-time rule.
 
@@ -80,9 +81,9 @@ class Candidate:
             microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes on these stages. Static schedules run such
-            backward passes, although they compute nothing, because they limit the outputs that wait
-            for the next stage.
+            rules of this project run no backward passes on these stages. Static schedules run these
+            backward passes, which compute nothing, to limit the number of outputs that wait for the
+            next stage.
     """
 
     name: str
@@ -165,7 +166,8 @@ class Candidate:
             codes = [hint_codes(order, chunks, pieces, slices) for order in hint.orders]
             return tuple(RulePolicy(name, rule, of_rank) for of_rank in codes)
         if name == "hinted":
-            # The hints assume that each stage has backward passes.
+            # Frozen stages run no backward passes, but a schedule that ``hinted`` could follow
+            # assumes that each stage runs them. So ``adaptive`` chooses the actions instead.
             rule = schedule_spec("adaptive").load()
         if name in ("adaptive", "hinted") and self.shares and self.cap is not None:
             frozen = self.skipped_stages
@@ -183,7 +185,7 @@ class Candidate:
             work: Durations of all actions and messages in the step.
             compiled: Whether to compile the simulation with numba (see
                 :func:`~megatron.adaptive.schedule.simulate.simulate`).
-            policies: Result of :meth:`policies` if it was already called, otherwise ``None``.
+            policies: Result of :meth:`policies` if the caller has it already, otherwise ``None``.
         """
         count = work.num_microbatches
         return simulate(
@@ -271,7 +273,7 @@ def is_rule(name: str) -> bool:
 
 
 def _spec_of(name: str) -> ScheduleSpec:
-    """Returns the specification of the static schedule or run-time rule called ``name``."""
+    """Returns the specification of the static schedule or run-time rule with the name ``name``."""
     spec = _find_spec(name)
     choices = f"choose one of {', '.join(policy_names())}"
     if spec is None:
@@ -415,9 +417,9 @@ def make_policies(
             microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
         num_slices: Number of slices into which each microbatch is cut, or 1 for whole microbatches.
         frozen_stages: Number of leading pipeline stages through which no gradient flows. Run-time
-            rules of this project run no backward passes on these stages. Static schedules run such
-            backward passes, although they compute nothing, because they limit the outputs that wait
-            for the next stage.
+            rules of this project run no backward passes on these stages. Static schedules run these
+            backward passes, which compute nothing, to limit the number of outputs that wait for the
+            next stage.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not support the placement or the
@@ -438,7 +440,7 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns the error message about schedule ``name``, which requires equal numbers of slices."""
+    """Returns an error message for schedule ``name``, which requires equal numbers of slices."""
     return (
         f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
         "dfc or bfc"
@@ -448,12 +450,13 @@ def _unequal(name: str) -> str:
 def _orders_of_unequal(
     name: str, placement: Placement, num_slices: tuple[int, ...]
 ) -> tuple[Order, ...]:
-    """Returns all ranks' actions under schedule ``name`` if microbatches differ in slices.
+    """Returns each rank's actions for microbatches that have different numbers of slices.
 
-    ``num_slices`` is the number of slices of each microbatch.
+    ``name`` is the name of the schedule, ``placement`` assigns stages to ranks, and ``num_slices``
+    is the number of slices of each microbatch.
 
     Raises:
-        ScheduleError: The schedule is not meant for evaluations. Only the schedule for evaluations
+        ScheduleError: ``name`` is not the schedule for evaluations, which is the only schedule that
             supports different numbers of slices.
     """
     spec = _spec_of(name)
@@ -472,16 +475,17 @@ def hint_for(
     weight_pieces: int = 1,
     num_slices: int = 1,
 ) -> Schedule:
-    """Returns the schedule for ``hinted`` to follow on a pipeline, within a memory limit (cap).
+    """Returns the schedule that ``hinted`` follows on a pipeline, within a memory limit (cap).
 
     If the usual static schedule stays within the cap and is known to be the best, it is returned.
-    The best schedule is not known for few microbatches, for a loop without spare memory, or with
-    slices.
+    With one chunk per rank, it is always the best. With several chunks, this is not known for few
+    microbatches, or for the loop placement with a tight cap. With slices, this is never known.
 
-    Otherwise, this function simulates steps under ``hinted`` with different hints, and returns the
-    hint with the shortest step. The simulated stages are equal and have the durations in ``pace``.
-    The hints are all static schedules within the cap, and the orders that ``adaptive`` produces
-    with and without chunk shares. All slices are assumed to have the same duration.
+    Otherwise, this function simulates steps under ``hinted`` with different schedules to follow,
+    which are called hints. It returns the hint with the shortest step. The simulated stages are
+    equal and have the durations in ``pace``. The hints are all static schedules within the cap, and
+    the orders that ``adaptive`` produces with and without limits for single chunks. All slices are
+    assumed to have the same duration.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -530,8 +534,8 @@ def hint_for(
         name="adaptive", placement=placement, weight_pieces=1, cap=cap, num_slices=num_slices
     )
     for shares in (True, False):
-        # Also try an order that is made for equal durations of F, B and W, because this order may
-        # be the best for this pace.
+        # Also try an order for equal durations of F, B and W, which may be the best order even if
+        # the durations differ.
         for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
             orders.append(run(replace(rule, shares=shares), times).to_schedule("adaptive"))
     hinted = replace(rule, name="hinted", weight_pieces=weight_pieces)
@@ -541,10 +545,11 @@ def hint_for(
 def hint_codes(
     order: Sequence[Action], num_chunks: int, weight_pieces: int, num_slices: int = 1
 ) -> tuple[int, ...]:
-    """Returns the actions ``order`` of a rank as the integer codes that the rule ``hinted`` reads.
+    """Encodes the actions of a rank as the integers that the rule ``hinted`` reads.
 
-    Each W of the order is replaced by ``weight_pieces`` actions. If the order has no W but
-    ``weight_pieces`` is not 0, the W actions follow directly after each B.
+    The rank has ``num_chunks`` chunks, and its actions are given in ``order``. Each W is replaced
+    by ``weight_pieces`` W actions. If ``order`` has no W but ``weight_pieces`` is not 0, the W
+    actions follow directly after each B.
     """
     splits = any(action.kind is ActionKind.W for action in order)
     actions: list[Action] = []

@@ -42,7 +42,7 @@ from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
-"""Name of each run-time rule to try, and whether each chunk is limited to its share of the cap."""
+"""Names of the run-time rules to simulate, each with the value of ``Candidate.shares``."""
 DRAWS = 6
 """Number of simulated steps per candidate, each with different random durations."""
 _MANY = 20_000
@@ -51,9 +51,9 @@ _MANY = 20_000
 Random differences between actions average out above this number.
 """
 GAIN = 0.005
-"""Minimum relative gain over the best static schedule for choosing a run-time rule.
+"""Minimum gain for choosing a run-time rule, relative to the best static schedule.
 
-This is about the error of a simulation.
+A smaller gain could be an error of the simulation.
 """
 
 
@@ -219,7 +219,7 @@ def choose(
     for candidate in offered:
         planned[loop_of(candidate)] += len(seeds) * num_actions(candidate, num_microbatches)
     outcomes = fitting(offered)
-    # Compile only if there is enough time left for it.
+    # The annealing functions are only compiled if enough time is left.
     if not quick and time.monotonic() + compile_s() < until_s:
         outcomes += fitting(_annealed(outcomes, num_microbatches, profile, most, pieces, planned))
     is_late = time.monotonic() >= until_s
@@ -249,6 +249,7 @@ def _fastest(
     """Chooses the fastest candidate from ``outcomes``.
 
     A static schedule is preferred to a run-time rule with a relative gain below ``GAIN``.
+    ``profile`` and ``most`` are only used to explain the choice.
     """
     ranked = sorted(outcomes, key=lambda outcome: (outcome.mean_s, outcome.peak_units))
     best = ranked[0]
@@ -260,7 +261,7 @@ def _fastest(
 
 
 def loop_of(candidate: Candidate) -> str:
-    """Returns a key that is equal for candidates that are simulated with the same compiled loop."""
+    """Returns a key that identifies the compiled simulation loop that ``candidate`` uses."""
     return candidate.name if is_rule(candidate.name) and candidate.name != ANNEALED else "fixed"
 
 
@@ -280,8 +281,8 @@ def evaluate(
     """Simulates a candidate once per random seed.
 
     Candidates with the same profile and seeds get the same action durations, even if their numbers
-    of chunks differ. Durations are drawn for the stages of the profile, and added up if a chunk
-    consists of several of these stages.
+    of chunks differ. To achieve this, durations are drawn for the stages of the profile, and added
+    up if a chunk consists of several of these stages.
 
     Args:
         candidate: Candidate to simulate.
@@ -334,9 +335,10 @@ def _is_fixed(name: str) -> bool:
 
 
 def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
-    """Returns the durations of a message, a B and a W, relative to the duration of F.
+    """Returns the relative durations of messages, backward passes (B) and weight gradients (W).
 
-    Durations of actions are means over the stages. Of the messages, the slowest is used.
+    The durations are relative to a forward pass (F). Those of actions are means over the stages,
+    and that of a message is the duration on the slowest link.
 
     Args:
         profile: Durations for whole microbatches.
@@ -372,9 +374,9 @@ def _annealed(
     """Returns candidates whose order of actions was improved by simulated annealing.
 
     Annealing uses mean durations, and starts from the candidate in ``outcomes`` that is fastest
-    with mean durations. It keeps within ``limit`` microbatches of memory. ``planned`` contains the
-    number of simulated actions per compiled loop, and is updated with the simulations of this
-    function.
+    with mean durations. The memory of the result stays within ``limit`` microbatches. ``planned``
+    maps each compiled loop (see :func:`loop_of`) to the number of actions that it simulates. This
+    function adds the actions that it simulates itself.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()

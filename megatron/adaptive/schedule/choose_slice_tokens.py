@@ -7,10 +7,10 @@ step, and therefore its slices, are known. On each stage the duration of an acti
 
 Slices of the same length have the same number of tokens, but different numbers of pairs. So slices
 of a second length are needed to separate the fixed time from the time per token. With the fitted
-times, the documents of the measured steps are packed and simulated with each length, under the
-run-time rule with several limits on activations and, if stages may move, both placements. The
-length with the shortest steps is chosen. If several lengths have nearly the same step time, the
-longest of these lengths is chosen.
+times, the documents of the measured steps are packed and simulated with each length. The
+simulations use the run-time rule with several limits on activations and, if stages may move, with
+both placements. The length with the shortest steps is chosen. If several lengths have nearly the
+same step time, the longest of these lengths is chosen.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from megatron.adaptive.schedule.workload import Link, Workload, work_of_items
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _GAIN = 0.005
-"""Minimum relative gain of a setting over previously simulated settings, which need less memory."""
+"""Minimum relative gain for preferring a setting over settings that need less memory."""
 _FAR = 3.0
-"""Largest residual that the second fit includes, as a multiple of the median residual."""
+"""Largest residual of an action that is not an outlier, as a multiple of the median residual."""
 
 
 class Timed(NamedTuple):
@@ -73,9 +73,9 @@ class CostParts(NamedTuple):
 
 
 Lanes = Mapping[tuple[ActionKind, int], Sequence[Timed]]
-"""Measured actions, keyed by kind and pipeline stage."""
+"""Measured actions, keyed by the kind of action and the pipeline stage."""
 Parts = Mapping[tuple[ActionKind, int], CostParts]
-"""Fitted times, keyed by kind and pipeline stage."""
+"""Fitted parts of the actions' durations, keyed by the kind of action and the pipeline stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,8 @@ class Setting:
     Attributes:
         placements: Placements of the stages to compare, starting with the current placement.
         weight_pieces: Number of W actions per weight gradient, or 0 if B computes weight gradients.
-        link: Delays of all links that are not in ``links``, for messages of ``link_tokens`` tokens.
+        link: Delays of all links that ``links`` does not contain, for messages of ``link_tokens``
+            tokens.
         links: Delays of individual links, keyed by ``(sending rank, receiving rank)``.
         link_tokens: Number of tokens in the messages with which the links were measured.
         room: Function that takes a slice length and a placement, and returns the number of tokens
@@ -121,7 +122,8 @@ class TokensChoice:
 def fit(rows: Sequence[Timed], *, has_fixed: bool = True) -> CostParts:
     """Fits the non-negative parts of an action's duration to measured durations.
 
-    Outliers of a first fit, such as interrupted actions, are excluded.
+    The parts are fitted twice. Outliers of the first fit, such as interrupted actions, are excluded
+    from the second fit.
 
     Args:
         rows: Measured actions, at least one.
@@ -140,7 +142,11 @@ def _terms(table: Any) -> Any:
 
 
 def _least_squares(table: Any, *, has_fixed: bool) -> Any:
-    """Returns the non-negative parts that minimize the squared residuals of ``table``."""
+    """Fits the non-negative parts of an action's duration by least squares.
+
+    Each row of ``table`` contains the tokens, pairs and seconds of a measured action. The fixed
+    part is 0 if ``has_fixed`` is false.
+    """
     terms, seconds = _terms(table), table[:, 2]
     sizes = np.maximum(np.abs(terms).max(axis=0), 1e-30)
     best, least = np.zeros(3), float(seconds @ seconds)
@@ -152,7 +158,7 @@ def _least_squares(table: Any, *, has_fixed: bool) -> Any:
         if rank < len(subset) or solution.min() < 0:
             continue
         missed = seconds - scaled @ solution
-        # An additional part must reduce the residual by more than rounding errors.
+        # A subset with more parts must reduce the residual by more than rounding errors.
         if (squares := float(missed @ missed)) < least * (1 - 1e-9):
             least = squares
             best = np.zeros(3)
@@ -221,7 +227,7 @@ class SlicedStep(NamedTuple):
     Attributes:
         work: Durations of all actions and messages.
         counts: Number of slices of each microbatch.
-        least: Minimum limit on activations, in microbatches of mean size.
+        least: Smallest possible limit on activations, in microbatches of mean size.
         row_tokens: Mean number of tokens per microbatch.
     """
 
@@ -274,7 +280,7 @@ class SlicedStep(NamedTuple):
         Args:
             placement: Assignment of pipeline stages to ranks.
             cap: Limit in microbatches of mean size, or ``None`` for the default limit. A limit
-                below :attr:`least` is raised, because real steps do the same.
+                below :attr:`least` is raised to :attr:`least`, because real steps raise it, too.
         """
         usual = default_cap(placement, self.num_microbatches, mean_slices(self.counts))
         return max(usual if cap is None else cap, self.least)
@@ -305,7 +311,7 @@ class SlicedStep(NamedTuple):
 def fitting_candidates(
     steps: Sequence[SlicedStep], placement: Placement, setting: Setting, tokens: int
 ) -> Iterator[Candidate]:
-    """Yields the settings of the run-time rule that fit into memory in all steps.
+    """Yields the run-time rule with each setting that fits into memory in all steps.
 
     Args:
         steps: Steps to simulate.
@@ -319,7 +325,8 @@ def fitting_candidates(
         held = [step.cap_of(placement, cap) * step.row_tokens for step in steps]
         return max(held) <= with_rounding(room)
 
-    # Each step raises a lower cap to the size of its longest row.
+    # If a step's longest row is larger than the cap, the step raises its cap to the size of this
+    # row. So with a cap of 1, each step has its smallest possible cap.
     if not fits(1.0):
         return
     most = min(room / step.row_tokens for step in steps)
@@ -328,7 +335,7 @@ def fitting_candidates(
     usual = statistics.median(
         default_cap(placement, step.num_microbatches, mean_slices(step.counts)) for step in steps
     )
-    # If the cap is ``None``, each step uses its default cap.
+    # A cap of ``None`` means that each step uses its default cap.
     caps: list[float | None] = [None] if fits(None) else []
     caps += [cap for cap in (usual / 1.5, 2 * usual) if cap >= 1 and fits(cap)]
     if setting.cap is not None or not caps:

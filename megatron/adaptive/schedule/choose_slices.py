@@ -28,7 +28,7 @@ _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _LEAST_WHOLE = 0.25
 """Minimum share of a measured time that is attributed to the work of a whole microbatch. Without
-this limit, noise could make the estimated cost of slicing exceed the measured time."""
+this limit, noise in the measurements could make the work of a microbatch zero or negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,20 +118,20 @@ def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> St
 
 
 def memory_factor(num_slices: int, measured: int) -> float:
-    """Returns an upper bound of a microbatch's activation memory, divided by the measured memory.
+    """Returns an upper bound on a microbatch's activation memory, relative to a measurement.
 
     The bound applies to ``num_slices`` slices, while the memory was measured with ``measured``
     slices. Without a fused attention kernel, a slice keeps its attention scores with all earlier
-    tokens. So n slices keep ``(1 + 1 / n) / 2`` of the scores of a whole sequence, or less, because
-    long slices are computed in blocks. The memory of other activations does not depend on the
-    number of slices.
+    tokens. So n slices keep ``(1 + 1 / n) / 2`` of the scores of a whole sequence. They keep less
+    if the slices are long, because long slices are computed in blocks. The memory of other
+    activations does not depend on the number of slices.
 
     Args:
         num_slices: Number of slices for which memory is predicted.
         measured: Number of slices during the measurement.
     """
     if num_slices == 1 < measured:
-        # Many slices may keep only a little more than half of the scores.
+        # A measurement with many slices may include only a little more than half of the scores.
         return 2.0
     return max(1.0, (1 + 1 / num_slices) / (1 + 1 / measured))
 
@@ -171,7 +171,7 @@ def choose_number(
 
 
 def ratio(whole: StageTimes, measured: StageTimes) -> float:
-    """Returns how much of the measured time remains without the cost of slicing, as a fraction.
+    """Returns the fraction of the measured time that remains without the cost of slicing.
 
     Both times are sums over all stages and kinds of action.
 

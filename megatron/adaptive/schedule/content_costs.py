@@ -1,8 +1,8 @@
 """Predicts the time of each stage for a microbatch from numbers that describe its content.
 
 For example, one of these numbers is the number of elements in an entry of the batch (see
-``modules/content.py``). The time of a microbatch on a stage is the sum of these numbers, each
-multiplied by a non-negative factor::
+``modules/content.py``). The predicted time of a microbatch on a stage is the sum of these numbers,
+each multiplied by a non-negative factor::
 
     stage 0 (images)   seconds = 3e-9 x patches
     stage 3 (text)     seconds = 2e-6 x tokens + 1e-10 x pairs of tokens
@@ -48,7 +48,10 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
 
 
 def products_of(rows: Sequence[Numbers], costs: Sequence[float]) -> list[float]:
-    """Returns the sum of each column of ``rows``, with the rows weighted by ``costs``."""
+    """Returns the sum of each column of ``rows``, with each row multiplied by its cost.
+
+    ``costs`` contains the cost of each row.
+    """
     return [
         sum(row[index] * cost for row, cost in zip(rows, costs, strict=True))
         for index in range(len(rows[0]))
@@ -75,9 +78,10 @@ class StageFit:
         return sum(factor * number for factor, number in zip(self.factors, numbers, strict=True))
 
     def add(self, squares: Sequence[float], products: Sequence[float]) -> None:
-        """Adds the sums of a step's microbatches.
+        """Adds the sums over the microbatches of a step to the sums of earlier steps.
 
-        The sums are results of :func:`squares_of` and :func:`products_of`.
+        ``squares`` is a result of :func:`squares_of`, and ``products`` a result of
+        :func:`products_of`.
         """
         self._squares = [
             _REMEMBERED * old + new for old, new in zip(self._squares, squares, strict=True)
@@ -138,7 +142,7 @@ class StageFit:
     def mean_cost(self) -> float:
         """Returns the mean cost of the microbatches that were added.
 
-        The last number of each microbatch must be 1.
+        The last number that describes a microbatch must always be 1.
         """
         return self._products[-1] / self._squares[-1] if self._squares[-1] else 0.0
 
@@ -146,7 +150,7 @@ class StageFit:
     def mean_numbers(self) -> Numbers:
         """Returns the mean of each number over the microbatches that were added.
 
-        The last number of each microbatch must be 1.
+        The last number that describes a microbatch must always be 1.
         """
         count = len(self.factors)
         # Each row of the upper triangle ends with the product of a number and the last number,
@@ -204,7 +208,7 @@ class ContentCosts:
     def measured(
         self, rows: Sequence[Numbers], actions: Sequence[tuple[Action, int]]
     ) -> list[float]:
-        """Returns the sums of one rank for a step, in the format that :meth:`add` takes.
+        """Returns the sums that describe a step on one rank, in the format that :meth:`add` takes.
 
         Args:
             rows: Numbers of each microbatch of the rank, in execution order.
@@ -236,9 +240,9 @@ class ContentCosts:
     def fit(self) -> None:
         """Fits the factors of all stages to the sums.
 
-        The factor of a number that was 0 in all steps so far cannot be fitted. Instead, this factor
-        is computed from the counted operations of the stage's segments, converted to seconds.
-        Otherwise, the factor would be 0, and microbatches of a new kind would seem to cost nothing.
+        If a number was 0 in all steps so far, its factor cannot be fitted. Instead, this factor is
+        computed from the counted operations of the stage's segments, converted to seconds. With a
+        factor of 0, microbatches of a new kind would seem to cost nothing.
         """
         for stage in self.stages:
             stage.fit()

@@ -1,8 +1,8 @@
 """Packs the documents of a step into rows, and assigns the rows to data-parallel replicas.
 
-The settings of a run determine how this is done. The trainer reads its microbatches in this way.
-Simulations and the planner use this module to know the microbatches of a step without reading any
-tokens.
+The trainer uses this module to form its microbatches from the documents of a step. Simulations and
+the planner use it to determine these microbatches without reading any tokens. The settings of the
+run decide how documents are packed and assigned.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.schedule.microbatch_assignment import Dealer, Size
 from megatron.adaptive.schedule.pack_documents import first_fit
 
-_LONGER = 4  # Rows of slices are at most 1/4 longer than the longest sample needs.
-_TRIES = 4  # This is the number of longer rows that are tried.
+_LONGER = 4  # Rows that are cut into slices are at most 1/4 longer than the longest sample.
+_TRIES = 4  # This many row lengths are tried in addition to the shortest.
 _TOKEN_PER_PAIR = 12
-"""Factor in the estimated cost of a token.
+"""Number of token pairs, divided by the hidden size, that cost as much as one token.
 
-A token costs as much as attention between ``12 * hidden_size`` pairs of tokens.
+A token of a row costs as much as attention between ``12 * hidden_size`` pairs of tokens.
 """
 
 
@@ -72,7 +72,7 @@ class Batching:
         return min(choices, key=lambda choice: len(choice.plan(lengths)) * choice.multiple)
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Returns the microbatches of all replicas, as lists of sample indices.
+        """Combines the samples of a step into microbatches, and returns lists of sample indices.
 
         Args:
             lengths: Number of tokens of each of the step's samples.
@@ -85,7 +85,7 @@ class Batching:
         return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
 
     def size_of(self, lengths: Sequence[int]) -> Size:
-        """Returns the number of tokens in a microbatch, and the sum of its squared lengths.
+        """Returns a microbatch's number of tokens, and the sum of its samples' squared lengths.
 
         Args:
             lengths: Number of tokens of each sample in the microbatch.
@@ -110,7 +110,10 @@ class Batching:
 
 
 def most_slices(needed: int) -> int:
-    """Returns the maximum number of slices per row if the longest sample needs ``needed``."""
+    """Returns the maximum number of slices per row.
+
+    The longest sample needs ``needed`` slices.
+    """
     return needed + needed // _LONGER
 
 
@@ -134,9 +137,10 @@ def batching_of(config: TrainerConfig) -> Batching:
 
 
 def make_dealer(config: TrainerConfig) -> Dealer:
-    """Returns an object that assigns microbatches to replicas, with the settings in ``config``."""
+    """Returns an object that assigns microbatches to replicas as ``config`` specifies."""
     parallel = config.parallel
-    # Simulated steps with several chunks per rank are shorter if long rows are in the middle.
+    # Simulated steps with several chunks per rank are shorter if long rows run in the middle of the
+    # step.
     has_one_chunk = config.varies_slices and parallel.num_chunks == 1
     return Dealer(
         config.balance,

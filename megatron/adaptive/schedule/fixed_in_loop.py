@@ -13,10 +13,10 @@ Rank r holds the activations of at most ``num_ranks - r`` microbatches. Without 
 step of m microbatches on p equal stages takes ``(m + p - 1) * (t_F + t_B)``.
 
 **seq-1f1b**: 1F1B over slices of sequences. Forward passes run the slices of all microbatches in
-ascending order; backward passes run the slices of each microbatch in descending order. There are
-``num_slices - 1`` additional warm-up forward passes, because all slices of a microbatch must run
-forward before its first backward pass. The example has two ranks and two microbatches of three
-slices; ``F0-1.2`` is the last slice of microbatch 1::
+ascending order, and backward passes run the slices of each microbatch in descending order. There
+are ``num_slices - 1`` additional warm-up forward passes, because the forward passes of all slices
+of a microbatch must precede the microbatch's first backward pass. The example has two ranks and two
+microbatches of three slices; ``F0-1.2`` is the last slice of microbatch 1::
 
     rank 0 | F0-0.0 F0-0.1 F0-0.2 F0-1.0 B0-0.2 F0-1.1 B0-0.1 F0-1.2 B0-0.0 B0-1.2 B0-1.1 B0-1.0
     rank 1 | F0-0.0 F0-0.1 F0-0.2 B0-0.2 F0-1.0 B0-0.1 F0-1.1 B0-0.0 F0-1.2 B0-1.2 B0-1.1 B0-1.0
@@ -51,19 +51,19 @@ microbatches on p equal stages, with m at least p, takes ``m * (F + B + W) + (p 
 min(F, B, W))``. The paper states ``F + B - W``, which is the same if W is the shortest of the
 three.
 
-**interleaved-zb**: Interleaved 1F1B with separate weight gradients, as in ZB-H1. Forward and
-backward passes go through the chunks in groups as in interleaved 1F1B, but after only ``num_ranks -
-1 - r + (num_chunks - 1) * group_size`` warm-up forward passes. This is enough because no weight
-gradient delays a gradient on its way, so the gradient returns in half the time. On rank r, each W
-runs r backward passes after its B, so that no rank holds more than under ZB-H1. The example has two
+**interleaved-zb**: Interleaved 1F1B with separate weight gradients like ZB-H1. Forward and backward
+passes go through the chunks in groups like in interleaved 1F1B, but after only ``num_ranks - 1 - r
++ (num_chunks - 1) * group_size`` warm-up forward passes. This is enough because no weight gradient
+delays a gradient on its way, so the gradient returns in half the time. On rank r, each W runs r
+backward passes after its B, so that no rank holds more memory than under ZB-H1. The example has two
 ranks, two chunks and one group of three microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 B1-0 W1-0 F1-2 B1-1 W1-1 B1-2 W1-2 B0-0 W0-0 B0-1 W0-1 B0-2 W0-2
   rank 1 | F0-0 F0-1 F0-2 F1-0 B1-0 F1-1 B1-1 W1-0 F1-2 B1-2 W1-1 B0-0 W1-2 B0-1 W0-0 B0-2 W0-1 W0-2
 
-**combined-1f1b**: Interleaved 1F1B with one more warm-up forward pass. Its steady phase runs each
-forward pass together with the next backward pass, which belongs to another microbatch. One of the
-two computes while the experts of the other communicate. ``F0-3+`` is such a forward pass::
+**combined-1f1b**: Interleaved 1F1B with one more warm-up forward pass. In its steady phase, each
+forward pass starts together with the next backward pass, which belongs to another microbatch. While
+the experts of one pass communicate, the other pass computes. ``F0-3+`` is such a forward pass::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F0-3+ B1-0 F1-2+ B1-1 F1-3+ B0-0 B0-1 B1-2 B1-3 B0-2 B0-3
     rank 1 | F0-0 F0-1 F1-0 F1-1+ B1-0 F0-2+ B1-1 F0-3+ B0-0 F1-2+ B0-1 F1-3+ B1-2 B1-3 B0-2 B0-3
@@ -98,8 +98,8 @@ All ranks have the same list of actions. An action's input comes from the same p
 rank's list or, between two chunks, from an earlier position, so there is no deadlock. The groups
 keep every rank busy, and at most one group of stage inputs must be stored between chunks.
 
-Deviation from the papers on GPipe and breadth-first: backward passes run in ascending order of
-microbatches, as everywhere in this package, instead of descending order.
+The papers on GPipe and breadth-first run backward passes in descending order of microbatches. This
+package always runs them in ascending order.
 
 **varuna**: Every rank prefers backward passes, and runs forward passes while it would otherwise
 wait. It is designed for training with activation recomputation. The example has three ranks and six
@@ -119,15 +119,15 @@ pass. At any time, a rank follows these rules:
    of memory.
 3. Otherwise, wait.
 
-So waits are filled by forward passes that 1F1B would delay. A rank holds at most 4 microbatches for
-each later stage, and the last rank holds 1. With recomputation it holds only the stage's input of
-each microbatch. To limit memory, use ``adaptive``.
+So forward passes that 1F1B would delay fill the waits. A rank holds at most 4 microbatches for each
+later stage, and the last rank holds 1. With recomputation it holds only the stage's input of each
+microbatch. To limit memory, use ``adaptive``.
 
 Deviations from the paper: Here, recomputation is part of B, so it starts when the gradient has
-arrived; in the paper, it ends at that time. So no rank waits between a recomputation and its
-backward pass, and the paper's rule that no forward pass may run between them is not needed. In the
-paper, a rank also runs a forward pass if the backward pass in its list is late; here, only run-time
-rules do that.
+arrived. In the paper, the recomputation ends when the gradient arrives. So here, no rank waits
+between a recomputation and its backward pass, and the paper's rule that no forward pass may run
+between them is not needed. In the paper, a rank also runs a forward pass if the backward pass in
+its list is late. In this package, only run-time rules do that.
 
 Source: 1F1B is from PipeDream-Flush, arXiv 2006.09503, section 2.2. Seq-1F1B is from arXiv
 2406.03488 (the order for one stage per rank). Interleaved is from Megatron-LM, arXiv 2104.04473,
@@ -163,7 +163,7 @@ from megatron.adaptive.schedule.workload import StageTimes
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule 1F1B, which has one chunk per rank.
+    """Returns each rank's actions under the schedule 1F1B, which requires one chunk per rank.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """
@@ -171,12 +171,12 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...
 
 
 def seq_1f1b(placement: Placement, num_microbatches: int, num_slices: int = 1) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule Seq1F1B, which has one chunk per rank.
+    """Returns each rank's actions under the schedule Seq1F1B, which requires one chunk per rank.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches, which are
     cut into ``num_slices`` slices each.
 
-    If microbatches have a single slice, the order is the order of 1F1B.
+    With a single slice per microbatch, the result equals that of 1F1B.
     """
     return tuple(
         order_after(warmup + num_slices - 1, num_microbatches, num_slices)
@@ -197,7 +197,7 @@ def order_after(warmup: int, num_microbatches: int, num_slices: int = 1) -> Orde
 
 
 def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule ZB-H1, which has one chunk per rank.
+    """Returns each rank's actions under the schedule ZB-H1, which requires one chunk per rank.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """
@@ -209,8 +209,8 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
     The placement must be a loop with at least two chunks per rank.
 
-    A group has as many microbatches as there are ranks, or slightly more so that all groups are
-    equal.
+    Microbatches run in groups of equal size. A group has as many microbatches as there are ranks,
+    or slightly more, so that the groups contain all ``num_microbatches`` microbatches.
 
     Raises:
         ScheduleError: The microbatches cannot be divided into equal groups.
@@ -232,9 +232,10 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds a W for each B to ``plain``, the actions of all ranks, in the order of the B actions.
+    """Adds a weight-gradient action (W) for each backward action (B) to the actions of all ranks.
 
-    On rank r, the W of a microbatch runs r backward passes after its B.
+    ``plain`` contains the actions of each rank. On rank r, the W of a microbatch runs r backward
+    passes after its B.
     """
     orders = []
     for lag, of_rank in enumerate(plain):
@@ -257,7 +258,7 @@ def interleaved(
     group_size: int | None = None,
     pairs: bool = False,
 ) -> tuple[Order, ...]:
-    """Returns each rank's actions under interleaved 1F1B.
+    """Returns each rank's actions under the schedule ``interleaved`` (interleaved 1F1B).
 
     Args:
         placement: Assignment of stages to ranks. It must be a loop with at least two chunks per
@@ -295,7 +296,7 @@ def interleaved(
 
 
 def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under interleaved 1F1B in which F and B start in pairs.
+    """Returns each rank's actions under interleaved 1F1B in which each F starts together with a B.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """
@@ -323,7 +324,7 @@ def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Acti
 
 
 def _stages_after(placement: Placement) -> range:
-    """Returns, for each rank of ``placement``, the number of ranks that follow it."""
+    """Returns the number of ranks that follow each rank of ``placement``."""
     return range(placement.num_ranks - 1, -1, -1)
 
 
@@ -338,7 +339,7 @@ def _in_turn(
 
 
 def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under GPipe, or breadth-first if there are several chunks.
+    """Returns each rank's actions under GPipe, or under breadth-first if ranks have several chunks.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """
@@ -354,8 +355,9 @@ def forward_only(
 ) -> tuple[Order, ...]:
     """Returns each rank's actions in an evaluation, which has only forward passes.
 
-    With slices, the groups consist of slices instead of microbatches. ``num_slices`` is the number
-    of slices of each microbatch.
+    The ``num_microbatches`` microbatches run in groups. A group has as many microbatches as
+    ``placement`` has ranks. If microbatches are cut into ``num_slices`` slices, the groups consist
+    of slices.
     """
     ranks = placement.num_ranks
     num_items = item_count(num_microbatches, num_slices)
@@ -369,7 +371,7 @@ def forward_only(
 
 
 def varuna(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under the schedule Varuna, which has one chunk per rank.
+    """Returns each rank's actions under the schedule Varuna, which requires one chunk per rank.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """

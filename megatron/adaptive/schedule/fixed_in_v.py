@@ -35,8 +35,8 @@ steady phase alternates two pairs: F of chunk 0 with B of chunk 1, and F of chun
 0. The B actions without a corresponding F come last. The W actions of the later half of these B
 actions run at the end of the step, so that gradients reach earlier stages sooner.
 
-In the source, a backward pass of the steady phase includes its weight gradients. Here, W directly
-follows the pair, because weight gradients need no communication.
+In the source, a backward pass of the steady phase includes its weight gradients. Here, W is a
+separate action after the pair, because weight gradients need no communication.
 
 **v-half**: Uses half of the memory of 1F1B and has about half of its idle time. The example has
 three ranks and three microbatches::
@@ -63,7 +63,7 @@ without latency, a step of m microbatches, with m at least p, takes ``6 * m + ma
 
 Deviations from the paper: This construction makes one pass over the slots, in which weight
 gradients take any free slot, while the authors' program makes two passes. The idle time is below
-the ``3 * p`` that the paper states. A pipeline with one rank uses the order of ZB-V.
+the ``3 * p`` slots that the paper states. A pipeline with one rank uses the order of ZB-V.
 
 Source: ZB-V is from Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6, and is called
 V-ZB in arXiv 2405.15362. The order is the same as in ``torch.distributed.pipelining``, so both can
@@ -127,8 +127,8 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
     orders = []
     for rank in range(ranks):
         after = ranks - 1 - rank
-        # A plus sign marks the first action of a pair. A lower-case b marks a B whose W runs later,
-        # and a W without a chunk stands for the oldest W that has not run yet.
+        # A plus sign marks the first action of a pair. A lower-case b is a B that is not followed
+        # by its W, and a W without a chunk stands for the oldest W that has not run yet.
         steady = ["F0+", "B1", "F1+", "B0"] * (num_microbatches - 2 * ranks + rank + 1)
         if after == 0:
             # This F is not paired, because the next B belongs to the same microbatch.
@@ -155,9 +155,10 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 
 
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
-    """Converts the labels ``lanes``, such as ``F0``, into actions. Microbatches are counted from 0.
+    """Converts the labels ``lanes``, such as ``F0`` (F of chunk 0), into actions.
 
-    A label is skipped if its microbatch is not below ``num_microbatches``.
+    Equal labels stand for microbatches 0, 1 and so on, and labels of microbatches from
+    ``num_microbatches`` on are skipped.
     """
     counts: Counter[str] = Counter()
     order = []
@@ -172,7 +173,7 @@ def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
 
 
 _PERIOD = 6
-"""Number of slots between an action and the same action of the next microbatch."""
+"""Number of time slots between an action and the same action of the next microbatch."""
 
 _Row = dict[int, Action]
 """Actions of one rank, keyed by time slot."""
@@ -185,15 +186,15 @@ def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """
     if placement.num_ranks == 1:
         return zb_v(placement, num_microbatches)
-    # The steady state is periodic, so the order is constructed for a few microbatches only, and
-    # then the steady state is repeated.
+    # The steady state is periodic. So the order is constructed for a few microbatches only, and its
+    # steady state is then repeated for the other microbatches.
     few = min(num_microbatches, placement.num_ranks + 5)
     begin = _steady_begin(placement.num_ranks) + _PERIOD
     return tuple(_stretch(row, begin, num_microbatches - few) for row in squeezed(placement, few))
 
 
 def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
-    """Returns each rank's actions under V-Half, with weight gradients, keyed by time slot.
+    """Returns each rank's actions under V-Half, including weight gradients, keyed by time slot.
 
     ``placement`` assigns stages to ranks. A step has ``num_microbatches`` microbatches.
     """
@@ -226,12 +227,12 @@ def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
 
 
 def _steady_begin(num_ranks: int) -> int:
-    """Returns the slot of rank 0's first B of chunk 0, where the steady state begins."""
+    """Returns the first time slot of the steady state, in which rank 0 runs B of chunk 0."""
     return _block(num_ranks, 0)[3][0]
 
 
 def _block(num_ranks: int, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
-    """Returns the slot, kind and chunk of each F and B of microbatch 0 on ``rank``."""
+    """Returns the time slot, kind and chunk of each F and B of microbatch 0 on ``rank``."""
     # Without this gap, a B and an F would get the same slot if the number of ranks is even.
     gap = 3 if num_ranks % 2 == 0 else 0
     return (
@@ -254,12 +255,12 @@ def _repeated_block(num_ranks: int, num_microbatches: int) -> list[_Row]:
 
 
 def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
-    """Moves the action in ``slot`` to an earlier slot if possible, and returns its new slot.
+    """Moves the action in ``slot`` to an earlier free slot if possible, and returns its new slot.
 
-    ``row`` contains the rank's actions by slot.
+    ``row`` contains the rank's actions, keyed by time slot.
 
     The new slot is the first free slot from ``earliest`` on in which the rank holds at most ``cap``
-    microbatches.
+    microbatches, counted per chunk.
     """
     action = row.pop(slot)
     for target in range(earliest, slot):
@@ -273,9 +274,9 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
 
 def _peak(row: _Row) -> int:
-    """Returns the maximum number of microbatches that the rank of ``row`` holds, counted per chunk.
+    """Returns the maximum number of microbatches held by the rank whose actions ``row`` contains.
 
-    The count assumes that each weight gradient takes the first free slot.
+    A microbatch counts once per chunk. Weight gradients are assumed to take the first free slots.
     """
     held = peak = waiting = 0
     for slot in range(max(row) + 1):
@@ -293,9 +294,9 @@ def _peak(row: _Row) -> int:
 
 
 def _with_weights(row: _Row) -> _Row:
-    """Returns ``row`` with weight gradients in the free slots after their backward passes.
+    """Returns the actions in ``row`` with weight gradients added in free time slots.
 
-    Weight gradients run in the order of their backward passes.
+    The weight gradients run after their backward passes, in the same order.
     """
     full: _Row = {}
     waiting: deque[Action] = deque()
@@ -314,7 +315,7 @@ def _with_weights(row: _Row) -> _Row:
 
 
 def _stretch(row: _Row, begin: int, repeats: int) -> Order:
-    """Returns a rank's actions in execution order, with its steady-state period repeated.
+    """Returns a rank's actions in execution order, with the period of its steady state repeated.
 
     Args:
         row: Actions of the rank by time slot, in ascending order of slots.

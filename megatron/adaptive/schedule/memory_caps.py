@@ -1,10 +1,10 @@
-"""Limits the activation memory of a rank by a cap and a graded rule that cannot deadlock.
+"""Limits the activation memory of a rank to a cap, by rules that cannot cause a deadlock.
 
 The unit of a cap is the activations of one microbatch in all chunks of a rank, so a microbatch in
 one chunk takes ``1 / num_chunks``. The minimum cap is 1.
 
-The graded rule: A forward pass of chunk c may only start if one microbatch in every later chunk of
-the same rank still fits afterwards.
+The main rule (graded rule): A forward pass of chunk c may only start if one microbatch in every
+later chunk of the same rank still fits afterwards.
 
 Why it cannot deadlock: Suppose every rank waits. Take the deepest stage s that holds a microbatch
 whose forward pass ran and whose backward pass did not. If s is the last stage, that backward pass
@@ -44,11 +44,11 @@ It left enough memory for the rest of all begun microbatches, and for a microbat
 as m in every later chunk. Slices that started since then used memory that was reserved for them. So
 the first slice of m fits.
 
-**Chunk shares.** One chunk may fill the cap while other chunks get no memory, because the first
-stages run ahead and their backward passes come much later. By Little's law, the number of
-microbatches that a stage holds in a steady pipeline is proportional to the time between its forward
-and backward pass. That time is proportional to the number of stages that follow. So under the cap C
-of a rank with V chunks, a chunk at stage s of S may hold
+**Chunk shares.** One chunk may fill the memory under the cap while other chunks get nothing,
+because the first stages run ahead and their backward passes come much later. By Little's law, the
+number of microbatches that a stage holds in a steady pipeline is proportional to the time between
+its forward and backward pass. That time is proportional to the number of stages that follow. So
+under the cap C of a rank with V chunks, a chunk at stage s of S may hold
 
     K = max(1, floor(C V (S - s) / sum of (S - s') over the rank's chunks))
 
@@ -58,11 +58,12 @@ above, the chunk of stage s+1 holds nothing, and its share is at least 1.
 
 **Frozen stages.** No gradient flows through the first stages if, for example, they are an encoder
 whose parameters are not trained. Their forward passes keep no activations, so the cap does not
-count them, and a whole microbatch of a rank consists of its other chunks. The only memory is that
-of the outputs, which wait until the next stage takes them. At most C outputs of each frozen stage
-wait, and at least 2, so that the next stage need not wait for a message. This cannot deadlock: The
-next stage has the input for which a frozen stage waits. If the next stage is frozen, it waits for
-the stage behind it at most. The proof above shows that the first other stage takes its input.
+count them, and a whole microbatch of a rank consists of its other chunks. Only their outputs use
+memory, while they wait until the next stage takes them. A frozen stage may have C waiting outputs,
+but at least 2, so that the next stage need not wait for a message. This cannot deadlock: If a
+frozen stage must wait, the next stage already has an output to take. A frozen next stage may in
+turn wait for the stage behind it. The proof above shows that the first stage that is not frozen can
+take its input.
 
 This module computes these limits. ``RankState`` counts the memory that a rank holds at run time.
 """
@@ -76,22 +77,23 @@ from megatron.adaptive.schedule.action import SliceCounts, mean_slices, most_sli
 from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# This relative tolerance of comparisons with the cap exceeds the rounding error of sums of
+# Comparisons with the cap use this relative tolerance. It exceeds the rounding error of sums of
 # fractions such as 1/3.
 _ROUNDING = 1e-9
-# This tolerance, in millionths of a microbatch, covers 1,000 sizes that are each rounded by up to
-# half a millionth.
+# Comparisons with the cap also allow this many millionths of a microbatch, which covers 1,000 sizes
+# that are each rounded by up to half a millionth.
 _ROUNDING_PER_SUM = 500
 # The default cap is this multiple of the memory that a static schedule needs. In measurements (see
-# ``runtime_rules``), message latency made a step up to 7% longer than with static schedules if the
-# ratio was 1.25. With 1.5, a latency of up to one forward pass of a stage cost nothing.
+# ``runtime_rules``) with a ratio of 1.25, message latency made a step up to 7% longer than with
+# static schedules. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5
-# If a frozen stage were fewer outputs ahead, the next stage would wait for each message.
+# A frozen stage may always be at least this many outputs ahead. With fewer outputs, the next stage
+# would wait for each message.
 _LEAST_LEAD = 2
 
 
 def with_rounding(cap: float) -> float:
-    """Returns ``cap`` plus a tolerance, for comparisons with sums of rounded sizes."""
+    """Adds a tolerance to ``cap``, for comparisons with sums of rounded sizes."""
     return cap * (1 + _ROUNDING) + _ROUNDING_PER_SUM / MEMORY_SCALE
 
 
@@ -106,8 +108,8 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
         largest: Size of the largest microbatch, relative to the mean size.
 
     Raises:
-        ScheduleError: The cap is not a number, or is smaller than the largest microbatch in every
-            chunk, which every order of actions needs.
+        ScheduleError: The cap is not a number, or is smaller than ``largest``. Every order of
+            actions needs memory for the largest microbatch in all chunks.
     """
     if math.isnan(cap) or with_rounding(cap) < largest:
         raise ScheduleError(
@@ -120,9 +122,10 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
 def chunk_shares(
     placement: Placement, rank: int, cap: float, num_slices: SliceCounts = 1, frozen_stages: int = 0
 ) -> tuple[int, ...]:
-    """Returns the share of each chunk, which is the number of microbatches that it may hold.
+    """Returns the number of microbatches that each chunk may hold, called the chunk's share.
 
-    The result does not include the deepest chunk, which has no share (see the module's docstring).
+    The result omits the deepest chunk, because this chunk has no share (see the module's
+    docstring).
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -147,12 +150,12 @@ def chunk_shares(
 
 
 def lead_of(cap: float | None, num_items: int, num_slices: SliceCounts = 1) -> int:
-    """Returns the number of items that a frozen stage may be ahead of the next stage.
+    """Returns how many microbatches or slices a frozen stage may be ahead of the next stage.
 
     Args:
         cap: Limit on activations, or ``None`` for no limit. The unit is the activations of one
             microbatch in all chunks of the rank.
-        num_items: Number of slices of all microbatches.
+        num_items: Total number of slices of all microbatches in the step.
         num_slices: Number of slices of each microbatch.
     """
     if cap is None:
@@ -176,16 +179,16 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        num_slices: Number of slices of each microbatch. If a static order of whole microbatches
-            holds k microbatches, the same order of slices holds k slices, plus the other slices of
-            the microbatch whose backward pass is next. With slices, the result is at least half of
-            what a static order of whole microbatches holds.
+        num_slices: Number of slices of each microbatch. A static order that holds k whole
+            microbatches holds k slices, plus the other slices of the microbatch whose backward pass
+            is next. With slices, the result is at least half of what the order holds with whole
+            microbatches.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:
         return 1.0
-    # Rank 0 of interleaved 1F1B holds this number of forward passes: the warm-up passes, plus the
-    # first pass of the steady phase.
+    # Under interleaved 1F1B, rank 0 holds this number of forward passes: the warm-up passes, plus
+    # the first pass of the steady phase.
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
     static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved
     with_slack = math.ceil(static_in_chunks * _SLACK)

@@ -28,16 +28,17 @@ from dataclasses import dataclass
 from megatron.adaptive.schedule.workload import order_by_cost
 
 Size = tuple[float, float]
-"""Number of tokens in a microbatch, and sum of the squared lengths of its documents in tokens."""
+"""Size of a microbatch: its number of tokens, and the sum of the squared lengths of its documents.
+"""
 
 EQUAL: Size = (1.0, 1.0)
-"""Size of every microbatch if all are equally long."""
+"""Size that every microbatch has if all microbatches are equally long."""
 
 Measured = tuple[float, float, float]
 """Three sums over the microbatches that a rank processed in a step.
 
-The sums are of the microbatches' times in seconds, of the times multiplied by numbers of tokens,
-and of the times multiplied by squared lengths (see :data:`Size`).
+The first sum is that of the times in seconds. For the second sum, each time is multiplied by the
+number of tokens, and for the third, by the sum of the squared lengths (see :data:`Size`).
 """
 
 _LEAST_SIZES = 4
@@ -47,21 +48,22 @@ _REMEMBERED = 0.9
 _REFIT_STEPS = 8
 """Number of steps at the start of training for which the costs are fitted after every step.
 
-Afterwards, the costs are fitted again once per this number of steps.
+After these steps, the costs are fitted once every ``_REFIT_STEPS`` steps.
 """
 _STEPS = 16
-"""Number of most recent steps from which paces are computed."""
+"""Number of recent steps from which the pace of each rank (its time per unit of cost) is computed.
+"""
 _FEW = 3
-"""Number of most recent steps used to detect a sudden change of pace."""
+"""Number of recent steps in which a sudden change of a rank's pace is detected."""
 _CHANGED = 0.10
-"""Minimum relative change of a pace over ``_FEW`` steps for switching to the new paces."""
+"""Minimum relative change of a rank's pace in ``_FEW`` steps that changes the assignment."""
 _DRIFTED = 0.03
-"""Minimum relative change of a pace over ``_STEPS`` steps for switching to the new paces."""
+"""Minimum relative change of a rank's pace in ``_STEPS`` steps that changes the assignment."""
 _SINGULAR = 1e-7
-"""Relative tolerance of the fit.
+"""Relative tolerance of the least-squares fit.
 
-Equations with a smaller pivot are treated as linearly dependent. A fit replaces another fit only if
-it is better by more than this tolerance.
+A linear equation with a smaller pivot is treated as dependent on the others. A fit replaces an
+earlier fit only if it is better by more than this tolerance.
 """
 
 
@@ -103,7 +105,7 @@ def deal(
     groups = [order[start : start + group] for start in range(0, count, group)]
     dealt: list[list[int]] = [[] for _ in replicas]
     busy = [0.0 for _ in replicas]
-    # ``wanting`` is the number of groups that are still needed by replicas with fewer than
+    # ``wanting`` is the number of groups that must still be assigned to replicas with fewer than
     # ``least`` microbatches.
     wanting = -(-least // group) * len(replicas)
     for left, of_group in zip(range(len(groups), 0, -1), groups, strict=True):
@@ -119,8 +121,8 @@ def deal(
 def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Assigns ``counts[n]`` microbatches to each replica n, in round-robin order where possible.
 
-    Data workers prefetch microbatches in round-robin order, so this uses most of the prefetched
-    microbatches.
+    Data workers prefetch microbatches in round-robin order, so this assignment can use most of the
+    prefetched microbatches.
     """
     turns = [range(replica, sum(counts), len(counts)) for replica in range(len(counts))]
     spare = iter([n for turn, count in zip(turns, counts, strict=True) for n in turn[count:]])
@@ -147,14 +149,15 @@ class CostFit:
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
     def age(self) -> None:
-        """Reduces the weight of all steps that were added so far."""
+        """Reduces the weight that all steps added so far have in the fit."""
         self._products = [_REMEMBERED * value for value in self._products]
         self._squares = [[_REMEMBERED * value for value in row] for row in self._squares]
 
     def add(self, sizes: Sequence[Size], measured: Measured) -> None:
         """Adds the sizes and the measured times of a rank's microbatches in a step.
 
-        Times are scaled before they are added, so that the pace of the rank has no effect.
+        Times are scaled before they are added, so that slow and fast ranks have the same influence
+        on the fit.
         """
         if measured[0] <= 0:
             return
@@ -189,7 +192,7 @@ class CostFit:
                     best = explained
                     by_part = dict(zip(chosen, solution, strict=True))
                     parts = tuple(by_part.get(n, 0.0) / sizes[n] for n in range(3))
-        # Keep the unit of the costs, so that new paces are comparable to earlier paces.
+        # The costs keep their unit, so that new paces are comparable to earlier paces.
         unit = self.cost(totals) / (sum(p * t for p, t in zip(parts, totals, strict=True)) or 1.0)
         self.parts = tuple(unit * part for part in parts)
 
@@ -280,16 +283,16 @@ class Dealer:
             self._different.update(sizes)
         work = [tokens + self._pair * squares for tokens, squares in sizes]
         tokens = self._slice_tokens
-        # All slices of a microbatch run forward before its first backward pass. Having more slices
-        # than ranks keeps all ranks busy at the start of a step, but would leave some ranks idle
-        # later.
+        # All slices of a microbatch run forward before its first backward pass. At the start of a
+        # step, a microbatch with more slices than there are ranks keeps all ranks busy. Later in
+        # the step, it would leave some ranks idle.
         longest_first = tokens is not None and max(sizes)[0] > tokens * self._ranks
         return tuple(self._in_order(numbers, work, longest_first) for numbers in dealt)
 
     def _in_order(
         self, numbers: Sequence[int], work: Sequence[float], longest_first: bool
     ) -> tuple[int, ...]:
-        """Returns the microbatches ``numbers`` of a replica in execution order.
+        """Returns the microbatches of a replica, with the indices ``numbers``, in execution order.
 
         ``work`` is the cost of each microbatch of the step. The costliest microbatch runs first if
         ``longest_first`` is true.
@@ -353,11 +356,12 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time that a replica's slowest rank needs for some work, and the rank's index.
+        """Returns the time that a replica's slowest rank takes for some work, and the rank's index.
 
         Args:
             replica: Index of the replica, or ``None`` for a replica of mean pace.
-            sums: Sums of microbatches, tokens and squared lengths in the work.
+            sums: Number of microbatches, number of tokens, and sum of squared document lengths in
+                the work.
         """
         times = []
         for rank, fit in enumerate(self._fits):
@@ -367,7 +371,7 @@ class Dealer:
         return max(times)
 
     def _follow(self) -> str | None:
-        """Replaces the paces in use by the paces of recent steps if they differ enough.
+        """Uses the paces of recent steps from now on, if they differ enough from the paces in use.
 
         Returns:
             Line for the log if the change is large, otherwise ``None``.
@@ -417,9 +421,9 @@ def _sums(sizes: Sequence[Size]) -> list[float]:
 def _differ(
     paces: dict[tuple[int, int], float], before: dict[tuple[int, int], float], limit: float
 ) -> bool:
-    """Returns whether any rank's pace changed by more than ``limit`` compared to its siblings.
+    """Returns whether any rank's pace changed by more than ``limit``, relative to its siblings.
 
-    The former paces are ``before``.
+    ``paces`` contains the new paces, and ``before`` contains the former paces.
 
     The siblings of a rank are the ranks with the same pipeline rank in all replicas.
     """

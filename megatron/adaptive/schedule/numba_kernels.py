@@ -19,14 +19,14 @@ from typing import Any
 from megatron.adaptive.schedule import rank_kernel, runtime_rules, simulator
 
 Rule = Callable[[rank_kernel.State, Sequence[int]], int]
-"""Run-time scheduling rule, which is a function of ``(s, hint)`` that returns the code of the
-action to run, or -1 to wait.
+"""Run-time rule that chooses the next action of a rank. It is a function of ``(s, hint)`` that
+returns the code of the action to run, or -1 to wait.
 """
 
 LOADED_FROM = 20_000
-"""Number of actions above which loading compiled code from disk saves time."""
+"""Number of simulated actions above which loading compiled code from disk saves time."""
 COMPILED_FROM = 750_000
-"""Number of actions above which compiling saves time, if the code is not in the cache.
+"""Number of simulated actions above which compiling saves time, if the disk cache has no code.
 
 Compiling takes about 10 s of CPU time, and plain Python about 14 us per action.
 """
@@ -35,7 +35,7 @@ _MODULES = (rank_kernel, runtime_rules, simulator)
 
 
 def plain_loop(rule: Rule) -> Callable[[simulator.World], int]:
-    """Returns ``simulator.run`` with the rule ``rule`` in plain Python.
+    """Returns ``simulator.run`` in plain Python, with ``rule`` as the run-time rule.
 
     Any function can be used as a rule. The loop takes about 10 us per action.
     """
@@ -58,7 +58,7 @@ def is_loaded(rule: Rule) -> bool:
 
 
 def has_code(loop: Any) -> bool:
-    """Returns whether ``loop``, a function from this module, runs without compilation.
+    """Returns whether ``loop``, which this module created, can run without compilation.
 
     With ``NUMBA_DISABLE_JIT``, numba returns plain functions, which are never compiled.
     """
@@ -74,7 +74,7 @@ def is_cached(loop: Any) -> bool:
 
 
 def saves_time(rule: Rule, num_actions: int) -> bool:
-    """Returns whether using the compiled loop of a rule saves time.
+    """Returns whether a simulation is faster with the compiled loop of a rule than in plain Python.
 
     Args:
         rule: Function of ``runtime_rules``.
@@ -108,7 +108,7 @@ def _loops() -> dict[Rule, Callable[[simulator.World], int]]:
 
 
 def compile_function(module: ModuleType, main: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles the function ``main``, and the functions of ``module`` that it calls."""
+    """Compiles the function ``main`` together with the functions of ``module`` that it calls."""
     return _bind((module,), main, _jit((module,), main, ""))
 
 

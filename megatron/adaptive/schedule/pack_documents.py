@@ -11,7 +11,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
     """Packs samples of the given lengths into rows, and returns the rows.
 
     Each sample, starting with the longest, is added to the first row with enough room. A sample
-    that is longer than ``room`` starts a row whose length is a multiple of ``room``.
+    that is longer than ``room`` starts a new row, whose length is a multiple of ``room``.
 
     If the number of rows is less than ``least``, or not a multiple of ``unit``, the rows with the
     most samples are split.
@@ -21,8 +21,8 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Maximum number of tokens per row. A row with a longer sample has room for a multiple
-            of this number.
+        room: Maximum number of tokens per row. If a sample is longer, the limit of its row is the
+            next multiple of ``room``.
         unit: Number by which the number of rows must be divisible.
         least: Minimum number of rows.
 

@@ -54,7 +54,8 @@ class RulePolicy:
     Args:
         name: Name by which users select the policy.
         rule: Function that returns the code of the chosen action.
-        hint: Second argument of ``rule``, such as the order of the rank's actions as integer codes.
+        hint: Second argument of ``rule``, whose meaning depends on the rule. It may be the order of
+            the rank's actions as integer codes.
     """
 
     def __init__(self, name: str, rule: Rule, hint: Sequence[int] = ()) -> None:
@@ -72,16 +73,16 @@ class RulePolicy:
 
 
 class Follow(RulePolicy):
-    """Chooses the actions of a list one by one, each as soon as it is ready.
+    """Chooses the actions of a list one after another, each as soon as it is ready.
 
-    The position in the list is the number of actions started so far. The limit on activations is
+    The number of actions started so far is the position in the list. The limit on activations is
     ignored, because the memory that a list needs is known in advance (``validate.peak_units``). A
-    pair starts when both of its actions are ready. If the list is invalid (see ``validate``), the
-    rank may wait forever.
+    pair of actions starts when both actions are ready. If the list is invalid (see ``validate``),
+    the rank may wait forever.
 
     Args:
         order: Actions of one rank, in execution order.
-        name: Name of the schedule that the list comes from.
+        name: Name of the schedule that contains the list.
         num_slices: Number of slices of each microbatch, or 1 for whole microbatches.
 
     Raises:
@@ -116,8 +117,8 @@ def codes_of(
         num_chunks`` if the action starts together with the next action.
 
     Raises:
-        ScheduleError: A chunk does not run its actions of one kind in ascending order. Codes cannot
-            represent such an order.
+        ScheduleError: A chunk does not run its actions of one kind in ascending order. Such an
+            order cannot be written as codes.
     """
     codes = []
     latest: dict[int, tuple[int, int]] = {}
@@ -142,7 +143,7 @@ def codes_of(
 def actions_of(
     codes: Iterable[int], num_chunks: int, weight_pieces: int, num_slices: SliceCounts = 1
 ) -> tuple[Action, ...]:
-    """Converts ``codes`` back to actions, as the inverse of :func:`codes_of`.
+    """Converts integer codes to actions. This is the inverse of :func:`codes_of`.
 
     Args:
         codes: Codes of one rank's actions, in execution order.
@@ -166,7 +167,7 @@ def actions_of(
 def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
     """Returns the rule that all ``policies`` share, and the hint of each policy.
 
-    If all policies share a rule, the simulation can be compiled.
+    The simulation can only be compiled if all policies share a rule.
 
     Returns:
         The rule and the hints, or ``None`` if the policies do not share a function of
@@ -186,11 +187,11 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
     runtime_rules.breadth_first: ("broadest", "deepest", "filler"),
     runtime_rules.follow: ("order", "order", "order"),
 }
-"""Reasons for choosing F, B and W, for rules that have a single reason per kind."""
+"""Reasons for choosing F, B and W under each rule that has a single reason per kind."""
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns, for each action of a rank, why it was chosen, as one word for the trace.
+    """Returns the reason for choosing each action of a rank, as one word for the trace.
 
     The word is empty if the policy does not provide reasons.
 
@@ -210,9 +211,10 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
 
 
 def _hinted(hint: Sequence[int], codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns the reasons under the rule ``hinted``, by comparing actions with the hint.
+    """Returns the reasons why the rule ``hinted`` chose the actions with the given codes.
 
-    An entry of the hint is ``code + 3 * num_chunks * index``.
+    Each reason follows from a comparison with ``hint``, whose entries are ``code + 3 * num_chunks *
+    index``. Here ``index`` is the number of earlier actions with the same code.
     """
     lanes = 3 * num_chunks
     started = [0] * lanes

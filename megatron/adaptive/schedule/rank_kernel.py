@@ -88,7 +88,8 @@ MEMORY_SCALE = 1_000_000
 NO_CAP = 1 << 62
 """Value of ``CAP`` if there is no limit."""
 
-# Each of the following slots contains a single number (see the table above).
+# Each of the following constants is the index of a slot that contains a single number (see the
+# table above).
 LAST = 0
 IN_FLIGHT = 1
 PEAK = 2
@@ -125,8 +126,8 @@ State = list[int]
 def lanes(s: State) -> int:
     """Returns the number of distinct codes ``kind * chunks + chunk`` on the rank of ``s``.
 
-    A larger code in a list starts a pair: the code is increased by this number, and its action
-    starts together with the next action.
+    If a list contains a code that is increased by this number, its action starts together with the
+    next action in the list.
     """
     return 3 * s[CHUNKS]
 
@@ -142,7 +143,7 @@ def lane_count(s: State, kind: int, chunk: int) -> int:
 
 
 def first_of(s: State, item: int) -> int:
-    """Returns the first item of the microbatch that contains ``item``."""
+    """Returns the index of the first slice in the microbatch that contains slice ``item``."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices
@@ -150,7 +151,7 @@ def first_of(s: State, item: int) -> int:
 
 
 def end_of(s: State, item: int) -> int:
-    """Returns the item after the last item of the microbatch that contains ``item``."""
+    """Returns one more than the index of the last slice in the microbatch of slice ``item``."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices + slices
@@ -158,10 +159,10 @@ def end_of(s: State, item: int) -> int:
 
 
 def item_of(s: State, kind: int, index: int) -> int:
-    """Returns the item that an action with the kind ``kind`` and the index ``index`` processes.
+    """Returns the index of the slice or microbatch (item) that an action processes.
 
-    ``index`` is the index of the action among the chunk's actions of this kind. For W, it counts
-    whole weight gradients instead of their parts.
+    The action has the kind ``kind``, and ``index`` is its index among the chunk's actions of this
+    kind. For W, the index counts whole weight gradients instead of their parts.
     """
     if kind == F or s[SLICES] == 1:
         return index
@@ -192,20 +193,20 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
 
 
 def stage_of(s: State, chunk: int) -> int:
-    """Returns the pipeline stage of ``chunk`` on the rank of ``s``."""
+    """Returns the pipeline stage of ``chunk`` on the rank with the state ``s``."""
     rank = s[RANKS] - 1 - s[RANK] if s[TURNED] == 1 and chunk % 2 == 1 else s[RANK]
     return chunk * s[RANKS] + rank
 
 
 def size_of(s: State, item: int) -> int:
-    """Returns the activation memory of ``item`` in one chunk, in the unit of the state ``s``."""
+    """Returns the activation memory of ``item`` in one chunk, in the unit of ``IN_FLIGHT``."""
     if s[SIZED] == 0:
         return s[UNIT]
     return s[HEAD + (FLAGS + 2 * s[ITEMS]) * s[CHUNKS] + item]
 
 
 def size_from(s: State, item: int) -> int:
-    """Returns the memory of ``item`` and the later slices of its microbatch, in one chunk."""
+    """Returns the memory of slice ``item`` and of later slices of its microbatch, in one chunk."""
     end = end_of(s, item)
     if s[SIZED] == 0:
         return (end - item) * s[UNIT]
@@ -218,10 +219,10 @@ def size_from(s: State, item: int) -> int:
 def fits(s: State, chunk: int) -> bool:
     """Returns whether memory allows the next forward pass of ``chunk`` to start.
 
-    The cap must have room for the microbatch, plus one microbatch in every later chunk: the largest
-    microbatch that has not started in that chunk. This prevents deadlocks (see ``memory_caps``).
-    With slices, only the first slice of a microbatch is checked, because its start reserves memory
-    for the later slices.
+    After the start, the cap must still have room for one microbatch in every later chunk: the
+    largest microbatch that has not started in that chunk. This prevents deadlocks (see
+    ``memory_caps``). With slices, only the first slice of a microbatch is checked, because its
+    start reserves memory for the later slices.
     """
     if chunk < s[FROZEN]:
         return True
@@ -246,11 +247,11 @@ def fits(s: State, chunk: int) -> bool:
 
 
 def arrive(s: State, kind: int, chunk: int, item: int) -> None:
-    """Records that the input of ``item`` has arrived for the action of ``kind`` in ``chunk``.
+    """Records the arrival of the input of an action, which processes ``item`` in ``chunk``.
 
-    The action is an F or a B.
+    The kind of the action, ``kind``, is F or B.
 
-    For the B of a frozen chunk, this function records that the next stage has taken the output.
+    For the B of a frozen chunk, the arrival means that the next stage has taken the chunk's output.
     """
     chunks = s[CHUNKS]
     if kind == B and chunk < s[FROZEN]:
@@ -262,7 +263,7 @@ def arrive(s: State, kind: int, chunk: int, item: int) -> None:
 def start(s: State, kind: int, chunk: int) -> None:
     """Records that the next action of ``kind`` in ``chunk`` starts.
 
-    The start of an F allocates its memory, unless the chunk is frozen.
+    The start of an F allocates the memory of its activations, unless the chunk is frozen.
     """
     slot = HEAD + kind * s[CHUNKS] + chunk
     index = s[slot]

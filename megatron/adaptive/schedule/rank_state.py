@@ -1,9 +1,9 @@
 """Tracks a rank's progress in a step: inputs, started and finished actions, and memory.
 
 ``RankState.numbers`` is the list of integers that the functions of ``rank_kernel`` use. Those
-functions determine which actions may start; this module adds names, checks and messages.
-``rank_kernel`` describes all entries. The following is its example (rank 1 of 2 in a loop of 2
-chunks; F0-0, F0-1 and F1-0 have finished, and B1-0 is running)::
+functions determine which actions may start; this module adds names, checks and messages. The
+docstring of ``rank_kernel`` describes all entries. Its example is rank 1 of 2 in a loop of 2
+chunks; F0-0, F0-1 and F1-0 have finished, and B1-0 is running::
 
     numbers                                  method or property
     IN_FLIGHT      1500000                   in_flight: 1.5 whole-rank microbatches
@@ -145,7 +145,7 @@ class RankState:
         )
 
     def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
-        """Returns the state numbers at the start of a step, except for BESIDE, CAP and LEAD.
+        """Returns the list ``numbers`` for the start of a step, without BESIDE, CAP and LEAD.
 
         Args:
             stages: Stage of each chunk.
@@ -163,7 +163,7 @@ class RankState:
         s[rank_kernel.RANKS] = self.placement.num_ranks
         s[rank_kernel.TURNED] = int(self.placement.kind == "v")
         s[rank_kernel.RANK] = self.rank
-        # Only chunks with backward passes keep activations.
+        # Only chunks that run backward passes keep activations.
         trained = chunks - self.frozen_chunks
         backward = 0 if forward_only else trained * (1 + self.weight_pieces)
         s[rank_kernel.TOTAL] = num_items * (chunks + backward)
@@ -238,10 +238,10 @@ class RankState:
         )
 
     def is_possible(self, action: Action) -> bool:
-        """Returns whether ``action`` will become ready without starting any other action.
+        """Returns whether ``action`` will become ready even if this rank starts no other action.
 
-        The action must be next on its stage. Returns False if the action has already started, must
-        follow an action that has not started, or does not exist.
+        Returns False if the action is not the next action of its kind and chunk, does not exist, or
+        must follow an action that has not started.
         """
         kind = action.kind
         chunk = action.chunk
@@ -301,7 +301,7 @@ class RankState:
         return action.kind is ActionKind.B and action.chunk < self.frozen_chunks
 
     def untaken(self, action: Action) -> Action | None:
-        """Returns the F whose output the next stage must take before ``action`` may start.
+        """Returns the F whose output the next stage must take before the F ``action`` may start.
 
         Returns ``None`` unless ``action`` is the next F of a frozen chunk, and the chunk is as far
         ahead of the next stage as the cap allows.
@@ -503,7 +503,7 @@ class RankState:
         return index
 
     def _before(self, action: Action) -> int:
-        """Returns the item that must be finished before ``action``.
+        """Returns the index of the slice or microbatch that must be finished before ``action``.
 
         A B needs the F of the last slice of its microbatch, and a W needs the B of its item.
         """
@@ -513,9 +513,10 @@ class RankState:
         return action.microbatch - part + count - 1
 
     def _needed(self, action: Action) -> int:
-        """Returns how many actions must finish before ``action``.
+        """Returns the number of actions that must finish before ``action``.
 
-        A B needs F actions, and a W needs B actions.
+        For a B, this is a number of F actions, and for a W, a number of B actions of the same
+        chunk.
 
         The result is 0 for an F.
         """
@@ -556,10 +557,10 @@ def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
 
 
 def _scaled(size: float, num_chunks: int, num_slices: float) -> int:
-    """Converts the relative size ``size`` to the integer memory of an item in one chunk.
+    """Converts ``size`` to the integer memory of a microbatch or slice in one of the rank's chunks.
 
-    Sizes of slices are rounded down. Otherwise, the sum of many rounded sizes could exceed the
-    minimum cap, which must have room for all slices of the largest microbatch.
+    The result is rounded down if there are slices. Otherwise, the sum of many rounded sizes could
+    exceed the minimum cap, which must have room for all slices of the largest microbatch.
     """
     exact = MEMORY_SCALE * size / num_chunks
     return round(exact) if num_slices == 1 else int(exact / num_slices)

@@ -16,10 +16,10 @@ are cut into slices, orders and shares count slices.
 RRFP, arXiv 2605.18750, with the groups of microbatches of interleaved 1F1B, arXiv 2104.04473,
 section 2.2.
 
-No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so such an F can fill waits
-like a W. ``adaptive`` starts it only if no other F and no B can start, because other ranks wait for
-these actions. It has priority over W, because the next stages need its output, except if an F needs
-the memory that a W frees.
+No backward pass follows the F of a frozen chunk (see ``rank_kernel``), so such an F can run while
+the rank would otherwise wait, like a W. ``adaptive`` starts it only if no other F and no B can
+start, because other ranks wait for these actions. It has priority over W, because the next stages
+need its output, except if an F needs the memory that a W frees.
 
 ``hinted`` follows a static order (the hint), which is the best order within the limit on
 activations (``catalog.hint_for``). An action runs earlier than in the hint only if the rest of the
@@ -102,7 +102,10 @@ def follow(s: State, hint: Sequence[int]) -> int:
 
 
 def deepest_ready(s: State, kind: int) -> int:
-    """Returns the code of the ready action of ``kind`` on the deepest chunk, or -1 if none is."""
+    """Returns the code of the ready action of ``kind`` on the deepest chunk.
+
+    Returns -1 if no action of this kind is ready.
+    """
     chunks = s[CHUNKS]
     for chunk in range(chunks - 1, -1, -1):
         if is_ready(s, kind, chunk):
@@ -111,11 +114,11 @@ def deepest_ready(s: State, kind: int) -> int:
 
 
 def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
-    """Returns whether ``chunk`` may hold one more microbatch within its share in ``hint``.
+    """Returns whether ``chunk`` may hold one more microbatch without exceeding its share.
 
-    A chunk holds the microbatches whose F has started and whose B has not finished. In an
-    evaluation, which has no B, there is no limit. With slices, the share counts slices, and a
-    microbatch whose first slice has started may always continue.
+    The share is an entry of ``hint``. A chunk holds the microbatches whose F has started and whose
+    B has not finished. In an evaluation, which has no B, there is no limit. With slices, the share
+    counts slices, and a microbatch whose first slice has started may always continue.
     """
     started = lane_count(s, F, chunk)
     if chunk >= len(hint) or hint[chunk] < 0 or s[UNIT] == 0 or started == s[ITEMS]:
@@ -130,9 +133,9 @@ def next_forward(s: State, hint: Sequence[int]) -> int:
 
     Frozen chunks are skipped, because :func:`filler` handles them.
 
-    In a loop, microbatches form groups of as many microbatches as there are ranks. An F of the
-    earliest group is chosen, on the shallowest chunk. In a V, the F that is farthest from the end
-    of the step is chosen.
+    In a loop, microbatches form groups, each with as many microbatches as there are ranks. An F of
+    the earliest group is chosen, on the shallowest chunk. In a V, the F that is farthest from the
+    end of the step is chosen.
     """
     best = -1
     lowest = 0
@@ -167,7 +170,9 @@ def next_backward(s: State) -> int:
 
 
 def filler(s: State, weight: int) -> int:
-    """Returns the code of the F of a frozen chunk to start instead of waiting, or ``weight``.
+    """Returns the code of the action to start next, if no other F and no B can start.
+
+    This is the F of a frozen chunk or a W. The result is -1 if the rank must wait.
 
     Args:
         s: State of the rank, on which no other F and no B can start.
@@ -187,7 +192,7 @@ def filler(s: State, weight: int) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Implements the rule ``adaptive``, which alternates F and B, and otherwise fills waits.
+    """Implements the rule ``adaptive``, which alternates F and B, and runs W instead of waiting.
 
     Returns the code of the action to start in the state ``s``, or -1 to wait. ``hint`` contains the
     share of each chunk.
@@ -263,7 +268,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
         index = hint[position] // count
         code = hint[position] - index * count
-        # The number of started actions with this code is the index of the next such action.
+        # All earlier actions with this code have started, so their number is the index of the next
+        # action.
         started = s[HEAD + code]
         if index < started:
             continue
@@ -276,8 +282,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             and is_ready(s, kind, chunk)
             and (kind != F or not sized or fits(s, chunk))
         ):
-            # A running action has not freed its memory yet. So check the cap while an action is
-            # running.
+            # A running action has not freed its memory yet, so the cap must be checked while an
+            # action is running.
             fitting = s[STARTED] == s[FINISHED] or kind == B or held + unit <= s[CAP]
             if kind == W or (position == first_open and fitting):
                 return code

@@ -18,7 +18,7 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The order of actions on all ranks, which is known before the step starts.
+    """The order of all ranks' actions in a step, which is determined before the step starts.
 
     Attributes:
         name: Name by which users select the schedule, shown in messages.
@@ -26,8 +26,8 @@ class Schedule:
         num_microbatches: Number of microbatches per step.
         num_slices: Number of slices of each microbatch, or 1 for whole microbatches. If there are
             several slices, the indices of actions count slices (see ``Action.microbatch``).
-        orders: Actions of each rank in execution order. This class does not check them. Orders from
-            files, for example, are checked by ``validate``.
+        orders: Actions of each rank in execution order. This class does not check the orders, which
+            may come from a file. ``validate`` checks them.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Schedule:
 
     @property
     def forward_only(self) -> bool:
-        """Returns whether the schedule has only forward passes, as in an evaluation."""
+        """Returns whether the schedule runs only forward passes, for an evaluation."""
         return all(action.kind is ActionKind.F for order in self.orders for action in order)
 
     @property
@@ -69,11 +69,11 @@ def check_num_microbatches(num_microbatches: int) -> None:
 
 
 def check_num_slices(num_slices: SliceCounts, num_microbatches: int = 1) -> None:
-    """Checks that each microbatch has at least one slice according to ``num_slices``.
+    """Checks that each of ``num_microbatches`` microbatches has at least one slice.
 
     Raises:
-        ScheduleError: A number of slices is less than 1, or the number of entries differs from the
-            number of microbatches.
+        ScheduleError: A number of slices is less than 1, or the number of entries in ``num_slices``
+            differs from the number of microbatches.
     """
     if not isinstance(num_slices, int):
         if len(num_slices) != num_microbatches:

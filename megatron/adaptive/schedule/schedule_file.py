@@ -50,7 +50,7 @@ VERSION = 1
 _PLACEMENTS: tuple[PlacementKind, ...] = ("loop", "v")
 
 _MOST_UNLISTED = 10_000
-"""Maximum number of forward passes per rank in a file that lists less than a tenth of them."""
+"""Number of forward passes per rank above which a file must list at least a tenth of them."""
 
 _ACTION = re.compile(r"([FBW])(\d{1,6})-(\d{1,6})(?:\.(\d{1,6})|(\+))?", re.ASCII)
 _CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
@@ -133,9 +133,9 @@ def _from_json(content: Mapping[str, Any], name: str) -> Schedule:
 
 
 def _check_size(schedule: Schedule) -> None:
-    """Rejects a file whose declared sizes far exceed the number of actions that it lists.
+    """Rejects ``schedule`` if its declared sizes far exceed the number of actions that it lists.
 
-    Without this check, a small file could make the program allocate a huge amount of memory.
+    Without this check, a small file could cause the program to allocate a huge amount of memory.
     """
     chunks = schedule.placement.num_chunks
     microbatches = schedule.num_microbatches * schedule.num_slices
@@ -215,7 +215,7 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
 
 
 def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Determines the placement of stages from the stages in each of ``rows``."""
+    """Determines how stages are assigned to ranks. Each of ``rows`` lists the stages of a rank."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:

@@ -31,7 +31,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTim
 
 @dataclass(frozen=True, slots=True)
 class SimSpan:
-    """An action with its start and end, in simulated seconds since the start of the step."""
+    """An action with its start and end, in simulated seconds after the start of the step."""
 
     action: Action
     start_s: float
@@ -110,7 +110,8 @@ class SimResult:
     def orders(self) -> tuple[Order, ...]:
         """Returns the actions of each rank in execution order.
 
-        The microbatch index of an action counts the microbatches of the rank, not of the whole job.
+        The microbatch index of an action is the index among the microbatches that the rank
+        processes.
         """
         chunks = self.placement.num_chunks
         pieces = self.weight_pieces
@@ -129,9 +130,13 @@ class SimResult:
         )
 
     def to_schedule(self, name: str) -> Schedule:
-        """Returns the simulated orders as a static schedule called ``name``."""
+        """Returns the order in which the simulated ranks ran their actions, as a schedule.
+
+        The schedule is called ``name``.
+        """
         slices = self.workload.num_slices
-        assert isinstance(slices, int)  # No caller converts unequal slices into a static schedule.
+        # No caller converts a step whose microbatches differ in their numbers of slices.
+        assert isinstance(slices, int)
         return Schedule(
             name=name,
             placement=self.placement,
@@ -245,8 +250,8 @@ def run_states(
         rule, hints = compiled_rule
         loop = compiled_loop(rule)
         if loop(world._replace(hints=_padded(hints))) != simulator.DONE_ALL:
-            # The compiled loop failed, so run the step in plain Python, which raises an error with
-            # the reason.
+            # The compiled loop failed. So run the step again in plain Python, which raises an error
+            # with the reason.
             world = _run_plain(_world(states, workload, widths), states, policies)
     totals = [state.num_actions for state in states]
     return SimResult(
@@ -270,7 +275,7 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
-    """Converts ``rows``, which may differ in length, to an array that is padded with -1."""
+    """Converts ``rows``, whose lengths may differ, to an array that is padded with -1."""
     padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
@@ -305,11 +310,11 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
 
 
 _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
-"""Fields of ``World`` with one number per slot. Each rank has two slots."""
+"""Fields of ``World`` with one number per slot of a running action. Each rank has two slots."""
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
-    """Returns the state of a simulation at the start of a step, with empty hints.
+    """Returns the state of a simulation at the start of a step, with an empty hint for each rank.
 
     :func:`run_states` describes the arguments.
     """

@@ -1,9 +1,9 @@
 """Simulates a step with an event loop of plain functions on integers.
 
-An event is the end of an action, a communication within an action, or the arrival of an input. All
-events at the same time are processed before any rank chooses its next action. Times are integers in
-picoseconds. If sequences are cut into slices, microbatch indices count slices (see
-``rank_kernel``).
+An event is the end of an action, a communication within an action, or the arrival of an input.
+Before any rank chooses its next action, all events that happen at the same time are processed.
+Times are integers in picoseconds. If sequences are cut into slices, microbatch indices count slices
+(see ``rank_kernel``).
 
 ``numba_kernels`` compiles these functions, after replacing ``rule`` by the run-time rule to
 simulate.
@@ -79,7 +79,8 @@ class World(NamedTuple):
         turn: Slot in which each rank is computing, or -1.
         last: Slot in which each rank computed most recently.
         was_filler: 1 for each rank whose most recent action was a weight gradient, otherwise 0.
-        waking: 1 for each rank that had an event since it last chose an action, otherwise 0.
+        waking: 1 for each rank that has had an event since the rank last chose an action, otherwise
+            0.
         wakes: Ranks that must choose an action, in the order of their events.
         num_woken: Number of ranks in ``wakes``, ``[1]``.
         link: Time when each rank's communication within its stages ends.
@@ -176,7 +177,7 @@ def heap_pop(world: World) -> int:
 
 
 def wake(world: World, rank: int) -> None:
-    """Adds ``rank`` to the ranks that choose their next action before the time advances."""
+    """Adds ``rank`` to the ranks that choose their next action before simulated time advances."""
     if world.waking[rank] == 0:
         world.waking[rank] = 1
         world.wakes[world.num_woken[0]] = rank
@@ -184,14 +185,14 @@ def wake(world: World, rank: int) -> None:
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
-    """Converts ``microbatch``, an index on ``rank`` of ``stage``, to the index in the step."""
+    """Converts the index of a microbatch on ``rank`` of ``stage`` to its index in the step."""
     return microbatch * world.widths[stage] + rank - world.first_ranks[stage]
 
 
 def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
     """Returns the duration of the next action of ``kind`` in ``chunk``, in picoseconds.
 
-    The chunk is on ``rank``, and is the pipeline stage ``stage``.
+    The chunk of ``rank`` is the pipeline stage ``stage``.
     """
     s = world.states[rank]
     stages = len(world.first_ranks)
@@ -212,7 +213,7 @@ def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
 
 
 def compute(world: World, slot: int, now: int) -> None:
-    """Starts a computation of the action in ``slot``, up to its next communication or its end.
+    """Starts to compute the action in ``slot``, up to its next communication or to its end.
 
     The current time is ``now``.
     """
@@ -256,8 +257,8 @@ def decide(world: World, rank: int, now: int) -> bool:
     slot = world.last[rank]
     other = (slot + ranks) % (2 * ranks)
     waits = world.running[other] >= 0
-    # Only one weight gradient runs during a communication. Afterwards, the waiting action
-    # continues.
+    # Only one weight gradient runs during each communication. Afterwards, the action that waited
+    # for the communication continues.
     if waits and (world.running[slot] >= 0 or world.was_filler[rank]):
         compute(world, other, now)
         return True
@@ -301,14 +302,15 @@ def decide(world: World, rank: int, now: int) -> bool:
 
 
 def is_frozen(world: World, stage: int) -> bool:
-    """Returns whether no gradient flows through ``stage``, so that it has no B actions."""
+    """Returns whether ``stage`` is frozen, so that no gradient flows through it and it has no B."""
     return stage // len(world.states) < world.states[world.first_ranks[stage]][FROZEN]
 
 
 def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> None:
-    """Acknowledges the output that an F of ``stage`` takes, if the previous stage is frozen.
+    """Acknowledges an output of a frozen stage, which an F of the next stage, ``stage``, takes.
 
-    The output belongs to ``item``, and the current time is ``now``.
+    The output belongs to ``item``, and the current time is ``now``. If the previous stage is not
+    frozen, this function does nothing.
 
     The frozen stage does not wait for its last outputs, so they are not acknowledged.
     """
@@ -325,9 +327,10 @@ def acknowledge(world: World, rank: int, stage: int, item: int, now: int) -> Non
 
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
-    """Sends the result of an F or B of ``stage`` to the stage that needs this result.
+    """Sends the result of an action of ``stage`` to the stage that needs this result.
 
-    The action belongs to ``microbatch``, counted on ``rank``, and ended at the time ``now``.
+    The action has the kind ``kind`` and ended at the time ``now``. It processed ``microbatch``,
+    which is an index among the microbatches of ``rank``.
     """
     stages = len(world.first_ranks)
     ranks = len(world.states)
@@ -351,7 +354,7 @@ def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: i
 
 
 def receive(world: World, event: int) -> None:
-    """Marks the input of ``event`` as arrived, and wakes the rank that needs it."""
+    """Records that the input of ``event`` has arrived, and wakes the rank that needs this input."""
     stages = len(world.first_ranks)
     total = world.total[0]
     lane = event // total

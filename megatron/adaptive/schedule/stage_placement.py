@@ -1,7 +1,8 @@
 """Assigns pipeline stages to ranks.
 
-A placement maps stages, which are numbered in pipeline order, to (rank, chunk) pairs and back.
-Other modules determine how many layers a stage has, and in which order a rank runs its actions.
+A placement maps stages, which are numbered in pipeline order, to (rank, chunk) pairs. It can also
+map these pairs to stages. Other modules determine how many layers a stage has, and in which order a
+rank runs its actions.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Placement:
         chunk 0, stage       0   1   2   3         0   1   2   3
         chunk 1, stage       4   5   6   7         7   6   5   4
 
-    ``loop`` starts every round at rank 0 (the layout of megatron-core). ``v`` turns around at the
-    end, so the first and the last stage share rank 0 if the number of chunks is even. In both
-    placements, a later chunk of a rank is a later stage. The memory rule of ``memory_caps`` relies
-    on this.
+    With ``loop``, each chunk index starts again at rank 0, like in megatron-core. With ``v``, the
+    direction changes after each chunk index, so the first and the last stage share rank 0 if the
+    number of chunks is even. In both placements, a later chunk of a rank is a later stage. The
+    memory rule of ``memory_caps`` relies on this.
 
     Attributes:
         num_ranks: Number of pipeline-parallel ranks, at least 1.
@@ -92,7 +93,7 @@ class Placement:
         return (self.num_ranks - 1 - offset if turned else offset), chunk
 
     def neighbours(self) -> tuple[tuple[int, int], ...]:
-        """Returns all pairs of ranks that exchange messages, sorted, with the lower rank first."""
+        """Returns all pairs of ranks that exchange messages, each with the lower rank first."""
         pairs = set()
         for stage in range(self.num_stages - 1):
             sender = self.locate(stage)[0]
@@ -106,16 +107,17 @@ class Placement:
         return tuple(sorted(a + b - rank for a, b in self.neighbours() if rank in (a, b)))
 
     def target_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """Returns the ``(rank, chunk)`` that needs the result of an action of ``kind``.
+        """Returns the rank and chunk that need the result of an action.
 
-        The result of an F is the input of the F on the next stage, and the result of a B is the
-        input of the B on the previous stage. Returns ``None`` for an F of the last stage, a B of
-        the first stage, and every W, because no other stage needs these results.
+        The action has the kind ``kind`` and belongs to ``chunk`` of ``rank``. The result of an F is
+        the input of the F on the next stage, and the result of a B is the input of the B on the
+        previous stage. Returns ``None`` for an F of the last stage, a B of the first stage, and
+        every W, because no other stage needs these results.
         """
         return self._beside(kind, rank, chunk, 1 if kind is ActionKind.F else -1)
 
     def source_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """Returns the ``(rank, chunk)`` whose result is the input of an action of ``kind``.
+        """Returns the rank and chunk whose result is the input of an action of ``kind``.
 
         Returns ``None`` if the input does not come from another stage.
         """
@@ -145,9 +147,9 @@ def frozen_stages_of(partition: Sequence[int], frozen_layers: int) -> int:
 
 
 def check_frozen_stages(frozen_stages: int, placement: Placement) -> None:
-    """Checks that ``frozen_stages`` leading stages of ``placement`` can be frozen.
+    """Checks that the first ``frozen_stages`` stages of ``placement`` can be frozen.
 
-    No gradient flows through frozen stages.
+    No gradient flows through frozen stages, so they run no backward passes.
 
     Raises:
         ScheduleError: The number is negative, or no stage with a backward pass is left.

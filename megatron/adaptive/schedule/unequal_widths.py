@@ -1,7 +1,7 @@
 """Supports pipelines whose stages have different numbers of data-parallel replicas (widths).
 
-Microbatch m of the step, counted over the whole job, runs on replica ``m % widths[s]`` of stage s.
-As everywhere in this package, each replica counts its microbatches from 0::
+The microbatches of a step are numbered from 0 for the whole job, and microbatch m runs on replica
+``m % widths[s]`` of stage s. Each replica also numbers its microbatches from 0::
 
     widths 2-1-3          microbatch of the step     0  1  2  3  4  5
     stage 0, rank 0       as the rank counts         0     1     2
@@ -15,8 +15,9 @@ So a rank may exchange messages with several ranks of a neighbouring stage, but 
 microbatch to only one of these ranks. Every rank has one chunk.
 
 **Order of actions.** A rank orders its microbatches as in a pipeline of equal stages, except for
-the warm-up. A replica runs enough forward passes for the ranks of the next stage to run their
-warm-up and one more forward pass each. ``docs/reference/schedules.md`` contains a drawing.
+the warm-up. In the warm-up, a replica runs as many forward passes as the ranks of the next stage
+need for their warm-up and one more forward pass each. ``docs/reference/schedules.md`` contains a
+drawing.
 
 1F1B cannot deadlock, because on every earlier stage, the forward passes that the backward pass of
 microbatch m needs only run after backward passes of microbatches below m.
@@ -48,12 +49,12 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
 SCHEDULES = selectable_names(lambda spec: spec.allows_unequal_stages)
-"""Names of the schedules and rules that support stages of unequal widths."""
+"""Names of the schedules and run-time rules that support stages of unequal widths."""
 
 _SLACK = 1.5
-"""Ratio of the default limit on activations to the activations that 1F1B holds.
+"""Default limit on activations, as a multiple of the activations that a replica holds under 1F1B.
 
-``memory_caps`` uses the same ratio for equal stages.
+``memory_caps`` uses the same ratio for stages of equal width.
 """
 
 
@@ -92,9 +93,9 @@ class Widths:
 
     @property
     def round_size(self) -> int:
-        """Returns the least number of microbatches that all stages can divide equally.
+        """Returns the smallest number of microbatches that every stage can divide equally.
 
-        With this number, all replicas of a stage have the same number of microbatches.
+        With this number, all replicas of a stage process equally many microbatches.
         """
         return math.lcm(*self.sizes)
 
@@ -107,7 +108,7 @@ class Widths:
         return self._firsts[stage] + replica
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Returns the stage of ``rank``, and the index of the replica in this stage.
+        """Returns the stage of ``rank``, and the index of the rank's replica within this stage.
 
         Raises:
             ScheduleError: The rank does not exist.
@@ -124,9 +125,10 @@ class Widths:
         return range(self._firsts[stage], self._firsts[stage + 1])
 
     def pipeline_of(self, replica: int) -> list[int]:
-        """Returns a rank of each stage.
+        """Returns the global ranks that form a pipeline, one per stage.
 
-        Of each stage, this is the replica ``replica`` modulo the width of the stage.
+        The rank of a stage is the rank of its replica ``replica`` modulo the number of its
+        replicas.
         """
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
@@ -177,10 +179,10 @@ class Widths:
         return each
 
     def warmup(self, stage: int) -> int:
-        """Returns how many forward passes a replica of ``stage`` runs before the first backward.
+        """Returns the number of warm-up forward passes that a replica of ``stage`` runs.
 
-        The ranks of the next stage can then run their warm-up and one more forward pass each. If
-        all widths are equal, the result is the number of following stages.
+        This number lets the ranks of the next stage run their warm-up and one more forward pass
+        each. If all widths are equal, the result is the number of following stages.
         """
         warmup = 0
         for later in range(self.num_stages - 1, stage, -1):

@@ -122,7 +122,7 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
 
 
 def _together(order: Order) -> Iterator[tuple[int, Order]]:
-    """Yields groups of actions in ``order`` that start together, with the position of the first."""
+    """Yields each group of actions in ``order`` that start together, after the group's position."""
     position = 0
     while position < len(order):
         count = 1 + order[position].paired
@@ -149,7 +149,7 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Checks the order of ``rank`` in ``schedule`` as if every input had already arrived."""
+    """Checks the order of the actions of ``rank`` as if every input had already arrived."""
     placement = schedule.placement
     state = _new_state(schedule, rank)
     kinds = (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)
@@ -177,7 +177,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_flow(schedule: Schedule) -> None:
-    """Checks ``schedule`` for deadlocks, by running each action as soon as it can start."""
+    """Checks that ``schedule`` has no deadlock, by starting each action as soon as it can start."""
     placement = schedule.placement
     orders = schedule.orders
     states = [_new_state(schedule, rank) for rank in range(placement.num_ranks)]

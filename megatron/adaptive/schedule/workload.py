@@ -1,8 +1,8 @@
 """Defines the durations of all actions and messages of a simulated step.
 
 The durations are mean durations of stages and links from a profile, multiplied by random factors.
-The factors are drawn before the step, per pipeline stage and microbatch, so that the same seed
-gives every schedule the same durations. Times are integers in picoseconds, so that sums do not
+The factors are drawn before the step, for each pipeline stage and microbatch. So with the same
+seed, every schedule gets the same durations. Times are integers in picoseconds, so that sums do not
 depend on the order of addition.
 
 ``docs/reference/schedules.md`` describes the JSON file of a profile. The fields ``latency_s`` and
@@ -31,7 +31,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 PS_PER_S = 10**12
 """Number of picoseconds in a second."""
 _LONGEST_S = 10**5
-"""Largest allowed time in seconds, which is also the largest allowed factor."""
+"""Largest allowed time in seconds. Factors must not exceed this number either."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
@@ -73,7 +73,7 @@ class StageTimes:
         exchange_s: float = 0.0,
         exchanges: int = 0,
     ) -> StageTimes:
-        """Returns the durations of ``num_stages`` stages that all take equally long."""
+        """Returns times of ``num_stages`` stages that all have the given durations."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
@@ -118,8 +118,8 @@ class StageProfile:
         rank_factors: Factor for the durations of all actions of each rank, or ``None`` for a factor
             of 1.
         action_sigma: Sigma of a separate random factor for each action.
-        microbatch_sigma: Sigma of a random factor for all actions of a microbatch. For example,
-            microbatches may differ in length.
+        microbatch_sigma: Sigma of a random factor for all actions of a microbatch, for example
+            because microbatches differ in length.
         latency_sigma: Sigma of a separate random factor for the latency of each message.
         microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps,
             or empty if all microbatches are equal.
@@ -153,10 +153,10 @@ class StageProfile:
         check_attention_share(self.attention_share)
 
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
-        """Returns the factors of a measured step with ``num_microbatches`` microbatches.
+        """Returns the factors of the microbatches in a measured step.
 
-        The seed selects one of the measured steps with this number of microbatches. The result is
-        ``None`` if there is no such step.
+        The seed selects one of the measured steps with ``num_microbatches`` microbatches. The
+        result is ``None`` if there is no such step.
         """
         candidates = [step for step in self.microbatch_factors if len(step) == num_microbatches]
         return candidates[seed % len(candidates)] if candidates else None
@@ -254,8 +254,9 @@ def draw(
             same durations.
         seed: Random seed of all factors. It also selects one of the measured steps in
             ``microbatch_factors``.
-        link: Delays of all links that are not in ``links``, or ``None`` for no delays. This and the
-            following arguments except ``num_slices`` are ignored if ``times`` is a profile.
+        link: Delays of all links that are not in ``links``, or ``None`` for no delays. If ``times``
+            is a profile, this argument and the following arguments except ``num_slices`` are
+            ignored.
         links: Delays of individual links, keyed by ``(sending rank, receiving rank)``, or ``None``.
         rank_factors: Factor for the durations of all actions of each rank, or ``None`` for a factor
             of 1.
@@ -379,9 +380,9 @@ def _with_spread(
 
 
 def _mean_durations(times: StageTimes) -> Any:
-    """Returns the mean durations of F, B and W in ``times`` in seconds, ``[3, stages]``.
+    """Returns the mean durations of F, B and W in ``times``, as an array ``[3, stages]``.
 
-    Backward passes include recomputation.
+    The unit is seconds. Backward passes include recomputation.
     """
     none = (0.0,) * len(times.forward_s)
     recompute = times.recompute_s or none
@@ -419,9 +420,10 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Returns the message latency of each stage, and the occupancy of each link.
+    """Returns the message latency of each stage of ``placement``, and the occupancy of each link.
 
-    The arrays have the shapes ``[2, stages]`` (after F and B) and ``[ranks, ranks]``.
+    Links that are not in ``links`` have the delays of ``link``. The arrays have the shapes ``[2,
+    stages]`` (after F and B) and ``[ranks, ranks]``.
     """
     ranks = placement.num_ranks
     stages = placement.num_stages
@@ -438,10 +440,10 @@ def _links(
 
 
 def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> Any:
-    """Returns lognormal random factors with mean 1, as an array of the shape ``shape``.
+    """Draws lognormal factors with mean 1, and returns them as an array of the shape ``shape``.
 
-    Random numbers are drawn even if sigma is 0, so that changing one sigma does not change the
-    random numbers of the other factors.
+    Random numbers are drawn from ``rng`` even if sigma is 0, so that changing one sigma does not
+    change the random numbers of the other factors.
     """
     return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
 
