@@ -135,7 +135,7 @@ class CheckedFile:
 
     @staticmethod
     def blocks_of(offset: int, length: int) -> range:
-        """Returns the indices of the blocks that contain ``length`` bytes from ``offset`` on."""
+        """Returns the indices of blocks that contain ``length`` bytes, starting at ``offset``."""
         end = -(-(offset + length) // BLOCK_BYTES) if length else 0
         return range(offset // BLOCK_BYTES, end)
 
@@ -187,7 +187,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Reads block ``number`` into ``view``, from the first copy in which it is undamaged."""
+        """Reads block ``number`` into ``view``. Skips copies in which the block is damaged."""
         while True:
             try:
                 return self._fetch(number, view)
@@ -231,18 +231,18 @@ def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
 
 
 def sealed(lines: Sequence[str]) -> str:
-    """Returns the text of a manifest with the JSON entries ``lines`` and a checksum of them."""
+    """Returns the text of a manifest: the JSON entries ``lines``, followed by their checksum."""
     text = "{\n" + ",\n".join(lines)
     return text + _seal(text.encode())
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Returns whether the manifest ``raw`` ends with the correct checksum of its other text."""
+    """Returns whether the manifest ``raw`` ends with the correct checksum of the preceding text."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
 
 
 def seal_of(file: Path) -> str:
-    """Returns the checksum at the end of the manifest ``file``, or ``""`` if it is unreadable."""
+    """Returns the checksum at the end of the manifest ``file``, or ``""`` if it cannot be read."""
     try:
         with open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)

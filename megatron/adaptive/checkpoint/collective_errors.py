@@ -1,7 +1,7 @@
 """Raises an error on all ranks if a save or a load fails on one rank.
 
-Otherwise, the other ranks would wait for the failed rank. After each action that may fail, all
-ranks exchange their errors over gloo, and then raise the same error.
+Otherwise, the other ranks would wait forever for the failed rank. After each action that may fail,
+all ranks exchange their errors over gloo, and then raise the same error.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RankGroup:
 
         If the action fails, all ranks raise its error.
         """
-        # Ranks other than 0 have the result None until from_first() broadcasts the result of rank
+        # On ranks other than 0, the result is None until from_first() broadcasts the result of rank
         # 0.
         result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
@@ -103,7 +103,8 @@ class RankGroup:
             name_ranks: Whether the error message contains the ranks that failed.
 
         Raises:
-            CheckpointError: ``action`` failed for an expected reason that is not listed below.
+            CheckpointError: ``action`` failed on any rank, for example because the disk is full or
+                permissions are missing.
             DamagedCheckpointError: ``action`` detected damaged data on any rank.
             ConfigError: All ranks on which ``action`` failed raised ConfigError.
             RuntimeError: ``action`` failed on another rank because of a bug. That rank raises the
@@ -131,7 +132,7 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # Keep the original error, because it has the same text.
+            raise failure  # The merged error has the same text, so raise the original error.
         raise merged from failure
 
 

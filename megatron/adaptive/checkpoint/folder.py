@@ -94,8 +94,8 @@ class StepFolders:
     manifest_name: ClassVar[str]
     _prefix: ClassVar[str] = "iter_"  # The names of all subfolders begin with this prefix.
     _digits: ClassVar[int] = 7  # The names of subfolders contain at least this number of digits.
-    # Each manifest starts with these entries: the name of the format, if it has a name, and the
-    # newest version that can be read.
+    # Each manifest starts with these entries. They contain the name of the format, if it has one,
+    # and the newest version of the format that can be read.
     _form: ClassVar[Mapping[str, Any]] = {}
     _needed = frozenset({"files"})  # Each manifest must have at least these entries.
     _schema: ClassVar[str] = "manifest"  # Name of the JSON schema for manifests.
@@ -476,11 +476,10 @@ class CheckpointFolder(StepFolders):
     def latest(self) -> int | None:
         """Returns the iteration from which to resume, or ``None`` if there is no checkpoint.
 
-        The result is the complete checkpoint that was written last. A run may stop after it has
-        renamed a checkpoint and before it has updated the tracker. So complete checkpoints that
-        were saved after the tracker's checkpoint are considered, too. Other checkpoints of later
-        iterations are ignored, because they were written before a run went back with
-        ``--ckpt-step``.
+        The result is the complete checkpoint that was written last. The tracker may name an earlier
+        checkpoint, because a run may stop after it has renamed a checkpoint and before it has
+        updated the tracker. Checkpoints of later iterations are ignored if they were written before
+        a run returned to an earlier iteration with ``--ckpt-step``.
 
         Raises:
             CheckpointError: If the tracker does not contain an iteration, or the path is a file.
@@ -515,7 +514,8 @@ class CheckpointFolder(StepFolders):
 
         Each manifest contains the checksum of the previous checkpoint's manifest, so the
         checkpoints form a chain. Manifests of earlier versions do not contain this checksum. Their
-        checkpoints are considered later than ``tracked`` if the manifest is newer than the tracker.
+        checkpoints count as later than ``tracked`` if the file of the manifest is newer than the
+        tracker.
         """
         steps = self.steps()
         if tracked not in steps:
@@ -631,7 +631,7 @@ class CheckpointFolder(StepFolders):
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
-        """Returns advice for a user whose checkpoint of ``iteration`` cannot be loaded."""
+        """Returns advice for a user if the checkpoint of ``iteration`` cannot be loaded."""
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
@@ -695,7 +695,7 @@ def is_shard(name: str) -> bool:
 
 
 STEP_PREFIXES = (CheckpointFolder._prefix, PipelineFolder._prefix)
-"""Prefixes of the names of checkpoint folders, first of the trainer, then of a ``Pipeline``."""
+"""Prefixes of the names of checkpoint folders: the trainer's prefix, and that of a ``Pipeline``."""
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:

@@ -104,7 +104,7 @@ def data_changes(manifest: Manifest, config: TrainerConfig, dataset: Any, name: 
     changes = _differences(saved.data, config.data, _OF_DATA)
     changes += _differences(saved.run, config.run, ("seed",))
     if not config.data.variable_seq_lengths:
-        # Without this setting, samples are cut from joined documents.
+        # If sequences have a fixed length, samples are cut from joined documents.
         changes += _differences(saved.model, config.model, ("seq_length",))
     before, now = _train_samples(saved), _train_samples(config)
     if not changes and before != now and now and has_other_epochs(dataset, before, now):
@@ -169,9 +169,10 @@ def _shown(value: Any) -> str:
 
 
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
-    """Returns whether to ignore the setting ``name`` in comparing ``saved`` with ``model``.
+    """Returns whether to ignore the setting ``name`` when comparing ``saved`` with ``model``.
 
-    It can be ignored if it has no effect on these models, or if another setting covers its effect.
+    A setting is ignored if it has no effect on these models, or if a different setting covers its
+    effect.
     """
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)

@@ -222,7 +222,7 @@ class StateParts:
     def of(
         cls, sharded_state_dict: dict[str, Any], common: dict[str, Any], *, is_whole: bool
     ) -> StateParts:
-        """Splits ``sharded_state_dict``, a state of megatron-core, into parts.
+        """Splits megatron-core's ``sharded_state_dict`` into tensors, objects and common values.
 
         Args:
             sharded_state_dict: Nested dictionary whose leaves are shards.
@@ -246,10 +246,10 @@ class StateParts:
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
         """Returns whether these parts can be reused for saving later steps.
 
-        ``chunks`` and ``optimizer`` are those of the run.
+        ``chunks`` are this rank's model chunks, and ``optimizer`` is the run's optimizer.
 
-        This is the case if each tensor shares memory with a weight or with optimizer state, and all
-        objects except for the random states are empty.
+        Parts can be reused if each tensor shares memory with a weight or with optimizer state, and
+        all objects except for the random states are empty.
         """
         empty = (data for name, data in self.objects.items() if not name.startswith(f"{RNG}/"))
         if not all(_is_nothing(value) for data in empty for value in data):
@@ -330,7 +330,7 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Returns whether ``optimizer`` has parameters on this rank. It has none for an empty stage."""
+    """Returns whether ``optimizer`` has parameters on this rank. Empty stages have none."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
@@ -453,8 +453,9 @@ def _is_torch_adam(leaf: Any) -> bool:
 def fill_state(leaf: Any) -> None:
     """Creates the state of each parameter in the optimizer ``leaf`` before the first step.
 
-    A checkpoint then has the same entries before and after the first step. With float16, gradients
-    may overflow in the first dozen iterations, so that the optimizer skips these steps.
+    A checkpoint then has the same entries before and after the first step. Otherwise, entries could
+    be missing for a dozen iterations with float16, because the optimizer skips steps in which
+    gradients overflow.
     """
     inner = leaf.optimizer
     if leaf.init_state_fn is not None:
@@ -525,7 +526,7 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
 
 def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Sets the learning rate and weight decay of ``scheduler`` to the progress in ``saved``.
+    """Sets learning rate and weight decay of ``scheduler`` according to the progress in ``saved``.
 
     Raises:
         CheckpointError: The schedule differs from the schedule in the checkpoint, and no flag

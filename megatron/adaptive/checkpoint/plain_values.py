@@ -54,7 +54,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """Converts bytes that :func:`dumps` returned back to a value.
+    """Restores the value from bytes that :func:`dumps` returned.
 
     Tensors in the result do not share memory with ``data``.
 

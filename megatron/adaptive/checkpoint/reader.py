@@ -117,7 +117,7 @@ class WantedPart:
 
 
 class CheckpointReader:
-    """Reads one checkpoint. As a context manager, it closes the files of the checkpoint at the end.
+    """Reads one checkpoint. Use it as a context manager to close the files at the end.
 
     Args:
         path: Path of the checkpoint.
@@ -411,8 +411,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # The objects of this module record which rank wrote which data. A reader does not need
-        # this.
+        # The objects of this module record which rank wrote which data, which a reader does not
+        # need.
         if module == _PLANS:
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):

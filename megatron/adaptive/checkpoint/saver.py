@@ -129,7 +129,7 @@ class CheckpointSaver:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
     ) -> Iterator[CheckpointReader]:
-        """Yields a reader of a checkpoint, and afterwards verifies blocks without tensor data.
+        """Yields a reader of a checkpoint, and then verifies the blocks without tensor data.
 
         Args:
             path: Path of the checkpoint.
@@ -165,7 +165,8 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Waits until no checkpoint is being written in the background.
 
-        If the checkpoint could not be written, the next call of another method reports this.
+        If a checkpoint could not be written, the next call of :meth:`save` or :meth:`finish`
+        reports the error.
         """
         if self._pending is not None:
             self._pending.join()
@@ -236,9 +237,9 @@ class CheckpointSaver:
     ) -> Path | None:
         """Writes the checkpoint ``step`` of ``state`` to ``folder``. All ranks must call this.
 
-        Only the newest ``keep`` checkpoints are kept, or all if this is ``None``. An error has the
-        text ``message``, in which ``{}`` stands for the cause. Returns the path of the checkpoint,
-        or ``None`` if it is only on local disks.
+        Only the newest ``keep`` checkpoints are kept, or all if ``keep`` is ``None``. An error has
+        the text ``message``, in which ``{}`` stands for the cause. Returns the path of the
+        checkpoint, or ``None`` if it is only on local disks.
         """
         local = self.local
         if (
@@ -346,7 +347,7 @@ class _HostCopy:
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
     """Allocates memory for copies of ``tensors``, in one block of host memory.
 
-    The memory is pinned for the device ``gpu``, if this is not ``None``.
+    The memory is pinned for the device ``gpu``, unless ``gpu`` is ``None``.
     """
     starts = []
     end = 0

@@ -67,7 +67,7 @@ _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
 # The three numbers are the step, the slot and the size of the extra bytes.
 _FRAME = struct.Struct("<QQQ")
-_KEPT = struct.Struct("<Q")  # The number is the step.
+_KEPT = struct.Struct("<Q")  # This number is the step that the buddy has stored.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -402,7 +402,7 @@ class SnapshotKeeper:
                 stream.close()
 
     def _serve_buddy(self, sealed: SealedSocket) -> None:
-        """Receives the snapshots of a rank whose buddy is this node, over ``sealed``."""
+        """Receives the snapshots of a rank on another node over the connection ``sealed``."""
         sealed.socket.settimeout(_RUN_S)
         about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:

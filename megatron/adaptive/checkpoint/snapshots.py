@@ -105,7 +105,7 @@ class SnapshotState(ABC):
 
 
 class NoSnapshots:
-    """Does nothing. Replaces :class:`Snapshots` if snapshots are turned off."""
+    """Replaces :class:`Snapshots` if snapshots are turned off. Its methods do nothing."""
 
     def settle(self, iteration: int) -> None:
         """Waits until the previous snapshot is stored on all nodes.
@@ -486,7 +486,7 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts of ``rank_parts`` that ``rank`` copies, first those also sent."""
+        """Returns the parts that ``rank`` copies. The parts that it also sends come first."""
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 

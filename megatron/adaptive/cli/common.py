@@ -96,7 +96,8 @@ def _lost_peer(error: Exception) -> AdaptiveError | None:
 
     Returns ``None`` if ``error`` is a different error.
 
-    While a rank does not watch its peers yet, this is the only sign that another rank has exited.
+    Until a rank starts to watch its peers, such an error is the only sign that another rank has
+    exited.
     """
     if "torch.distributed" not in sys.modules:
         return None

@@ -178,7 +178,7 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Checks the trainer's flags with the final sizes, and returns the answer to all workers.
+    """Checks the trainer's flags for the final world size, and returns the answer to all workers.
 
     Args:
         conf: Configuration of the launch.
@@ -712,7 +712,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Writes the master's address and secret to ``path``; the context's exit removes the file.
+    """Writes the master's address and secret to ``path``. Removes the file when the context exits.
 
     Workers that have access to the file read the address and the secret from it.
     """

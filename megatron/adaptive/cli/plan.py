@@ -82,7 +82,7 @@ _UNUSED_BESIDE = {
     "--export": ("--json", "--explain"),
     "--json": ("--explain",),
 }
-"""Options of the output that have no effect beside another option of the output."""
+"""Output options that have no effect if a different output option is set, by the latter option."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_modes(names: Sequence[str], values_of: Mapping[str, Sequence[str]]) -> None:
-    """Checks that no option is ignored because of the mode that another option selects.
+    """Checks that the selected mode uses all options in the command line.
 
     Args:
         names: Names of all options of ``plan``.
@@ -444,7 +444,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
-    """Finds the Pareto front of plans for parts of the cluster, and writes files and a table."""
+    """Finds the Pareto front of plans that use parts of the cluster. Writes files and a table."""
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     show(table(rows, inputs, options.tokens))

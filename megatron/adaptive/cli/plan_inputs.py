@@ -50,7 +50,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 _DRAWN = 100_000
 """Number of document lengths that are drawn from a distribution."""
 _PIECE = 1 << 20
-"""Number of characters of a file of lengths that are split into words at once."""
+"""Minimum number of characters that are split into words at once when a file of lengths is read."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
@@ -196,7 +196,7 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that sets the node type of a host in a traced run to ``parser``."""
+    """Adds an option to ``parser`` that sets the node type of a host in a traced run."""
     text = "node type of a host in these runs; required if the cluster has several node types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
@@ -214,7 +214,7 @@ def calibrated(
         document: Content of a profile file, or ``None`` if there is no profile.
 
     Returns:
-        Content of the profile, which is ``document`` without ``--calibrate``.
+        Content of the profile. Without ``--calibrate``, this is ``document``.
 
     Raises:
         ConfigError: Required information about a run is missing, such as a host's node type, or the
@@ -329,8 +329,8 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
         most: Number of tokens at which the trainer cuts documents.
 
     Returns:
-        Number of tokens of each document that the trainer learns, and the maximum number for any
-        document of the data.
+        Number of tokens that the trainer learns from each document, and the maximum of this number
+        for any document of the data.
 
     Raises:
         ConfigError: The text does not have one of the possible forms, or a length is invalid.

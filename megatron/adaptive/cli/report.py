@@ -173,7 +173,7 @@ def _facts(
 
 
 def _account(job: str) -> dict[str, str]:
-    """Returns Slurm's accounting record of ``job``, or an empty record without accounting."""
+    """Returns Slurm's accounting record of ``job``, or an empty record if accounting is off."""
     command = ["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)]
     rows = slurm_rows(command) if job.isdigit() else []
     rows = [row for row in rows if len(row) == len(_ACCOUNT)]
@@ -212,7 +212,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns the resource usage over time in the file ``path``, as a list per quantity."""
+    """Reads the resource usage over time from the file ``path``. Returns a list per quantity."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]

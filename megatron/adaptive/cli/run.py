@@ -258,7 +258,7 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
 
 
 def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
-    """Returns what to do with slow nodes. Raises an error if the diagnosis needed for this is off.
+    """Returns the reaction to slow nodes, and checks that slow nodes can be detected.
 
     Args:
         wished: Reaction that the user has chosen, or ``None`` for the default.

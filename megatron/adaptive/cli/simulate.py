@@ -109,9 +109,9 @@ def _simulate(
         try:
             candidate = _candidate(options, name, num_slices)
             if num_slices > 1:
-                # "hinted" follows an order that it chooses by the relative durations of actions.
-                # With attention, backward passes are longer and weight gradients are shorter than
-                # forward passes.
+                # The schedule "hinted" orders actions by their relative durations. With attention,
+                # backward passes take longer than forward passes, and weight gradients take less
+                # time.
                 candidate = replace(candidate, pace=pace_of(profile, num_slices))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:

@@ -398,8 +398,8 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     ended = progress.ended_ns >= since_ns and bool(progress.ended)
     nodes = _read_nodes(folder, record)
     lost = {} if ended else _lost(slurm_job, nodes)
-    # Show the output of the batch script like the output of a node, because Slurm reports in it
-    # which node failed.
+    # Show the output of the batch script like the output of a node, because it contains Slurm's
+    # message about the node that failed.
     if (logs / f"{job}.batch").is_file():
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
     latest = lines[-1] if lines else {}

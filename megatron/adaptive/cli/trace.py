@@ -544,7 +544,7 @@ def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
 
 
 def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[str]:
-    """Returns a table of collectives as lines of text, or no lines without collectives."""
+    """Returns a table of collectives as lines of text, or no lines if there are no collectives."""
     if not figures:
         return []
     rows = [_COLLECTIVE_COLUMNS]
