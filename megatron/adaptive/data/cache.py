@@ -165,7 +165,7 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes each of ``arrays`` to its file in ``paths``, under a temporary name at first.
+    """Writes each array to its file in ``paths``, at first under a temporary name.
 
     The file gets its final name only when it is on the disk.
     """

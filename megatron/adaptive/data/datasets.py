@@ -201,9 +201,10 @@ def _is_too_much(error: BaseException | None) -> bool:
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
-    """Returns the blend of each split of ``data``, and the settings that pass it to megatron-core.
+    """Returns the blend of each split, and the settings that pass the blends to megatron-core.
 
-    ``counts`` contains the number of samples of each split.
+    ``data`` contains the settings of the data. ``counts`` contains the number of samples of each
+    split.
     """
     if data.mock_data:
         return [], {}
@@ -271,9 +272,9 @@ def _index_cache(data: DataConfig, blends: Sequence[Blend | None]) -> str:
 
 
 def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Parses ``values``, a list of datasets such as ``a``, ``a b c`` or (weighted) ``0.3 a 0.7 b``.
+    """Parses datasets such as ``a``, ``a b c`` or, with weights, ``0.3 a 0.7 b``.
 
-    ``flag`` is the name of the flag.
+    ``values`` is the list of words. ``flag`` is the name of the flag, for error messages.
 
     Raises:
         ConfigError: Weights and prefixes do not alternate, or a weight is not positive.
@@ -358,7 +359,7 @@ class CachedGPTDataset(GPTDataset):
         tokens = self._get_num_tokens_per_epoch()
         epochs = max(1, -(-(samples * length + extra) // tokens))
         in_last = samples - ((epochs - 1) * tokens - extra) // length
-        # This is megatron-core's rule.
+        # megatron-core uses the same condition to shuffle the last epoch separately.
         is_separate = in_last < int(0.8 * ((tokens - extra) // length))
         return epochs, epochs > 1 and is_separate
 
@@ -410,10 +411,10 @@ class CachedGPTDataset(GPTDataset):
 
 
 def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
-    """Returns whether runs with ``now`` and with ``before`` samples read them in different orders.
+    """Returns whether runs with ``now`` and ``before`` samples read samples in different orders.
 
-    Orders can differ because the samples of several epochs are shuffled together, except for those
-    of a short last epoch.
+    The number of samples can change the order, because the samples of several epochs are shuffled
+    together, except for the samples of a short last epoch.
 
     Args:
         dataset: Training dataset from :func:`build_datasets` for ``now`` samples, or ``None``.

@@ -173,7 +173,7 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
 
     A file of up to 256 MB is read completely. In a larger file, only 256 MB are read, in evenly
     spaced parts of 4 MB. This may miss a few wrong ids, but it detects data that was tokenized with
-    another vocabulary.
+    a different vocabulary.
 
     Args:
         info: Result of :func:`check_indexed` for the file.

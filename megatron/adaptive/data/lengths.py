@@ -114,7 +114,7 @@ def left_out(datasets: Sequence[Any]) -> str:
 
 
 class _MockDocuments:
-    """Generates mock documents with log-normal lengths, which are equal in every run."""
+    """Generates mock documents with log-normal lengths, which are the same in every run."""
 
     def __init__(self, tokenizer: Tokenizer, seq_length: int) -> None:
         self._tokenizer = tokenizer
@@ -155,7 +155,7 @@ class Conversations:
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns whether the first ``length`` tokens of conversation ``index`` are taught."""
+        """Returns for each of the first ``length`` tokens whether the loss is computed on it."""
         start = int(self._ends[index])
         return self._taught[start : start + length]
 

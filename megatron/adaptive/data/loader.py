@@ -224,7 +224,7 @@ class MicrobatchLoader:
                     prefetch_factor=_PREFETCH,
                     collate_fn=_collate,
                     worker_init_fn=functools.partial(_start_worker, os.getpid()),
-                    # A forked worker inherits mapped files and indices. Any other worker would have
+                    # A forked worker inherits mapped files and indices. A spawned worker would have
                     # to read them again.
                     multiprocessing_context="fork",
                 )
@@ -305,7 +305,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Returns this rank's part of ``block`` from ``read_ahead``, and skips earlier blocks."""
+        """Reads this rank's part of ``block`` from ``read_ahead``, and skips earlier blocks."""
         try:
             while self._read_block < block:
                 next(read_ahead)
@@ -322,7 +322,7 @@ class MicrobatchLoader:
 
 
 class StepMicrobatches:
-    """Provides the microbatches of one step and rank. Each may be requested several times.
+    """Provides the microbatches of one step and rank. A microbatch can be requested several times.
 
     A request reads the requested microbatch and all earlier microbatches that have not been read
     yet. Each microbatch is read once and kept. It is a dict with ``tokens``, ``labels``,

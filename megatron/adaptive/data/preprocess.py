@@ -236,7 +236,8 @@ class _Encoder:
     """Parses and tokenizes batches of lines, in a worker process or in the parent process."""
 
     def __init__(self, spec: PreprocessSpec) -> None:
-        # Disable the library's threads, because it would start one per core in each worker process.
+        # Disable the threads of the tokenizers library, because it would start one thread per core
+        # in each worker process.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = build_tokenizer(spec)
         self._keys = spec.json_keys

@@ -172,7 +172,7 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived on another rank of a group that decides together.
+    """Reports that a message has arrived on a different rank of a group that decides together.
 
     Attributes:
         label: Step and action for which the message is the input.
@@ -261,7 +261,7 @@ HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
 """Kinds of actions that need a message as input. The index of a kind is its code in messages."""
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-"""Code of each kind of action in messages."""
+"""Number that represents each kind of action in messages."""
 
 MAX_DIMENSIONS = 7
 _MAGIC = 0x4D41_5031  # This number is "MAP1" in ASCII.
@@ -284,10 +284,10 @@ _PLAIN = (
     "complex128",
 )
 _FLOAT8 = len(_PLAIN)
-# These dtypes are sent as another dtype of the same size, for example 8-bit floats as bytes. The
-# receiver views the payload as the original dtype, which a positive number, the variant,
-# identifies. The numbers must never change, because other versions read them. Dtypes that the
-# installed torch does not have are skipped.
+# Each of these dtypes is sent as a different dtype of the same size, for example 8-bit floats as
+# bytes. From a positive number, the variant, the receiver knows the original dtype. The numbers
+# must never change, because other versions read them. Dtypes that the installed torch does not have
+# are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -312,15 +312,14 @@ CODE_OF: dict[torch.dtype, tuple[int, int]] = {
 """Code and variant of each dtype that can be sent, as they appear in messages."""
 
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
-"""Dtype that each pair of code and variant in a message stands for."""
+"""Maps a pair of code and variant in a message to the dtype that they represent."""
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
     """Returns the code and the variant that represent ``dtype`` in messages.
 
     Raises:
-        TransportError: A message cannot have ``dtype``, or it cannot have ``dimensions``
-            dimensions.
+        TransportError: Messages do not support ``dtype``, or not that many ``dimensions``.
     """
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:

@@ -158,7 +158,7 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for a lost rank, and returns the error or ``None``.
+        """Waits up to ``timeout_s`` seconds until a rank is lost. Returns the error, or ``None``.
 
         When a connection breaks, the main thread calls this method to find out which rank was lost.
         The error message has already been written to stderr.
@@ -417,7 +417,7 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns for how many seconds the current call to the store has been waiting, or 0."""
+        """Returns the duration of the current call to the store in seconds, or 0 without a call."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
