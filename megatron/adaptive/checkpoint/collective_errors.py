@@ -96,7 +96,9 @@ class RankGroup:
         return of_first
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
-        """Runs ``action`` on each rank. If the action fails on any rank, all ranks raise an error.
+        """Runs ``action`` on each rank, and returns its result.
+
+        If the action fails on any rank, all ranks raise an error.
 
         Args:
             action: Function to run on this rank.
@@ -152,7 +154,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Joins error messages into one line, and includes equal messages only once.
+    """Returns one line of text with all error messages, in which equal messages occur only once.
 
     Args:
         failures: Error message of each failed rank, by rank.

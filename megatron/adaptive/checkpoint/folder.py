@@ -174,7 +174,8 @@ class StepFolders:
     def clear(self) -> None:
         """Removes or restores the hidden folders that runs left behind when they crashed.
 
-        If an earlier job is still running, it can no longer rename its partial folder after this.
+        If an earlier job is still running, it can no longer rename its partial folder after this
+        call.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -325,7 +326,7 @@ class StepFolders:
         return manifest
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
-        """Returns the reason why ``body``, the entries of a manifest, is invalid, or ``""``."""
+        """Returns why the manifest entries ``body`` are invalid, or ``""`` if they are valid."""
         try:
             check_form(body, self._schema, "it")
         except ConfigError as error:
@@ -728,7 +729,7 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
 def make_pipeline_manifest(
     head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the manifest entries of a ``Pipeline`` checkpoint, except for format and files.
+    """Returns the manifest of a ``Pipeline`` checkpoint, without its format and its list of files.
 
     Args:
         head: Entries that are the same on all ranks: ``step``, ``seed``, ``loss_scale`` and

@@ -551,7 +551,7 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether the tensor ``name`` is a copy of another tensor of the model.
+        """Returns whether the tensor ``name`` duplicates a different tensor of the model.
 
         ``names`` maps Hugging Face names to the names in the folder.
 
@@ -603,7 +603,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
     end = start[1] + target.shape[1]
     if end > tensor.height:
         target[:, max(0, tensor.height - begin) :].zero_()
-    # This division has no remainder, because tensor.rows is ordered by expert.
+    # tensor.rows has the same number of entries for each expert, so there is no remainder.
     each = len(tensor.rows) // (tensor.experts or 1)
     for run in tensor.rows[each * start[0] : each * (start[0] + target.shape[0])]:
         low = max(begin, run.row)

@@ -70,7 +70,9 @@ def require_same_model(
 
 
 def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state in a checkpoint matches the optimizer of the run.
+    """Checks that the optimizer state in the checkpoint ``name`` matches the optimizer of the run.
+
+    ``manifest`` describes the checkpoint, and ``config`` contains the settings of the run.
 
     Raises:
         CheckpointError: There is no optimizer state, or it belongs to a different type of
@@ -146,7 +148,10 @@ def _given(value: bool) -> str:
 
 
 def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
-    """Returns a line of text for each setting in ``names`` that differs from the checkpoint."""
+    """Returns a line for each setting in ``names`` that differs between ``saved`` and ``settings``.
+
+    ``saved`` contains the settings in the checkpoint, and ``settings`` those of the run.
+    """
     specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
     lines = []
     for name in names:
@@ -188,7 +193,8 @@ def _same_vocabulary(
 ) -> bool:
     """Returns whether two embeddings may have the same vocabulary and differ only in padding.
 
-    The number of padding rows may change with the tensor parallel size.
+    ``saved_rows`` and ``rows`` are the numbers of rows with padding. The number of padding rows
+    depends on the tensor parallel size.
     """
 
     def fewest(config: TrainerConfig, rows: int) -> int:

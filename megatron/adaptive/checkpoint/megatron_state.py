@@ -46,7 +46,7 @@ METADATA = {
 }
 
 # megatron-core identifies a parameter group in a checkpoint by these settings and lr_mult. From
-# version 0.18 on, they include limits of the learning rate and the weight decay.
+# version 0.18 on, these settings include limits of the learning rate and the weight decay.
 _GROUP_KEYS = frozenset(
     "wd_mult is_expert_parallel is_decoupled_lr max_lr min_lr start_wd end_wd optimizer".split()
 )
@@ -413,7 +413,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
         second = saved.get(_SCALARS, {})
         parts.append(second.get("optimizer", second).get("param_groups", ()))
     else:
-        leaves = leaves[:1]  # The groups of experts are never read.
+        leaves = leaves[:1]  # The saved groups of experts are never read.
     before = sum(map(len, parts))
     now = sum(len(leaf.optimizer.param_groups) for leaf in leaves)
     if before != now:

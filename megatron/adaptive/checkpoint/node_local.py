@@ -50,7 +50,7 @@ _MANIFEST = "local.json"
 # checkpoint is complete.
 _KEPT = 2
 _LOOK_S = 10.0
-_END_S = 5.0  # An abandoned upload gets this number of seconds to stop.
+_END_S = 5.0  # An aborted upload must stop within this number of seconds.
 _ROUND_S = 1.0
 
 

@@ -421,7 +421,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Loads the value ``data``, which ``torch.save`` wrote, with torch's restricted unpickler."""
+    """Returns the value in ``data``, which ``torch.save`` wrote, using a restricted unpickler.
+
+    Objects of classes that are not allowed become :class:`UnreadObject`.
+    """
     array = np.array(0, np.uint32)
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)

@@ -235,7 +235,7 @@ class CheckpointSaver:
         message: str,
         keep: int | None,
     ) -> Path | None:
-        """Writes the checkpoint ``step`` of ``state`` to ``folder``. All ranks must call this.
+        """Writes ``state`` to ``folder`` as the checkpoint of ``step``. All ranks must call this.
 
         Only the newest ``keep`` checkpoints are kept, or all if ``keep`` is ``None``. An error has
         the text ``message``, in which ``{}`` stands for the cause. Returns the path of the
@@ -345,7 +345,7 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Allocates memory for copies of ``tensors``, in one block of host memory.
+    """Allocates one block of host memory, and returns tensors in it for copies of ``tensors``.
 
     The memory is pinned for the device ``gpu``, unless ``gpu`` is ``None``.
     """

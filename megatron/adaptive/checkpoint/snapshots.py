@@ -42,7 +42,7 @@ from megatron.adaptive.profiling.free_memory import available_host_bytes
 _SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # The extra bytes of a step may grow by this amount, so reserve space for it.
+_ROOM_BYTES = 1 << 16  # State other than tensors may grow by this number of bytes per step.
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -486,7 +486,10 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts that ``rank`` copies. The parts that it also sends come first."""
+        """Returns the parts in ``rank_parts`` that ``rank`` copies.
+
+        The parts that ``rank`` also sends to the buddy come first.
+        """
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 

@@ -495,7 +495,7 @@ class _Content(NamedTuple):
 
 
 def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
-    """Selects the adapter weights of each chunk, all other weights, or both.
+    """Returns the adapter weights of each chunk, all other weights, or both.
 
     Args:
         weights: Weights of each chunk, by name.

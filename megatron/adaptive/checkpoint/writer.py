@@ -123,7 +123,7 @@ class Piece:
     """Part of a tensor in the state of a rank.
 
     Attributes:
-        tensor: Tensor that contains the data. The next update of the optimizer overwrites it.
+        tensor: Tensor that contains the data. The next update of the optimizer overwrites the data.
         size: Shape of this part, with the same number of axes as the whole tensor.
         whole: Shape of the whole tensor.
     """

@@ -101,7 +101,8 @@ def _lost_peer(error: Exception) -> AdaptiveError | None:
     """
     if "torch.distributed" not in sys.modules:
         return None
-    # Import this only here, because most commands never import torch, which takes seconds.
+    # Import this function only here. Its module imports torch, which takes seconds and which most
+    # commands do not need.
     from megatron.adaptive.engine.process_context import lost_peer
 
     return lost_peer(error, Environment.read().rank)

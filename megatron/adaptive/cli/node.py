@@ -331,7 +331,7 @@ class _Hello:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> _Hello:
-        """Parses the hello message of a different node.
+        """Parses ``message``, the hello message of a different node.
 
         Raises ``ValueError`` if the message is malformed.
         """
@@ -491,7 +491,7 @@ async def _wait_for_receipts(
 ) -> list[str]:
     """Waits a few seconds for all workers to confirm the answer.
 
-    Returns the host names of the workers that did not confirm it.
+    Returns the host names of the workers that did not confirm the answer.
     """
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
@@ -654,7 +654,7 @@ def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> _Hello:
 
 
 def _check_alone(logs: Path) -> None:
-    """Raises an error if another run with the same log folder is waiting for its workers."""
+    """Raises an error if another run with the log folder ``logs`` is waiting for its workers."""
     master = _read_master_file(logs / _MASTER_FILE)
     if master is None:
         return

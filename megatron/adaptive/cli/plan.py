@@ -76,13 +76,13 @@ _USED_IN_MODE = {
     "--discover": (),
     "--try": (*_OF_TRY, "--model", "--attention", "--output", "--json"),
 }
-"""Further options that each mode uses, by the option that selects the mode."""
+"""Maps the option that selects a mode to further options that the mode uses."""
 _UNUSED_BESIDE = {
     "--pareto": ("--output", "--conf", "--json", "--export", "--explain", "--page"),
     "--export": ("--json", "--explain"),
     "--json": ("--explain",),
 }
-"""Output options that have no effect if a different output option is set, by the latter option."""
+"""Maps an output option to the output options that have no effect if it is set."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -57,7 +57,10 @@ _FLAG = "--document-lengths"
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds the options for input files and for calibration to ``parser``."""
+    """Adds the options for input files and for calibration to ``parser``.
+
+    ``required`` states whether the model and the cluster are required.
+    """
     add = parser.add_argument
     text = (
         "model name (gpt2-xl, llama2-70b, ...), trainer arguments, file, or folder with a "
@@ -130,8 +133,8 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
     """Reads the description of the model, and chooses the precision of training.
 
-    The default is the precision of the profile. Without a profile, it is bf16 if all known GPUs
-    support bf16, otherwise fp16.
+    The default is the precision of the profile. Without a profile, the default is bf16 if all known
+    GPUs support it, and fp16 otherwise.
     """
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
@@ -233,7 +236,7 @@ def calibrated(
 def traced_runs(
     folders: Iterable[Path], options: argparse.Namespace, model: Model, cluster: Cluster
 ) -> list[TracedRun]:
-    """Reads traced runs, and adds the microbatch size and the node types of the hosts.
+    """Reads traced runs, and adds to each run its microbatch size and the node types of its hosts.
 
     Args:
         folders: Folders of traces. The progress file of the trainer must be next to the traces.
@@ -366,7 +369,7 @@ def _lognormal(text: str, most: int) -> Lengths:
 
 
 def _listed(text: str) -> Lengths:
-    """Reads numbers from a file: a JSON list, or numbers separated by spaces or lines."""
+    """Returns the numbers in the file ``text``, a JSON list or words separated by whitespace."""
     content = read_text(
         Path(text), f"{_FLAG}: give a prefix of .bin and .idx, a file, or lognormal:MEDIAN:SIGMA"
     )

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains GPT with Megatron-LM's flags, as one of the processes that torchrun has started."""
     is_missing = importlib.util.find_spec("megatron.training") is None
     if {"-h", "--help"} & set(argv):
-        print(_USAGE, end="\n\n", flush=True)  # If Megatron-LM is installed, its own help follows.
+        print(_USAGE, end="\n\n", flush=True)  # If Megatron-LM is installed, its help follows.
         if is_missing:
             print(_lacking())
             return 0
@@ -192,8 +192,9 @@ def _transformer_config(args: Any) -> Any:
 def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
     """Builds the training, validation and test data sets on ranks of the first and last stages.
 
-    All ranks of a tensor-parallel group read the data themselves. The files are mapped into memory,
-    so each node stores them in memory only once.
+    ``num_samples`` contains the number of samples of each data set. All ranks of a tensor-parallel
+    group read the data themselves. The files are mapped into memory, so each node stores them in
+    memory only once.
     """
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -293,7 +294,7 @@ _COLUMNS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
-    """Reads a microbatch, and selects this rank's part of each sequence (context parallelism)."""
+    """Reads a microbatch, and returns this context-parallel rank's part of each sequence."""
     from megatron.adaptive.accelerator import current_device
     from megatron.adaptive.gpt.core_releases import part_of_context_rank
 

@@ -136,7 +136,11 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the name of the node on which each rank ran last, ordered by rank."""
+    """Returns the name of the node on which each rank ran last, ordered by rank.
+
+    ``folder`` contains the output of the nodes ``names``. ``processes`` contains the number of
+    processes of each node, ordered by node rank.
+    """
     latest: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
@@ -239,7 +243,11 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns each node's distinct messages with their counts, and notes on omitted messages."""
+    """Returns each node's distinct messages with their counts, and notes on omitted messages.
+
+    ``folder`` contains the output of the nodes ``names``. ``batch`` is the path of the output of
+    the batch script.
+    """
     messages: list[dict[str, Any]] = []
     notes = []
     counts = {
@@ -314,7 +322,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns the time between the first and the last action of each rank in each iteration."""
+    """Returns the time in ms from the first to the last action of each rank in each iteration."""
     has_actions = figures.num_actions > 0
     ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))

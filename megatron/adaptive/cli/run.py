@@ -284,7 +284,7 @@ def _check_probes(wished: ProbePolicy, interval: int) -> None:
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
-    """Creates the object that chooses layouts.
+    """Creates and returns the object that chooses the layouts of a job.
 
     If the object has a planner, ``stack`` closes the planner.
     """

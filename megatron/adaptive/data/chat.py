@@ -87,7 +87,7 @@ class ChatTemplate:
         templates: Source text of each template, by name. Conversations with tools use the template
             ``tool_use`` if it exists. All other conversations use ``default``.
         tokens: Text of each special token, by its name in templates, such as ``eos_token``.
-        folder: Folder that contains the templates; error messages name it.
+        folder: Folder that contains the templates, for error messages.
     """
 
     def __init__(
@@ -221,7 +221,8 @@ class _Renderer:
     def _probed(self, number: int, text: str, *, plain: bool) -> Span | None:
         """Finds an answer's range by rendering two placeholder words instead of the answer.
 
-        The text that both renderings share is the text before and after the answer.
+        The text that both renderings share is the text before and after the answer. Returns
+        ``None`` if the range is not found.
 
         Args:
             number: Index of the assistant's message in the conversation, from 0.
@@ -394,7 +395,7 @@ class _Marks:
 
     @contextmanager
     def collected(self, blocks: list[str]) -> Iterator[list[Span]]:
-        """Records the spans of marked blocks while the caller renders a conversation.
+        """Yields a list to which the spans of marked blocks are added while the caller renders.
 
         Args:
             blocks: Parts of the text rendered so far. The caller must append each part as soon as

@@ -435,8 +435,8 @@ def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
     """Yields a small ``array`` as a whole, or evenly spaced parts of a large ``array``.
 
-    The checksum has already excluded damaged bytes. But an index may still have been built from
-    other data, and a few parts are enough to detect this.
+    The checksum has already excluded damaged bytes. But the index may have been built from
+    different data, and a few parts are enough to detect this.
     """
     for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
         yield array[start:stop]

@@ -26,7 +26,7 @@ def locked(path: Path, *, wait_s: float = _WAIT_S) -> Iterator[None]:
 
     The kernel unlocks the file if the process exits.
 
-    While another process holds the lock, this process waits. If the wait is long, it logs a
+    While a different process holds the lock, this function waits. If the wait is long, it logs a
     warning.
 
     Args:

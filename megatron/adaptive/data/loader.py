@@ -57,7 +57,7 @@ Deal = Callable[[Sequence[Size]], Sequence[Sequence[int]]]
 """Function that distributes a step's microbatches over data-parallel replicas. Given the sizes of
 the microbatches, it returns the indices of each replica's microbatches."""
 
-# Types in which data workers send a microbatch. Token ids need only 32 bits, which halves the size.
+# Data workers send microbatches in these types. Token ids need only 32 bits, which halves the size.
 _WIRE_DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "labels": np.int32,

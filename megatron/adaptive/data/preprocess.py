@@ -56,8 +56,8 @@ class PreprocessSpec(TokenizerConfig):
             same order.
         output_prefix: Prefix of the output files, ``<output_prefix>_<key>_document.bin`` and
             ``.idx``.
-        json_keys: Keys of a JSON object whose values become documents. Each key gets its own pair
-            of output files.
+        json_keys: Keys of a JSON object whose values become documents. Each key gets a separate
+            pair of output files.
         append_eod: Whether the end-of-document id is appended to each document.
         workers: Number of processes that tokenize in parallel. With 1, the calling process
             tokenizes.

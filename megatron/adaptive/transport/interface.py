@@ -268,7 +268,7 @@ _MAGIC = 0x4D41_5031  # This number is "MAP1" in ASCII.
 _END = -1
 _VARIANT_SHIFT = 8
 
-# Keep the order of the enum ElementType in message.h, because the index is the code.
+# The order must match the enum ElementType in message.h, because a dtype's index is its code.
 _PLAIN = (
     "float32",
     "float16",
@@ -285,9 +285,9 @@ _PLAIN = (
 )
 _FLOAT8 = len(_PLAIN)
 # Each of these dtypes is sent as a different dtype of the same size, for example 8-bit floats as
-# bytes. From a positive number, the variant, the receiver knows the original dtype. The numbers
-# must never change, because other versions read them. Dtypes that the installed torch does not have
-# are skipped.
+# bytes. A positive number, the variant, tells the receiver the original dtype. The numbers must
+# never change, because other versions read them. Dtypes that the installed torch does not have are
+# skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -334,7 +334,7 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
 def settled(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor`` as a contiguous tensor without lazy negation or conjugation.
 
-    The tensor is only copied if this is necessary.
+    The tensor is copied only if necessary.
     """
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -348,8 +348,8 @@ class Label:
     Attributes:
         step: Index of the step.
         action: Action for which the message is the input.
-        num_slices: Number of slices of each microbatch, for naming the action in errors. Only the
-            sender knows it, and comparisons ignore it.
+        num_slices: Number of slices of each microbatch, for the name of the action in error
+            messages. Only the sender knows this number, and comparisons ignore it.
     """
 
     step: int

@@ -2,8 +2,8 @@
 
 A transport is declared by a subclass of :class:`TransportKind`. From these classes, ``select.py``
 determines which pairs of ranks each transport connects, and ``connect.py`` opens the transports
-that were chosen. The transports of this package are listed in ``config/transport_specs.py``. The
-class of your own transport can be in any module: pass ``--transport package.module:Class``.
+that were chosen. The transports of this package are listed in ``config/transport_specs.py``. A
+user's class can be in any module, and is selected with ``--transport package.module:Class``.
 """
 
 from __future__ import annotations

@@ -415,7 +415,7 @@ class NativeQueue:
         """Converts ``item`` from the node for the executor, or raises it if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
-        # All other items were added to the queue by a Python thread.
+        # All other items were added to the queue in Python, and need no conversion.
         if isinstance(item, Exception):
             raise item
         other: Item | None = item
