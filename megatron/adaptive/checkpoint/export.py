@@ -141,8 +141,8 @@ class _HuggingFaceTensors:
     Args:
         reader: Reader of the checkpoint.
         tensors: Shape and sources of each megatron-core tensor, by name.
-        copies: Name of the original tensor for each duplicate Hugging Face tensor, by the name of
-            the duplicate.
+        copies: Maps the name of each duplicate Hugging Face tensor to the name of the original
+            tensor.
     """
 
     def __init__(

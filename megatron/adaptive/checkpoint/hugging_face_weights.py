@@ -339,7 +339,7 @@ def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
 
 
 def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
-    """Returns the checkpoint's name for ``module`` of the layer with index ``layer``.
+    """Returns the name that ``module`` of the layer with index ``layer`` has in checkpoints.
 
     megatron-core saves some normalization layers under the name of the linear layer that follows
     them.

@@ -177,8 +177,8 @@ def sharded_optimizer(
 
     With expert parallelism, experts have a separate optimizer. With muon, all weights that muon
     does not train, such as biases, have a separate optimizer. The tensors of this second optimizer
-    are saved under different names, and its parameter groups in a separate entry. The groups of
-    experts are never read.
+    are saved under different names, and its parameter groups in a separate entry. The saved
+    parameter groups of experts are never read.
 
     Args:
         optimizer: megatron-core's optimizer.
@@ -330,7 +330,7 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Returns whether ``optimizer`` has parameters on this rank. Empty stages have none."""
+    """Returns whether ``optimizer`` has parameters here. An empty stage has no parameters."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
@@ -495,7 +495,7 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
 
     With torch's Adam, megatron-core reads the step count from the state of a parameter, which fails
     on a rank without parameters. A rank has no parameters if its stage is empty, or if there are
-    more data-parallel ranks than elements.
+    more data-parallel ranks than elements in all parameters.
     """
     key = "step of a rank without parameters"
     inner = leaf.optimizer

@@ -51,7 +51,8 @@ class CheckpointSaver:
             them directly to their folder.
 
     Attributes:
-        local: Local disk of this node; ``None`` if no local disk is used, and after :meth:`close`.
+        local: Local disk of this node, or ``None`` if no local disk is used or :meth:`close` was
+            called.
     """
 
     def __init__(self, job: Job, local: LocalDisk | None = None) -> None:
@@ -278,7 +279,8 @@ def load_first_whole(
         ranks: Group of all ranks, used for communication.
 
     Raises:
-        CheckpointError: No checkpoint could be loaded. This is the error for the first step.
+        CheckpointError: No checkpoint could be loaded. The error is about the first checkpoint in
+            ``steps``.
     """
     first: DamagedCheckpointError | None = None
     for step in steps:

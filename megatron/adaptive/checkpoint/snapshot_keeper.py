@@ -142,7 +142,10 @@ class SnapshotFile:
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Marks ``slot`` as valid. It contains ``step``, with ``extra_bytes`` of other state."""
+        """Marks ``slot``, in which ``step`` has been written, as valid.
+
+        ``extra_bytes`` is the size of the state other than tensors.
+        """
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
 
@@ -269,7 +272,8 @@ class SnapshotKeeper:
         Args:
             run: Identifier of this start of the ranks, which is the same on all nodes.
             secret: Secret with which the keepers of a job authenticate each other.
-            buddy: Node that also stores this node's snapshots, or ``None`` if there is none.
+            buddy: Node that also stores this node's snapshots, or ``None`` if there is no such
+                node.
         """
         with self._changed:
             for store in self._stores:

@@ -42,7 +42,7 @@ from megatron.adaptive.profiling.free_memory import available_host_bytes
 _SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # State other than tensors may grow by this number of bytes per step.
+_ROOM_BYTES = 1 << 16  # This number of bytes is reserved in case state other than tensors grows.
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -247,8 +247,8 @@ class Snapshots(NoSnapshots):
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
         """Plans which ``pieces`` of the state this rank copies, and creates its snapshot file.
 
-        The file has room for more than twice ``extra_bytes`` extra bytes. All ranks must call this
-        together.
+        The file has space for more than twice ``extra_bytes``, because state other than tensors may
+        grow. All ranks must call this together.
         """
         job = self._job
         settings = self._settings
@@ -454,7 +454,7 @@ class RankParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Describes which ranks copy a part of the state, and whether the copy is sent.
+    """Describes which ranks copy a part of the state, and whether the copy is sent to a buddy node.
 
     Attributes:
         ranks: Ranks that copy the part: one rank on each node that has the part.

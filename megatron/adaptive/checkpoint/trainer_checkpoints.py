@@ -443,7 +443,7 @@ class Checkpoints:
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Reads the shards in ``whole``. All ranks must call this together.
+        """Reads the shards in ``whole``, and returns the loaded state. All ranks must call this.
 
         Args:
             whole: State that contains an empty shard for each saved value.

@@ -177,8 +177,7 @@ def _discover(files: Sequence[Path]) -> int:
     """Prints a cluster file, based on the output of tools such as ``scontrol`` or ``nvidia-smi``.
 
     Args:
-        files: Files with the output of such tools. If there are none, runs the tools on this
-            machine.
+        files: Files with the output of such tools. If empty, the tools are run on this machine.
     """
     texts = [
         (str(path), read_text(path, "pass a file with a tool's output; see --help"))

@@ -177,7 +177,7 @@ def model(
 def _transformer_config(args: Any) -> Any:
     """Returns megatron-core's model configuration for the parsed flags ``args``.
 
-    The module that contains the function for this differs between megatron-core releases.
+    megatron-core releases define the function for this configuration in different modules.
     """
     for module in ("arguments", "argument_utils"):
         candidate = importlib.import_module(f"megatron.training.{module}")
@@ -308,7 +308,7 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
 
 
 class _LossCheck(NamedTuple):
-    """Check of the loss by megatron-core's rerun state machine.
+    """Check that megatron-core's rerun state machine applies to the loss.
 
     Attributes:
         rejects: Function that takes the loss, and returns whether the loss must be rejected.

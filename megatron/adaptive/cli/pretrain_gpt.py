@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rank(argv: Sequence[str]) -> int:
-    """Runs one process of a training run, which is the command ``train rank``.
+    """Runs one process of a training run. This is the command ``train rank``.
 
     ``--help`` prints all flags.
     """

@@ -189,7 +189,7 @@ def _account(job: str) -> dict[str, str]:
 
 
 def _settings(status: JobStatus) -> list[dict[str, Any]]:
-    """Lists each variable with its requested and its effective value, and whether these differ."""
+    """Returns the requested and the effective value of each variable, and whether they differ."""
     effective = status.effective
     differ = {name for name, _, _ in status.differences}
     names = [name for name in SETTINGS if name in status.requested or name in effective]
@@ -216,7 +216,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Reads the resource usage over time from the file ``path``. Returns a list per quantity."""
+    """Returns the resource usage in the file ``path``: a list of values over time per quantity."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]

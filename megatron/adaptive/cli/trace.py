@@ -138,7 +138,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
 
 
 def what_if_run(argv: Sequence[str]) -> int:
-    """Predicts and prints a run's speed with changed durations. Returns the exit status."""
+    """Predicts a run's speed with changed durations, prints it, and returns the exit status."""
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
@@ -288,8 +288,8 @@ def _show(
         argv: Arguments of the command line.
         formats: Default of ``--format``: names of file formats that are separated by commas, or
             ``all``.
-        report: Whether to print the report.
-        events: Additional view to write for the shown replica, or ``None``.
+        report: Whether to print a report on how the run spent its time.
+        events: Additional view to write for the shown replica, or ``None`` for no additional view.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
@@ -386,7 +386,7 @@ def _chosen_iterations(
 ) -> tuple[int, ...] | None:
     """Returns the iterations that the user chose with flags, or ``None`` without such a flag.
 
-    If some of the chosen iterations are complete, the result only contains these.
+    If some of the chosen iterations are complete, the result contains only the complete iterations.
 
     Args:
         run: Traced run.

@@ -40,7 +40,7 @@ Check = Callable[[Arrays], str]
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-# The size is small, so that a piece is hashed while it is still in the CPU's cache.
+# A piece of this size is hashed while it is still in the CPU's cache.
 _PIECE_BYTES = 1 << 22
 
 

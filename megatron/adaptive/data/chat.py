@@ -395,7 +395,7 @@ class _Marks:
 
     @contextmanager
     def collected(self, blocks: list[str]) -> Iterator[list[Span]]:
-        """Yields a list to which the spans of marked blocks are added while the caller renders.
+        """Yields a list that collects the spans of marked blocks while the caller renders text.
 
         Args:
             blocks: Parts of the text rendered so far. The caller must append each part as soon as

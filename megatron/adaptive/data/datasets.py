@@ -43,7 +43,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
-_CHECK_WHOLE_BYTES = 64 << 20  # Index arrays above this size are only partly checked.
+_CHECK_WHOLE_BYTES = 64 << 20  # Index arrays with more bytes are checked only in part.
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
@@ -80,7 +80,7 @@ def build_datasets(
 
     Args:
         data: Settings of the data, from the command line.
-        tokenizer: Tokenizer that made the token files; its ``eod`` and vocabulary size affect the
+        tokenizer: Tokenizer that made the token files. Its ``eod`` and vocabulary size affect the
             samples.
         seq_length: Number of tokens per sample.
         seed: Seed that determines the order of the samples.
@@ -203,8 +203,7 @@ def _is_too_much(error: BaseException | None) -> bool:
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
     """Returns the blend of each split, and the settings that pass the blends to megatron-core.
 
-    ``data`` contains the settings of the data. ``counts`` contains the number of samples of each
-    split.
+    ``data`` contains the user's settings. ``counts`` contains the number of samples of each split.
     """
     if data.mock_data:
         return [], {}

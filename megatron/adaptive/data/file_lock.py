@@ -22,7 +22,7 @@ _FIRST_LINE_S = 60.0
 
 @contextmanager
 def locked(path: Path, *, wait_s: float = _WAIT_S) -> Iterator[None]:
-    """Locks the file ``path`` exclusively during the block.
+    """Locks the file ``path`` exclusively during the ``with`` block.
 
     The kernel unlocks the file if the process exits.
 

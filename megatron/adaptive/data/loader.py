@@ -84,8 +84,8 @@ class BatchSizes:
                      +-----------------------------> consumed samples
                      0                 SAMPLES
 
-    Source: ``RampupBatchsizeNumMicroBatchesCalculator`` of megatron-core 0.16, without its global
-    state.
+    This class corresponds to ``RampupBatchsizeNumMicroBatchesCalculator`` of megatron-core 0.16,
+    but has no global state.
 
     Args:
         config: Batch settings that ``config.flag_checks`` has already checked.
@@ -283,8 +283,8 @@ class MicrobatchLoader:
         """Returns the indices of the samples in microbatch ``number``.
 
         Args:
-            number: Index of the microbatch over all ranks. Microbatch 0 begins with this loader's
-                first sample.
+            number: Index of the microbatch among the microbatches of all ranks. Microbatch 0 begins
+                with this loader's first sample.
         """
         size = self._batching.micro_batch_size
         start = self._first_sample + number * size
@@ -305,7 +305,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Reads this rank's part of ``block`` from ``read_ahead``, and skips earlier blocks."""
+        """Skips to ``block`` in ``read_ahead``, and returns this rank's part of this block."""
         try:
             while self._read_block < block:
                 next(read_ahead)

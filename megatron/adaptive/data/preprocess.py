@@ -312,7 +312,7 @@ def _encode_in_worker(batch: _Batch) -> _Encoded:
 
 
 def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
-    """Yields tokenized batches of ``spec`` in order, and stops the workers when it is closed."""
+    """Yields tokenized batches of ``spec`` in order, and stops the workers at the end."""
     if spec.workers == 1:
         yield from map(_Encoder(spec), _batches(spec.inputs))
         return

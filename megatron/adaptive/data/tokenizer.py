@@ -572,12 +572,12 @@ def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_mark
     """Marks all tokens that overlap a range of characters as taught.
 
     Args:
-        taught: Whether the loss is computed on each token; changed in place.
+        taught: Whether the loss is computed on each token. The list is changed in place.
         encoding: Tokens of the text with their offsets, from the ``tokenizers`` library.
         start: Offset of the first taught character in the text.
         stop: Offset after the last taught character.
         are_marked: Whether the chat template marks the taught text. If it does, and if the last
-            character consists of several tokens, only the first of them is taught, as with
+            character consists of several tokens, only the first of these tokens is taught, as with
             ``return_assistant_tokens_mask`` of ``transformers``.
     """
     if start == stop:

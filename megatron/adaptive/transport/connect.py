@@ -413,7 +413,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
     """Returns pairs of a peer and a text about how its GPU tensors are copied.
 
-    Peers for which the node does not report this are left out.
+    Peers for which ``node`` has no information about GPU tensors are left out.
     """
     paths = []
     for peer in peers:

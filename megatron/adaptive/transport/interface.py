@@ -82,7 +82,7 @@ class Transport(Protocol):
         """Returns the queue to which all channels add received messages and failures."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to send ``tensor`` with ``label`` to the global rank ``peer``. Returns at once.
+        """Starts to send ``tensor`` with ``label`` to global rank ``peer``. Returns immediately.
 
         The transport keeps the tensor's storage alive until the message has been sent. After the
         call, the caller may release the tensor or replace ``tensor.data``, but must not write to
@@ -109,7 +109,7 @@ class Transport(Protocol):
         """Waits until all messages have left this process, for at most ``timeout_s`` seconds.
 
         Raises:
-            DeadlineError: Some messages have not left the process when the time is up.
+            DeadlineError: Some messages have not left the process after ``timeout_s`` seconds.
         """
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived on a different rank of a group that decides together.
+    """Reports that a message has arrived on a rank with which this rank agrees on the next action.
 
     Attributes:
         label: Step and action for which the message is the input.
@@ -319,7 +319,7 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
     """Returns the code and the variant that represent ``dtype`` in messages.
 
     Raises:
-        TransportError: Messages do not support ``dtype``, or not that many ``dimensions``.
+        TransportError: ``dtype`` is not supported in messages, or ``dimensions`` is too large.
     """
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:

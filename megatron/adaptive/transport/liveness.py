@@ -421,7 +421,7 @@ class _Board:
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which of ``ranks`` have left, and the notice of a loss or ``None``.
+        """Returns which of ``ranks`` have left, and the notice of a lost rank, if there is one.
 
         Returns ``None`` if the store does not reply.
         """

@@ -207,7 +207,7 @@ class NativeTransport:
     def _drain(self, end_s: float) -> None:
         """Sends all messages and releases arrivals.
 
-        Raises the error of :meth:`flush` if this takes until the time ``end_s``.
+        Raises the error of :meth:`flush` if this is not complete at the time ``end_s``.
 
         Arrivals must be released, because a peer that closes its channels waits for its slots.
         """
