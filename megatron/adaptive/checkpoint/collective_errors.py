@@ -88,8 +88,7 @@ class RankGroup:
 
         If the action fails, all ranks raise its error.
         """
-        # On ranks other than 0, the result is None until from_first() broadcasts the result of rank
-        # 0.
+        # The result is None on ranks other than 0, until from_first() broadcasts rank 0's result.
         result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
             of_first: _Result = from_first(result, self.group)

@@ -285,9 +285,9 @@ _PLAIN = (
 )
 _FLOAT8 = len(_PLAIN)
 # Each of these dtypes is sent as a different dtype of the same size, for example 8-bit floats as
-# bytes. A positive number, the variant, tells the receiver the original dtype. The numbers must
-# never change, because other versions read them. Dtypes that the installed torch does not have are
-# skipped.
+# bytes. A positive number, the variant, identifies the original dtype for the receiver. The numbers
+# must never change, because other versions read them. Dtypes that the installed torch does not have
+# are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
