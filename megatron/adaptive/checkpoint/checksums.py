@@ -100,7 +100,7 @@ def write_summed(file: Any, sums: Checksums, data: Any) -> int:
         Number of bytes written.
     """
     # Release the views even if writing fails. Otherwise, Python 3.12.1 crashes when it frees a
-    # BytesIO while an error's traceback still refers to a view of it.
+    # BytesIO of which the traceback of an error still holds a view.
     with memoryview(data) as buffer, buffer.cast("B") as view:
         for start in range(0, len(view), _PIECE_BYTES):
             with view[start : start + _PIECE_BYTES] as piece:

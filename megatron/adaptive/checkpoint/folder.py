@@ -71,7 +71,7 @@ PIPELINE_STATE = "state.values"  # The state of the user's objects is stored in 
 _UNSEALED = 1  # Manifests up to this format version have no checksums.
 # Only manifests that contain checksums have these entries.
 _SUMMED = frozenset({"blocks", "checksum"})
-# This suffix marks files with tensors, whose checksums are compared when the tensors are read.
+# Files with this suffix contain tensors. Their checksums are compared when the tensors are read.
 _SHARD = ".distcp"
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
@@ -134,11 +134,11 @@ class StepFolders:
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps to try to resume from, best first, if the user chose no step.
+        """Yields the steps from which to try to resume, best first, if the user chose no step.
 
-        The latest complete step comes first. If there is no tracker, a later step whose manifest is
-        missing comes first, so that the user notices the damage. Earlier steps follow, newest
-        first.
+        The latest complete step comes first. However, if there is no tracker, a later step that
+        lacks a manifest comes before it, so that the user notices the damage. Earlier steps follow,
+        newest first.
 
         Raises:
             CheckpointError: If the path is not a folder of checkpoints.
@@ -346,8 +346,8 @@ class StepFolders:
     def verify(self, step: int) -> list[str]:
         """Reads all files of the checkpoint of ``step``, and verifies their sizes and checksums.
 
-        This requires neither a process group nor torch, and takes only slightly longer than reading
-        the files.
+        This method requires neither a process group nor torch, and takes only slightly longer than
+        reading the files.
 
         Returns:
             A line of text for each damaged file. The line contains the name of the file and, if the

@@ -635,7 +635,7 @@ def share_out(
 
     Returns:
         Names of the files that each rank has to upload. The files are divided evenly among the
-        ranks of a node. ``None`` if there is a file that no node has.
+        ranks of a node. The result is ``None`` if there is a file that no node has.
     """
     shares: list[list[str]] = [[] for _ in held]
     for number, (name, size) in enumerate(sorted(files.items())):

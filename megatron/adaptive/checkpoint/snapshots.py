@@ -198,8 +198,8 @@ class Snapshots(NoSnapshots):
             self._sources = [pieces[part].tensor for part in self._parts]
         assert self._pool is not None
         if self._file is not None and len(extra) > self._file.head["extra_bytes"]:
-            # Skip the snapshot of this step. Before the next snapshot, all ranks create new, larger
-            # files.
+            # The file is too small, so skip the snapshot of this step. Before the next snapshot,
+            # all ranks create new, larger files.
             self._is_outgrown = True
             self._copying = self._pool.submit(lambda: None)
             return

@@ -157,7 +157,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Returns the entry for ``part`` in the index, as values for JSON. Its content is ``piece``."""
+    """Returns the index entry for ``part``, whose data is ``piece``, as values for JSON."""
     name, offset = part
     return {
         "name": name,

@@ -163,7 +163,11 @@ def _master(argv: Sequence[str]) -> int:
 
 
 def _print_instructions(address: str, port: int, logs: Path, generated_secret: str | None) -> None:
-    """Prints the command for the other nodes. Prints a secret only if stderr is a terminal."""
+    """Prints the command for the other nodes. Prints a secret only if stderr is a terminal.
+
+    ``generated_secret`` is the secret that this node has created, or ``None`` if the user has set a
+    secret.
+    """
     start = f"bash run_worker.sh --master-addr {address}"
     _say(f"master at {address}:{port}; run on the other nodes: {start}")
     if generated_secret is None:
@@ -491,7 +495,8 @@ async def _wait_for_receipts(
 ) -> list[str]:
     """Waits a few seconds for all workers to confirm the answer.
 
-    Returns the host names of the workers that did not confirm the answer.
+    ``guests`` contains all workers, and ``taken`` the connections of workers that have confirmed
+    the answer. Returns the host names of the other workers.
     """
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:

@@ -50,7 +50,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 _DRAWN = 100_000
 """Number of document lengths that are drawn from a distribution."""
 _PIECE = 1 << 20
-"""Minimum number of characters that are split into words at once when a file of lengths is read."""
+"""Number of characters in each of the parts in which a file of lengths is split into words."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
@@ -329,7 +329,7 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
 
     Args:
         text: Value of the option.
-        most: Number of tokens at which the trainer cuts documents.
+        most: Number of tokens after which the trainer truncates documents.
 
     Returns:
         Number of tokens that the trainer learns from each document, and the maximum of this number

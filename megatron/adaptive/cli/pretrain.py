@@ -326,7 +326,7 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
 
     Args:
         mask: Weight of each token in the loss, which is 0 for tokens without a loss.
-        output: Loss of each token, as the model has computed it.
+        output: Loss of each token, which the model has computed.
 
     Returns:
         Sum of the losses, number of tokens, and a dictionary with both for the log.

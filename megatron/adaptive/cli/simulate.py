@@ -86,8 +86,8 @@ def _simulate(
     """Simulates each schedule in ``--schedules`` that supports the sizes in ``options``.
 
     Returns:
-        Outcomes in the order of the flag, and a dict from each schedule that does not support these
-        sizes to the reason.
+        Outcomes in the order of ``--schedules``, and the reason why a schedule does not support
+        these sizes, for each such schedule.
 
     Raises:
         ConfigError: The name of a schedule is unknown, or no schedule supports these sizes.

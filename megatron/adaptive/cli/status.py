@@ -304,7 +304,7 @@ class NodeStatus:
     """Summary of a node's log files.
 
     Attributes:
-        name: Name of the node, with which the names of its files begin.
+        name: Name of the node, which is the prefix of the names of its files.
         out: Last lines of the node's standard output.
         err: Last lines of the node's standard error.
         errors: Last distinct lines in both files that report an error.

@@ -101,13 +101,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 WIDE = 96
-"""Minimum width of the terminal, in columns, for showing the column ``step`` in tables."""
+"""Minimum width of the terminal, in characters, for showing the column ``step`` in tables."""
 
 BAR = 14
-"""Length, in columns, of the bar that shows how a rank spends a step."""
+"""Length, in characters, of the bar that shows how a rank spends a step."""
 
 CURVE = 16
-"""Maximum number of points in the loss curve. Each point takes one column."""
+"""Maximum number of points in the loss curve. Each point takes one character."""
 
 _STATES = {
     "running": "bold green",

@@ -410,7 +410,7 @@ class _Marks:
             self._blocks = None
 
     def mark(self, caller: Callable[[], str]) -> str:
-        """Renders a marked block, records its span, and returns its text."""
+        """Renders a marked block with ``caller``, records its span, and returns its text."""
         text = caller()
         if self._blocks is not None:
             start = sum(map(len, self._blocks))
@@ -437,7 +437,7 @@ def _compiled(template: str) -> Any:
             return marked.set_lineno(line)
 
         def mark(self, caller: Callable[[], str]) -> str:
-            """Renders a marked block, records its span, and returns its text."""
+            """Renders a marked block with ``caller``, records its span, and returns its text."""
             marks: _Marks = getattr(self.environment, "marks")  # noqa: B009 jinja's class lacks it
             return marks.mark(caller)
 

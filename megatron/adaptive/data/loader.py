@@ -23,7 +23,7 @@ agree on the number and sizes of the microbatches without exchanging messages::
 With ``--slice-tokens`` T, a packed row is divided into slices of T tokens. The number of slices of
 a row is the number that its longest sample needs, so most rows consist of one slice. If all rows of
 a step must have the same number of slices, this number depends on the longest sample of the step.
-It may be up to a quarter larger than that sample needs, if this reduces padding.
+The number may be up to a quarter larger than that sample needs, if this reduces padding.
 """
 
 from __future__ import annotations

@@ -443,7 +443,10 @@ class TikTokenizer(Tokenizer):
 def _check_special_tokens(
     special: Sequence[str], required: Sequence[str], num_special: int
 ) -> None:
-    """Raises an error if the tokens ``special`` are not suitable for :class:`TikTokenizer`."""
+    """Raises an error if the tokens ``special`` are not suitable for :class:`TikTokenizer`.
+
+    ``special`` must contain the tokens ``required``, and at most ``num_special`` tokens.
+    """
     flag = "--tiktoken-special-tokens"
     if missing := [token for token in required if token not in special]:
         raise ConfigError(
