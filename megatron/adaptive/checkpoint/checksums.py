@@ -32,7 +32,7 @@ from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 22  # A write of this size stays in the CPU cache.
+_PIECE_BYTES = 1 << 22  # A piece of this size stays in the CPU cache until its checksum is known.
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
@@ -100,7 +100,7 @@ def write_summed(file: Any, sums: Checksums, data: Any) -> int:
         Number of bytes written.
     """
     # Release the views even if writing fails. Otherwise, Python 3.12.1 crashes when it frees a
-    # BytesIO while an error's traceback still refers to a view of it.
+    # BytesIO of which the traceback of an error still holds a view.
     with memoryview(data) as buffer, buffer.cast("B") as view:
         for start in range(0, len(view), _PIECE_BYTES):
             with view[start : start + _PIECE_BYTES] as piece:
@@ -135,7 +135,7 @@ class CheckedFile:
 
     @staticmethod
     def blocks_of(offset: int, length: int) -> range:
-        """Returns the indices of the blocks that contain ``length`` bytes from ``offset`` on."""
+        """Returns the indices of blocks that contain ``length`` bytes, starting at ``offset``."""
         end = -(-(offset + length) // BLOCK_BYTES) if length else 0
         return range(offset // BLOCK_BYTES, end)
 
@@ -187,7 +187,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Reads block ``number`` into ``view``, from the first copy in which it is undamaged."""
+        """Reads block ``number`` into ``view``. Skips copies in which the block is damaged."""
         while True:
             try:
                 return self._fetch(number, view)
@@ -231,18 +231,18 @@ def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
 
 
 def sealed(lines: Sequence[str]) -> str:
-    """Returns the text of a manifest with the JSON entries ``lines`` and a checksum of them."""
+    """Returns the text of a manifest: the JSON entries ``lines``, followed by their checksum."""
     text = "{\n" + ",\n".join(lines)
     return text + _seal(text.encode())
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Returns whether the manifest ``raw`` ends with the correct checksum of its other text."""
+    """Returns whether the manifest ``raw`` ends with the correct checksum of the preceding text."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
 
 
 def seal_of(file: Path) -> str:
-    """Returns the checksum at the end of the manifest ``file``, or ``""`` if it is unreadable."""
+    """Returns the checksum at the end of the manifest ``file``, or ``""`` if it cannot be read."""
     try:
         with open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)

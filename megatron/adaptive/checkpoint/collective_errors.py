@@ -1,7 +1,7 @@
 """Raises an error on all ranks if a save or a load fails on one rank.
 
-Otherwise, the other ranks would wait for the failed rank. After each action that may fail, all
-ranks exchange their errors over gloo, and then raise the same error.
+Otherwise, the other ranks would wait forever for the failed rank. After each action that may fail,
+all ranks exchange their errors over gloo, and then raise the same error.
 """
 
 from __future__ import annotations
@@ -88,22 +88,24 @@ class RankGroup:
 
         If the action fails, all ranks raise its error.
         """
-        # Ranks other than 0 have the result None until from_first() broadcasts the result of rank
-        # 0.
+        # The result is None on ranks other than 0, until from_first() broadcasts rank 0's result.
         result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
             of_first: _Result = from_first(result, self.group)
         return of_first
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
-        """Runs ``action`` on each rank. If the action fails on any rank, all ranks raise an error.
+        """Runs ``action`` on each rank, and returns its result.
+
+        If the action fails on any rank, all ranks raise an error.
 
         Args:
             action: Function to run on this rank.
             name_ranks: Whether the error message contains the ranks that failed.
 
         Raises:
-            CheckpointError: ``action`` failed for an expected reason that is not listed below.
+            CheckpointError: ``action`` failed on any rank, for example because the disk is full or
+                permissions are missing.
             DamagedCheckpointError: ``action`` detected damaged data on any rank.
             ConfigError: All ranks on which ``action`` failed raised ConfigError.
             RuntimeError: ``action`` failed on another rank because of a bug. That rank raises the
@@ -131,7 +133,7 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # Keep the original error, because it has the same text.
+            raise failure  # The merged error has the same text, so raise the original error.
         raise merged from failure
 
 
@@ -151,7 +153,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Joins error messages into one line, and includes equal messages only once.
+    """Returns one line of text with all error messages, in which equal messages occur only once.
 
     Args:
         failures: Error message of each failed rank, by rank.

@@ -65,7 +65,7 @@ _About = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Exported(NamedTuple):
-    """Open checkpoint and the configuration of its model."""
+    """Opened checkpoint, and the configuration of its model."""
 
     path: Path
     reader: CheckpointReader
@@ -85,7 +85,7 @@ def _opened(
     files: Sequence[str],
     hf_family: str | None,
 ) -> Iterator[_Exported]:
-    """Opens a checkpoint for an export, and creates the output folder.
+    """Opens a checkpoint for an export, creates the output folder, and yields the checkpoint.
 
     Args:
         checkpoints: Folder of checkpoints.
@@ -141,8 +141,8 @@ class _HuggingFaceTensors:
     Args:
         reader: Reader of the checkpoint.
         tensors: Shape and sources of each megatron-core tensor, by name.
-        copies: Name of the original tensor, by the name of the Hugging Face tensor that duplicates
-            it.
+        copies: Maps the name of each duplicate Hugging Face tensor to the name of the original
+            tensor.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ PIPELINE_STATE = "state.values"  # The state of the user's objects is stored in 
 _UNSEALED = 1  # Manifests up to this format version have no checksums.
 # Only manifests that contain checksums have these entries.
 _SUMMED = frozenset({"blocks", "checksum"})
-# This suffix marks files with tensors, whose checksums are compared when the tensors are read.
+# Files with this suffix contain tensors. Their checksums are compared when the tensors are read.
 _SHARD = ".distcp"
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
@@ -94,8 +94,8 @@ class StepFolders:
     manifest_name: ClassVar[str]
     _prefix: ClassVar[str] = "iter_"  # The names of all subfolders begin with this prefix.
     _digits: ClassVar[int] = 7  # The names of subfolders contain at least this number of digits.
-    # Each manifest starts with these entries: the name of the format, if it has a name, and the
-    # newest version that can be read.
+    # Each manifest starts with these entries. They contain the name of the format, if it has one,
+    # and the newest version of the format that can be read.
     _form: ClassVar[Mapping[str, Any]] = {}
     _needed = frozenset({"files"})  # Each manifest must have at least these entries.
     _schema: ClassVar[str] = "manifest"  # Name of the JSON schema for manifests.
@@ -134,11 +134,11 @@ class StepFolders:
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps to try to resume from, best first, if the user chose no step.
+        """Yields the steps from which to try to resume, best first, if the user chose no step.
 
-        The latest complete step comes first. If there is no tracker, a later step whose manifest is
-        missing comes first, so that the user notices the damage. Earlier steps follow, newest
-        first.
+        The latest complete step comes first. However, if there is no tracker, a later step that
+        lacks a manifest comes before it, so that the user notices the damage. Earlier steps follow,
+        newest first.
 
         Raises:
             CheckpointError: If the path is not a folder of checkpoints.
@@ -174,7 +174,8 @@ class StepFolders:
     def clear(self) -> None:
         """Removes or restores the hidden folders that runs left behind when they crashed.
 
-        If an earlier job is still running, it can no longer rename its partial folder after this.
+        If an earlier job is still running, it can no longer rename its partial folder after this
+        call.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -325,7 +326,7 @@ class StepFolders:
         return manifest
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
-        """Returns the reason why ``body``, the entries of a manifest, is invalid, or ``""``."""
+        """Returns why the manifest entries ``body`` are invalid, or ``""`` if they are valid."""
         try:
             check_form(body, self._schema, "it")
         except ConfigError as error:
@@ -345,8 +346,8 @@ class StepFolders:
     def verify(self, step: int) -> list[str]:
         """Reads all files of the checkpoint of ``step``, and verifies their sizes and checksums.
 
-        This requires neither a process group nor torch, and takes only slightly longer than reading
-        the files.
+        This method requires neither a process group nor torch, and takes only slightly longer than
+        reading the files.
 
         Returns:
             A line of text for each damaged file. The line contains the name of the file and, if the
@@ -476,11 +477,10 @@ class CheckpointFolder(StepFolders):
     def latest(self) -> int | None:
         """Returns the iteration from which to resume, or ``None`` if there is no checkpoint.
 
-        The result is the complete checkpoint that was written last. A run may stop after it has
-        renamed a checkpoint and before it has updated the tracker. So complete checkpoints that
-        were saved after the tracker's checkpoint are considered, too. Other checkpoints of later
-        iterations are ignored, because they were written before a run went back with
-        ``--ckpt-step``.
+        The result is the complete checkpoint that was written last. The tracker may name an earlier
+        checkpoint, because a run may stop after it has renamed a checkpoint and before it has
+        updated the tracker. Checkpoints of later iterations are ignored if they were written before
+        a run returned to an earlier iteration with ``--ckpt-step``.
 
         Raises:
             CheckpointError: If the tracker does not contain an iteration, or the path is a file.
@@ -515,7 +515,8 @@ class CheckpointFolder(StepFolders):
 
         Each manifest contains the checksum of the previous checkpoint's manifest, so the
         checkpoints form a chain. Manifests of earlier versions do not contain this checksum. Their
-        checkpoints are considered later than ``tracked`` if the manifest is newer than the tracker.
+        checkpoints count as later than ``tracked`` if the file of the manifest is newer than the
+        tracker.
         """
         steps = self.steps()
         if tracked not in steps:
@@ -631,7 +632,7 @@ class CheckpointFolder(StepFolders):
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
-        """Returns advice for a user whose checkpoint of ``iteration`` cannot be loaded."""
+        """Returns advice for a user if the checkpoint of ``iteration`` cannot be loaded."""
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
@@ -695,7 +696,7 @@ def is_shard(name: str) -> bool:
 
 
 STEP_PREFIXES = (CheckpointFolder._prefix, PipelineFolder._prefix)
-"""Prefixes of the names of checkpoint folders, first of the trainer, then of a ``Pipeline``."""
+"""Prefixes of the names of checkpoint folders: the trainer's prefix, and that of a ``Pipeline``."""
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
@@ -728,7 +729,7 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
 def make_pipeline_manifest(
     head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the manifest entries of a ``Pipeline`` checkpoint, except for format and files.
+    """Returns the manifest of a ``Pipeline`` checkpoint, without its format and its list of files.
 
     Args:
         head: Entries that are the same on all ranks: ``step``, ``seed``, ``loss_scale`` and

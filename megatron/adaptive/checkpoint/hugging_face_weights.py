@@ -339,7 +339,7 @@ def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
 
 
 def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
-    """Returns the name that the module ``module`` of the layer ``layer`` has in a checkpoint.
+    """Returns the name that ``module`` of the layer with index ``layer`` has in checkpoints.
 
     megatron-core saves some normalization layers under the name of the linear layer that follows
     them.
@@ -400,8 +400,8 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
 
     Args:
         size: Size of the module's weight.
-        is_one: Whether the Hugging Face tensor has its rows in the same order. If so, all rows are
-            yielded as one group.
+        is_one: Whether one Hugging Face tensor contains all rows in the same order. If so, all rows
+            are yielded as one group.
     """
     if is_one:
         yield _Run(0, sum(size.blocks), 0, 0)
@@ -513,8 +513,8 @@ class HuggingFaceReader:
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
         """Checks that ``folder`` has the tensors in ``shapes``, and returns their names there.
 
-        ``shapes`` contains the expected shape of each tensor by Hugging Face name. The result has
-        the same keys. The names in the folder may lack a prefix.
+        ``shapes`` contains the expected shape of each tensor by Hugging Face name. The result maps
+        each of these names to the name in the folder, which may lack a prefix.
         """
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
@@ -551,9 +551,9 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether the tensor ``name`` is a copy of another tensor of the model.
+        """Returns whether the tensor ``name`` duplicates a different tensor of the model.
 
-        ``names`` contains the names in the folder by Hugging Face name.
+        ``names`` maps Hugging Face names to the names in the folder.
 
         Raises:
             CheckpointError: If the values of the two tensors differ.
@@ -590,7 +590,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
     Args:
         tensor: Shape and sources of the core tensor.
         offset: Index of the region's first element along each axis of the core tensor.
-        target: Tensor with the shape of the region, of which the parts are views.
+        target: Tensor with the shape of the region. The parts are views of this tensor.
 
     Yields:
         Parts of the region, each with a view of its memory in ``target``.
@@ -603,7 +603,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
     end = start[1] + target.shape[1]
     if end > tensor.height:
         target[:, max(0, tensor.height - begin) :].zero_()
-    # This division has no remainder, because tensor.rows is ordered by expert.
+    # tensor.rows has the same number of entries for each expert, so there is no remainder.
     each = len(tensor.rows) // (tensor.experts or 1)
     for run in tensor.rows[each * start[0] : each * (start[0] + target.shape[0])]:
         low = max(begin, run.row)

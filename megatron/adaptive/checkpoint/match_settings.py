@@ -70,7 +70,9 @@ def require_same_model(
 
 
 def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state in a checkpoint matches the optimizer of the run.
+    """Checks that the optimizer state in the checkpoint ``name`` matches the optimizer of the run.
+
+    ``manifest`` describes the checkpoint, and ``config`` contains the settings of the run.
 
     Raises:
         CheckpointError: There is no optimizer state, or it belongs to a different type of
@@ -104,7 +106,7 @@ def data_changes(manifest: Manifest, config: TrainerConfig, dataset: Any, name: 
     changes = _differences(saved.data, config.data, _OF_DATA)
     changes += _differences(saved.run, config.run, ("seed",))
     if not config.data.variable_seq_lengths:
-        # Without this setting, samples are cut from joined documents.
+        # If sequences have a fixed length, samples are cut from joined documents.
         changes += _differences(saved.model, config.model, ("seq_length",))
     before, now = _train_samples(saved), _train_samples(config)
     if not changes and before != now and now and has_other_epochs(dataset, before, now):
@@ -146,7 +148,10 @@ def _given(value: bool) -> str:
 
 
 def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
-    """Returns a line of text for each setting in ``names`` that differs from the checkpoint."""
+    """Returns a line for each setting in ``names`` that differs between ``saved`` and ``settings``.
+
+    ``saved`` contains the settings in the checkpoint, and ``settings`` those of the run.
+    """
     specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
     lines = []
     for name in names:
@@ -169,9 +174,10 @@ def _shown(value: Any) -> str:
 
 
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
-    """Returns whether to ignore the setting ``name`` in comparing ``saved`` with ``model``.
+    """Returns whether to ignore the setting ``name`` when comparing ``saved`` with ``model``.
 
-    It can be ignored if it has no effect on these models, or if another setting covers its effect.
+    A setting is ignored if it has no effect on these models, or if a different setting covers its
+    effect.
     """
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)
@@ -187,7 +193,8 @@ def _same_vocabulary(
 ) -> bool:
     """Returns whether two embeddings may have the same vocabulary and differ only in padding.
 
-    The number of padding rows may change with the tensor parallel size.
+    ``saved_rows`` and ``rows`` are the numbers of rows with padding. The number of padding rows
+    depends on the tensor parallel size.
     """
 
     def fewest(config: TrainerConfig, rows: int) -> int:

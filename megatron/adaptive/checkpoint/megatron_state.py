@@ -46,7 +46,7 @@ METADATA = {
 }
 
 # megatron-core identifies a parameter group in a checkpoint by these settings and lr_mult. From
-# version 0.18 on, they include limits of the learning rate and the weight decay.
+# version 0.18 on, these settings include limits of the learning rate and the weight decay.
 _GROUP_KEYS = frozenset(
     "wd_mult is_expert_parallel is_decoupled_lr max_lr min_lr start_wd end_wd optimizer".split()
 )
@@ -177,8 +177,8 @@ def sharded_optimizer(
 
     With expert parallelism, experts have a separate optimizer. With muon, all weights that muon
     does not train, such as biases, have a separate optimizer. The tensors of this second optimizer
-    are saved under different names, and its parameter groups in a separate entry. The groups of
-    experts are never read.
+    are saved under different names, and its parameter groups in a separate entry. The saved
+    parameter groups of experts are never read.
 
     Args:
         optimizer: megatron-core's optimizer.
@@ -222,7 +222,7 @@ class StateParts:
     def of(
         cls, sharded_state_dict: dict[str, Any], common: dict[str, Any], *, is_whole: bool
     ) -> StateParts:
-        """Splits ``sharded_state_dict``, a state of megatron-core, into parts.
+        """Splits megatron-core's ``sharded_state_dict`` into tensors, objects and common values.
 
         Args:
             sharded_state_dict: Nested dictionary whose leaves are shards.
@@ -246,10 +246,10 @@ class StateParts:
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
         """Returns whether these parts can be reused for saving later steps.
 
-        ``chunks`` and ``optimizer`` are those of the run.
+        ``chunks`` are this rank's model chunks, and ``optimizer`` is the run's optimizer.
 
-        This is the case if each tensor shares memory with a weight or with optimizer state, and all
-        objects except for the random states are empty.
+        Parts can be reused if each tensor shares memory with a weight or with optimizer state, and
+        all objects except for the random states are empty.
         """
         empty = (data for name, data in self.objects.items() if not name.startswith(f"{RNG}/"))
         if not all(_is_nothing(value) for data in empty for value in data):
@@ -330,7 +330,7 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Returns whether ``optimizer`` has parameters on this rank. It has none for an empty stage."""
+    """Returns whether ``optimizer`` has parameters here. An empty stage has no parameters."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
@@ -413,7 +413,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
         second = saved.get(_SCALARS, {})
         parts.append(second.get("optimizer", second).get("param_groups", ()))
     else:
-        leaves = leaves[:1]  # The groups of experts are never read.
+        leaves = leaves[:1]  # The saved groups of experts are never read.
     before = sum(map(len, parts))
     now = sum(len(leaf.optimizer.param_groups) for leaf in leaves)
     if before != now:
@@ -453,8 +453,9 @@ def _is_torch_adam(leaf: Any) -> bool:
 def fill_state(leaf: Any) -> None:
     """Creates the state of each parameter in the optimizer ``leaf`` before the first step.
 
-    A checkpoint then has the same entries before and after the first step. With float16, gradients
-    may overflow in the first dozen iterations, so that the optimizer skips these steps.
+    A checkpoint then has the same entries before and after the first step. Otherwise, entries could
+    be missing for a dozen iterations with float16, because the optimizer skips steps in which
+    gradients overflow.
     """
     inner = leaf.optimizer
     if leaf.init_state_fn is not None:
@@ -494,7 +495,7 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
 
     With torch's Adam, megatron-core reads the step count from the state of a parameter, which fails
     on a rank without parameters. A rank has no parameters if its stage is empty, or if there are
-    more data-parallel ranks than elements.
+    more data-parallel ranks than elements in all parameters.
     """
     key = "step of a rank without parameters"
     inner = leaf.optimizer
@@ -525,7 +526,7 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
 
 def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Sets the learning rate and weight decay of ``scheduler`` to the progress in ``saved``.
+    """Sets learning rate and weight decay of ``scheduler`` according to the progress in ``saved``.
 
     Raises:
         CheckpointError: The schedule differs from the schedule in the checkpoint, and no flag

@@ -50,7 +50,7 @@ _MANIFEST = "local.json"
 # checkpoint is complete.
 _KEPT = 2
 _LOOK_S = 10.0
-_END_S = 5.0  # An abandoned upload gets this number of seconds to stop.
+_END_S = 5.0  # An aborted upload must stop within this number of seconds.
 _ROUND_S = 1.0
 
 
@@ -300,7 +300,7 @@ class LocalDisk:
         Without this check, a rank that was suspended could overwrite files of the other job.
         """
         lease = self._job.leases.get(self.shared.path.resolve())
-        # An error of shared storage must not prevent writing to local disks.
+        # An error in shared storage must not prevent writing to local disks.
         with contextlib.suppress(OSError):
             if lease is not None:
                 lease.require()
@@ -313,7 +313,7 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Waits until the running upload has succeeded or failed, but not longer than ``until_s``.
+        """Waits until the running upload has succeeded or failed, or until the time ``until_s``.
 
         Raises:
             CheckpointError: If the upload does not stop in time.
@@ -470,8 +470,8 @@ def writing(
         message: Error message in which ``{}`` stands for the cause.
 
     Raises:
-        CheckpointError: If the ``with`` block raises a CheckpointError. All ranks raise this error
-            instead.
+        CheckpointError: If the ``with`` block raises a CheckpointError. All ranks raise the same
+            error.
     """
     try:
         hold(folder, job, ranks)
@@ -482,7 +482,8 @@ def writing(
         def clear(text: str = str(error)) -> str:
             """Removes the partial folder, and returns the cause of the failure.
 
-            The cause is that another job has taken over the folder, or otherwise ``text``.
+            If another job has taken over the folder, this is the cause. Otherwise, the cause is
+            ``text``.
             """
             if folder.lease is not None:  # Without a lease, the folder may belong to another job.
                 folder.abandon(step)
@@ -628,12 +629,13 @@ def share_out(
     """Divides the files to upload among the ranks whose nodes have the files.
 
     Args:
-        held: Size in bytes of each file on the local disk of a rank's node, by name, for each rank.
+        held: For each rank, the size in bytes of each file on the local disk of the rank's node, by
+            name.
         files: Size in bytes of each file of the checkpoint, by name.
 
     Returns:
         Names of the files that each rank has to upload. The files are divided evenly among the
-        ranks of a node. ``None`` if there is a file that no node has.
+        ranks of a node. The result is ``None`` if there is a file that no node has.
     """
     shares: list[list[str]] = [[] for _ in held]
     for number, (name, size) in enumerate(sorted(files.items())):
@@ -645,7 +647,7 @@ def share_out(
 
 
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
-    """Returns a key that is equal on two ranks exactly if they use the same local folder ``base``.
+    """Returns a key that is equal on two ranks if and only if they use the same folder ``base``.
 
     ``node`` is the name of the node. The key contains the folder's device and inode, because two
     machines may have the same name.
@@ -670,6 +672,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Runs the copy ``pieces`` for about a second, and returns whether blocks may be left."""
+    """Continues the copy ``pieces`` for about a second. Returns whether it may be unfinished."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

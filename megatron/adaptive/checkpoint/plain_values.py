@@ -32,7 +32,7 @@ _ALIGN = 64
 _LINE = 256
 _LONG = 16  # Shorter lists of integers are written as JSON.
 _PLAIN = (bool, int, float, str, type(None))
-_ARRAYS = "biufc"  # NumPy kinds (dtype.kind) that contain only numbers, and no Python objects.
+_ARRAYS = "biufc"  # These NumPy kinds (dtype.kind) contain only numbers, and no Python objects.
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -54,7 +54,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """Converts bytes that :func:`dumps` returned back to a value.
+    """Restores the value from bytes that :func:`dumps` returned.
 
     Tensors in the result do not share memory with ``data``.
 

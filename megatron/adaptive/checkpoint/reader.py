@@ -117,7 +117,7 @@ class WantedPart:
 
 
 class CheckpointReader:
-    """Reads one checkpoint. As a context manager, it closes the files of the checkpoint at the end.
+    """Reads one checkpoint. Use it as a context manager to close the files at the end.
 
     Args:
         path: Path of the checkpoint.
@@ -411,8 +411,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # The objects of this module record which rank wrote which data. A reader does not need
-        # this.
+        # The objects of this module record which rank wrote which data, which a reader does not
+        # need.
         if module == _PLANS:
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
@@ -421,7 +421,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Loads the value ``data``, which ``torch.save`` wrote, with torch's restricted unpickler."""
+    """Returns the value in ``data``, which ``torch.save`` wrote, using a restricted unpickler.
+
+    Objects of classes that are not allowed become :class:`UnreadObject`.
+    """
     array = np.array(0, np.uint32)
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)

@@ -74,7 +74,7 @@ class StoredTensor:
 
 
 class TensorFolder:
-    """Reads tensors from a model's folder. It is a context manager that closes the files.
+    """Reads tensors from a model's folder. Use it as a context manager to close the files.
 
     Args:
         folder: Folder of the model.

@@ -51,7 +51,8 @@ class CheckpointSaver:
             them directly to their folder.
 
     Attributes:
-        local: Local disk of this node; ``None`` if no local disk is used, and after :meth:`close`.
+        local: Local disk of this node, or ``None`` if no local disk is used or :meth:`close` was
+            called.
     """
 
     def __init__(self, job: Job, local: LocalDisk | None = None) -> None:
@@ -129,7 +130,7 @@ class CheckpointSaver:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
     ) -> Iterator[CheckpointReader]:
-        """Yields a reader of a checkpoint, and afterwards verifies blocks without tensor data.
+        """Yields a reader of a checkpoint, and then verifies the blocks without tensor data.
 
         Args:
             path: Path of the checkpoint.
@@ -165,7 +166,8 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Waits until no checkpoint is being written in the background.
 
-        If the checkpoint could not be written, the next call of another method reports this.
+        If a checkpoint could not be written, the next call of :meth:`save` or :meth:`finish`
+        reports the error.
         """
         if self._pending is not None:
             self._pending.join()
@@ -234,11 +236,11 @@ class CheckpointSaver:
         message: str,
         keep: int | None,
     ) -> Path | None:
-        """Writes the checkpoint ``step`` of ``state`` to ``folder``. All ranks must call this.
+        """Writes ``state`` to ``folder`` as the checkpoint of ``step``. All ranks must call this.
 
-        Only the newest ``keep`` checkpoints are kept, or all if this is ``None``. An error has the
-        text ``message``, in which ``{}`` stands for the cause. Returns the path of the checkpoint,
-        or ``None`` if it is only on local disks.
+        Only the newest ``keep`` checkpoints are kept, or all if ``keep`` is ``None``. An error has
+        the text ``message``, in which ``{}`` stands for the cause. Returns the path of the
+        checkpoint, or ``None`` if it is only on local disks.
         """
         local = self.local
         if (
@@ -277,7 +279,8 @@ def load_first_whole(
         ranks: Group of all ranks, used for communication.
 
     Raises:
-        CheckpointError: No checkpoint could be loaded. This is the error for the first step.
+        CheckpointError: No checkpoint could be loaded. The error is about the first checkpoint in
+            ``steps``.
     """
     first: DamagedCheckpointError | None = None
     for step in steps:
@@ -344,9 +347,9 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Allocates memory for copies of ``tensors``, in one block of host memory.
+    """Allocates one block of host memory, and returns tensors in it for copies of ``tensors``.
 
-    The memory is pinned for the device ``gpu``, if this is not ``None``.
+    The memory is pinned for the device ``gpu``, unless ``gpu`` is ``None``.
     """
     starts = []
     end = 0

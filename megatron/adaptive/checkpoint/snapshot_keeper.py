@@ -67,7 +67,7 @@ _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
 # The three numbers are the step, the slot and the size of the extra bytes.
 _FRAME = struct.Struct("<QQQ")
-_KEPT = struct.Struct("<Q")  # The number is the step.
+_KEPT = struct.Struct("<Q")  # This number is the step that the buddy has stored.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -142,7 +142,10 @@ class SnapshotFile:
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Marks ``slot`` as valid. It contains ``step``, with ``extra_bytes`` of other state."""
+        """Marks ``slot``, in which ``step`` has been written, as valid.
+
+        ``extra_bytes`` is the size of the state other than tensors.
+        """
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
 
@@ -269,7 +272,8 @@ class SnapshotKeeper:
         Args:
             run: Identifier of this start of the ranks, which is the same on all nodes.
             secret: Secret with which the keepers of a job authenticate each other.
-            buddy: Node that also stores this node's snapshots, or ``None`` if there is none.
+            buddy: Node that also stores this node's snapshots, or ``None`` if there is no such
+                node.
         """
         with self._changed:
             for store in self._stores:
@@ -402,7 +406,7 @@ class SnapshotKeeper:
                 stream.close()
 
     def _serve_buddy(self, sealed: SealedSocket) -> None:
-        """Receives the snapshots of a rank whose buddy is this node, over ``sealed``."""
+        """Receives the snapshots of a rank on another node over the connection ``sealed``."""
         sealed.socket.settimeout(_RUN_S)
         about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:

@@ -153,7 +153,7 @@ def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
-    """Opens the snapshot file of ``part``, whose path is a descriptor of the keeper process."""
+    """Opens the snapshot file of ``part`` through a file descriptor of the keeper process."""
     try:
         return SnapshotFile(os.open(part["file"], os.O_RDWR))
     except OSError as error:

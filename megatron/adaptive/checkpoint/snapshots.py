@@ -42,7 +42,7 @@ from megatron.adaptive.profiling.free_memory import available_host_bytes
 _SHARE = 0.8  # Snapshots may use at most this fraction of the machine's available memory.
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # The extra bytes of a step may grow by this amount, so reserve space for it.
+_ROOM_BYTES = 1 << 16  # This number of bytes is reserved in case state other than tensors grows.
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -105,7 +105,7 @@ class SnapshotState(ABC):
 
 
 class NoSnapshots:
-    """Does nothing. Replaces :class:`Snapshots` if snapshots are turned off."""
+    """Replaces :class:`Snapshots` if snapshots are turned off. Its methods do nothing."""
 
     def settle(self, iteration: int) -> None:
         """Waits until the previous snapshot is stored on all nodes.
@@ -198,8 +198,8 @@ class Snapshots(NoSnapshots):
             self._sources = [pieces[part].tensor for part in self._parts]
         assert self._pool is not None
         if self._file is not None and len(extra) > self._file.head["extra_bytes"]:
-            # Skip the snapshot of this step. Before the next snapshot, all ranks create new, larger
-            # files.
+            # The file is too small, so skip the snapshot of this step. Before the next snapshot,
+            # all ranks create new, larger files.
             self._is_outgrown = True
             self._copying = self._pool.submit(lambda: None)
             return
@@ -247,8 +247,8 @@ class Snapshots(NoSnapshots):
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
         """Plans which ``pieces`` of the state this rank copies, and creates its snapshot file.
 
-        The file has room for more than twice ``extra_bytes`` extra bytes. All ranks must call this
-        together.
+        The file has space for more than twice ``extra_bytes``, because state other than tensors may
+        grow. All ranks must call this together.
         """
         job = self._job
         settings = self._settings
@@ -454,7 +454,7 @@ class RankParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Describes which ranks copy a part of the state, and whether the copy is sent.
+    """Describes which ranks copy a part of the state, and whether the copy is sent to a buddy node.
 
     Attributes:
         ranks: Ranks that copy the part: one rank on each node that has the part.
@@ -486,7 +486,10 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts of ``rank_parts`` that ``rank`` copies, first those also sent."""
+        """Returns the parts in ``rank_parts`` that ``rank`` copies.
+
+        The parts that ``rank`` also sends to the buddy come first.
+        """
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 

@@ -297,9 +297,10 @@ class Checkpoints:
         )
 
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
-        """Updates those ``parts`` that do not share memory with the run's state, for ``progress``.
+        """Updates the values in ``parts`` that do not share memory with the state of the run.
 
-        These parts are counters, the optimizer's parameter groups and random states.
+        These values are the counters, which are set to ``progress``, the optimizer's parameter
+        groups and the random states.
         """
         parts.common.update(self._counters(progress))
         if "optimizer" in parts.common:
@@ -382,7 +383,7 @@ class Checkpoints:
         return path, manifest
 
     def _warn_about_data(self, path: Path, manifest: Manifest) -> None:
-        """Warns if the run continues in the middle of data that is in a different order."""
+        """Warns if a run that has used samples resumes with a different order of the samples."""
         used = manifest["progress"].get("consumed_train_samples", 0)
         if self._settings.finetune or self._config.run.skip_train or not used:
             return
@@ -407,7 +408,7 @@ class Checkpoints:
         return bool(manifest["shape"] == state.mesh_shape(self._config))
 
     def _read(self, reader: CheckpointReader, manifest: Manifest) -> _Content:
-        """Reads this rank's part of the checkpoint of ``reader``. All ranks must call this."""
+        """Reads this rank's part of the checkpoint from ``reader``. All ranks must call this."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common.get(_CONTENT) or {}  # Megatron-LM before 0.14 did not save this metadata.
         weights = state.sharded_model(self._chunks, content)
@@ -442,7 +443,7 @@ class Checkpoints:
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Reads the shards in ``whole``. All ranks must call this together.
+        """Reads the shards in ``whole``, and returns the loaded state. All ranks must call this.
 
         Args:
             whole: State that contains an empty shard for each saved value.
@@ -470,7 +471,7 @@ class Checkpoints:
         return state.with_own_storage(apply_factory_merges(common, factories))
 
     def _replicas(self) -> int:
-        """Returns the number of ranks with equal state, which share the reading and writing."""
+        """Returns the number of ranks with equal state. They divide the work of saving it."""
         if self._config.parallel.unequal_sizes is not None:
             return 1
         count: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
@@ -494,7 +495,7 @@ class _Content(NamedTuple):
 
 
 def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
-    """Selects the adapter weights of each chunk, all other weights, or both.
+    """Returns the adapter weights of each chunk, all other weights, or both.
 
     Args:
         weights: Weights of each chunk, by name.
@@ -513,7 +514,9 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns those of ``shards`` that exist. Only state for 8-bit data types may be missing.
+    """Returns the ``shards`` that the checkpoint contains.
+
+    Only state for 8-bit data types may be missing.
 
     Raises:
         CheckpointError: If any other shard is missing.

@@ -120,10 +120,10 @@ class SavedObject:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Part of one of the tensors of the state.
+    """Part of a tensor in the state of a rank.
 
     Attributes:
-        tensor: Tensor that contains the data. The next update of the optimizer overwrites it.
+        tensor: Tensor that contains the data. The next update of the optimizer overwrites the data.
         size: Shape of this part, with the same number of axes as the whole tensor.
         whole: Shape of the whole tensor.
     """
@@ -157,7 +157,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Returns the index entry for ``part``, whose content is ``piece``, as values for JSON."""
+    """Returns the index entry for ``part``, whose data is ``piece``, as values for JSON."""
     name, offset = part
     return {
         "name": name,
@@ -260,7 +260,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the contents of two index files for ``entries``, torch's and ours, by file name."""
+    """Returns the contents of the index files of torch and of this program, by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -349,7 +349,7 @@ def write_file(
 
 
 def common_files(common: Any) -> dict[str, bytes]:
-    """Returns the contents of the files with the values ``common`` of all ranks, by file name.
+    """Returns the contents of the files with ``common``, values that all ranks share, by file name.
 
     The values are written twice: as a pickle for megatron-core, and as plain values for this
     program.
@@ -378,7 +378,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor of ``dtype`` and ``size`` over the bytes of ``memory`` from ``offset``."""
+    """Returns a tensor of ``dtype`` and ``size`` that shares ``memory`` from byte ``offset`` on."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)

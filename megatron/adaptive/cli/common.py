@@ -96,11 +96,13 @@ def _lost_peer(error: Exception) -> AdaptiveError | None:
 
     Returns ``None`` if ``error`` is a different error.
 
-    While a rank does not watch its peers yet, this is the only sign that another rank has exited.
+    Until a rank starts to watch its peers, such an error is the only sign that another rank has
+    exited.
     """
     if "torch.distributed" not in sys.modules:
         return None
-    # Import this only here, because most commands never import torch, which takes seconds.
+    # Import this function only here. Its module imports torch, which takes seconds and which most
+    # commands do not need.
     from megatron.adaptive.engine.process_context import lost_peer
 
     return lost_peer(error, Environment.read().rank)

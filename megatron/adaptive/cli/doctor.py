@@ -146,7 +146,10 @@ class Check:
 
 
 def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
-    """Creates a check result. Its state is ``ok`` if ``mend``, the suggested fix, is empty."""
+    """Returns the result of a check. Its state is ``ok`` if ``mend``, the suggested fix, is empty.
+
+    If there is a fix, the state is ``error`` or ``warning``, depending on ``is_error``.
+    """
     return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
 
 
@@ -328,7 +331,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Replies to a request with the local time, after trying to connect back to the peer."""
+        """Replies to a request on ``link`` with the local time, after trying to connect back."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
             return await link.close()  # The peer is not a ``doctor`` process.
@@ -362,7 +365,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
 
 
 def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Checks the connection to another node, on which ``doctor`` must also run.
+    """Checks the connection to a node on which ``doctor`` also runs, and returns the results.
 
     Args:
         address: Address of the other node.

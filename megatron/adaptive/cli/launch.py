@@ -136,7 +136,7 @@ def _end_once() -> None:
 
 
 def _read_options(argv: Sequence[str]) -> Any:
-    """Parses torchrun's options in ``argv``, with a short error message if an option is wrong."""
+    """Returns torchrun's options in ``argv``. A wrong option causes a short error message."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser: Any = get_args_parser()
@@ -247,7 +247,7 @@ def _check_trainer(options: Any) -> None:
 
 
 def _report(error: Any) -> int:
-    """Prints which rank failed first, and returns the exit status of the job."""
+    """Prints which rank failed first according to ``error``, and returns the job's exit status."""
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
     if code == EXIT_EXPECTED_ERROR or has_left_reason(failure):

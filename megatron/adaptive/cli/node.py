@@ -163,7 +163,11 @@ def _master(argv: Sequence[str]) -> int:
 
 
 def _print_instructions(address: str, port: int, logs: Path, generated_secret: str | None) -> None:
-    """Prints the command for the other nodes. Prints a secret only if stderr is a terminal."""
+    """Prints the command for the other nodes. Prints a secret only if stderr is a terminal.
+
+    ``generated_secret`` is the secret that this node has created, or ``None`` if the user has set a
+    secret.
+    """
     start = f"bash run_worker.sh --master-addr {address}"
     _say(f"master at {address}:{port}; run on the other nodes: {start}")
     if generated_secret is None:
@@ -178,7 +182,7 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Checks the trainer's flags with the final sizes, and returns the answer to all workers.
+    """Checks the trainer's flags for the final world size, and returns the answer to all workers.
 
     Args:
         conf: Configuration of the launch.
@@ -331,7 +335,7 @@ class _Hello:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> _Hello:
-        """Parses the hello message of a different node.
+        """Parses ``message``, the hello message of a different node.
 
         Raises ``ValueError`` if the message is malformed.
         """
@@ -491,7 +495,8 @@ async def _wait_for_receipts(
 ) -> list[str]:
     """Waits a few seconds for all workers to confirm the answer.
 
-    Returns the host names of the workers that did not confirm it.
+    ``guests`` contains all workers, and ``taken`` the connections of workers that have confirmed
+    the answer. Returns the host names of the other workers.
     """
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
@@ -654,7 +659,7 @@ def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> _Hello:
 
 
 def _check_alone(logs: Path) -> None:
-    """Raises an error if another run with the same log folder is waiting for its workers."""
+    """Raises an error if another run with the log folder ``logs`` is waiting for its workers."""
     master = _read_master_file(logs / _MASTER_FILE)
     if master is None:
         return
@@ -712,7 +717,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Writes the master's address and secret to ``path``; the context's exit removes the file.
+    """Writes the master's address and secret to ``path``. Removes the file when the context exits.
 
     Workers that have access to the file read the address and the secret from it.
     """

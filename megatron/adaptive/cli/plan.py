@@ -76,13 +76,13 @@ _USED_IN_MODE = {
     "--discover": (),
     "--try": (*_OF_TRY, "--model", "--attention", "--output", "--json"),
 }
-"""Further options that each mode uses, by the option that selects the mode."""
+"""Maps the option that selects a mode to further options that the mode uses."""
 _UNUSED_BESIDE = {
     "--pareto": ("--output", "--conf", "--json", "--export", "--explain", "--page"),
     "--export": ("--json", "--explain"),
     "--json": ("--explain",),
 }
-"""Options of the output that have no effect beside another option of the output."""
+"""Maps an output option to the output options that have no effect if it is set."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_modes(names: Sequence[str], values_of: Mapping[str, Sequence[str]]) -> None:
-    """Checks that no option is ignored because of the mode that another option selects.
+    """Checks that the selected mode uses all options in the command line.
 
     Args:
         names: Names of all options of ``plan``.
@@ -177,8 +177,7 @@ def _discover(files: Sequence[Path]) -> int:
     """Prints a cluster file, based on the output of tools such as ``scontrol`` or ``nvidia-smi``.
 
     Args:
-        files: Files with the output of such tools. If there are none, runs the tools on this
-            machine.
+        files: Files with the output of such tools. If empty, the tools are run on this machine.
     """
     texts = [
         (str(path), read_text(path, "pass a file with a tool's output; see --help"))
@@ -444,7 +443,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
-    """Finds the Pareto front of plans for parts of the cluster, and writes files and a table."""
+    """Finds the Pareto front of plans that use parts of the cluster. Writes files and a table."""
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     show(table(rows, inputs, options.tokens))

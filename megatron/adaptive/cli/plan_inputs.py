@@ -50,14 +50,17 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 _DRAWN = 100_000
 """Number of document lengths that are drawn from a distribution."""
 _PIECE = 1 << 20
-"""Number of characters of a file of lengths that are split into words at once."""
+"""Number of characters in each of the parts in which a file of lengths is split into words."""
 _LOGNORMAL = "lognormal"
 _MOST_TOKENS = 10**9
 _FLAG = "--document-lengths"
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds the options for input files and for calibration to ``parser``."""
+    """Adds the options for input files and for calibration to ``parser``.
+
+    ``required`` states whether the model and the cluster are required.
+    """
     add = parser.add_argument
     text = (
         "model name (gpt2-xl, llama2-70b, ...), trainer arguments, file, or folder with a "
@@ -130,8 +133,8 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
     """Reads the description of the model, and chooses the precision of training.
 
-    The default is the precision of the profile. Without a profile, it is bf16 if all known GPUs
-    support bf16, otherwise fp16.
+    The default is the precision of the profile. Without a profile, the default is bf16 if all known
+    GPUs support it, and fp16 otherwise.
     """
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
@@ -196,7 +199,7 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that sets the node type of a host in a traced run to ``parser``."""
+    """Adds an option to ``parser`` that sets the node type of a host in a traced run."""
     text = "node type of a host in these runs; required if the cluster has several node types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
@@ -214,7 +217,7 @@ def calibrated(
         document: Content of a profile file, or ``None`` if there is no profile.
 
     Returns:
-        Content of the profile, which is ``document`` without ``--calibrate``.
+        Content of the profile. Without ``--calibrate``, this is ``document``.
 
     Raises:
         ConfigError: Required information about a run is missing, such as a host's node type, or the
@@ -233,7 +236,7 @@ def calibrated(
 def traced_runs(
     folders: Iterable[Path], options: argparse.Namespace, model: Model, cluster: Cluster
 ) -> list[TracedRun]:
-    """Reads traced runs, and adds the microbatch size and the node types of the hosts.
+    """Reads traced runs, and adds to each run its microbatch size and the node types of its hosts.
 
     Args:
         folders: Folders of traces. The progress file of the trainer must be next to the traces.
@@ -326,11 +329,11 @@ def read_lengths(text: str, most: int) -> tuple[Lengths, int]:
 
     Args:
         text: Value of the option.
-        most: Number of tokens at which the trainer cuts documents.
+        most: Number of tokens after which the trainer truncates documents.
 
     Returns:
-        Number of tokens of each document that the trainer learns, and the maximum number for any
-        document of the data.
+        Number of tokens that the trainer learns from each document, and the maximum of this number
+        for any document of the data.
 
     Raises:
         ConfigError: The text does not have one of the possible forms, or a length is invalid.
@@ -366,7 +369,7 @@ def _lognormal(text: str, most: int) -> Lengths:
 
 
 def _listed(text: str) -> Lengths:
-    """Reads numbers from a file: a JSON list, or numbers separated by spaces or lines."""
+    """Returns the numbers in the file ``text``, a JSON list or words separated by whitespace."""
     content = read_text(
         Path(text), f"{_FLAG}: give a prefix of .bin and .idx, a file, or lognormal:MEDIAN:SIGMA"
     )

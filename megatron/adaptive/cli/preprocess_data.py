@@ -56,8 +56,8 @@ def progress_display(total_bytes: int | None) -> Iterator[Progress]:
 def tidy_on_sigterm() -> Iterator[None]:
     """Raises ``SystemExit`` if SIGTERM arrives within the context.
 
-    As for Ctrl-C, the exception lets the program remove temporary files and stop its worker
-    processes.
+    Like the ``KeyboardInterrupt`` after Ctrl-C, the exception lets the program remove temporary
+    files and stop its worker processes.
     """
 
     def leave(signum: int, _frame: object) -> NoReturn:
@@ -71,7 +71,7 @@ def tidy_on_sigterm() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``preprocess_data`` with ``argv``, or with the arguments of the process if ``None``."""
+    """Runs ``preprocess_data`` with ``argv``, or with the process's arguments if it is ``None``."""
     return run_cli(_run, argv)
 
 
@@ -133,7 +133,7 @@ def _parser() -> CommandParser:
 
 
 def make_corpus_main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``make_corpus`` with ``argv``, or with the arguments of the process if ``None``."""
+    """Runs ``make_corpus`` with ``argv``, or with the process's arguments if it is ``None``."""
     return run_cli(_make_corpus, argv)
 
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains GPT with Megatron-LM's flags, as one of the processes that torchrun has started."""
     is_missing = importlib.util.find_spec("megatron.training") is None
     if {"-h", "--help"} & set(argv):
-        print(_USAGE, end="\n\n", flush=True)  # If Megatron-LM is installed, its own help follows.
+        print(_USAGE, end="\n\n", flush=True)  # If Megatron-LM is installed, its help follows.
         if is_missing:
             print(_lacking())
             return 0
@@ -177,7 +177,7 @@ def model(
 def _transformer_config(args: Any) -> Any:
     """Returns megatron-core's model configuration for the parsed flags ``args``.
 
-    The module that contains the function for this differs between megatron-core releases.
+    megatron-core releases define the function for this configuration in different modules.
     """
     for module in ("arguments", "argument_utils"):
         candidate = importlib.import_module(f"megatron.training.{module}")
@@ -192,8 +192,9 @@ def _transformer_config(args: Any) -> Any:
 def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
     """Builds the training, validation and test data sets on ranks of the first and last stages.
 
-    All ranks of a tensor-parallel group read the data themselves. The files are mapped into memory,
-    so each node stores them in memory only once.
+    ``num_samples`` contains the number of samples of each data set. All ranks of a tensor-parallel
+    group read the data themselves. The files are mapped into memory, so each node stores them in
+    memory only once.
     """
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -293,7 +294,7 @@ _COLUMNS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
-    """Reads a microbatch, and selects this rank's part of each sequence (context parallelism)."""
+    """Reads a microbatch, and returns this context-parallel rank's part of each sequence."""
     from megatron.adaptive.accelerator import current_device
     from megatron.adaptive.gpt.core_releases import part_of_context_rank
 
@@ -307,7 +308,7 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
 
 
 class _LossCheck(NamedTuple):
-    """Check of the loss by megatron-core's rerun state machine.
+    """Check that megatron-core's rerun state machine applies to the loss.
 
     Attributes:
         rejects: Function that takes the loss, and returns whether the loss must be rejected.
@@ -325,7 +326,7 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
 
     Args:
         mask: Weight of each token in the loss, which is 0 for tokens without a loss.
-        output: Loss of each token, as the model has computed it.
+        output: Loss of each token, which the model has computed.
 
     Returns:
         Sum of the losses, number of tokens, and a dictionary with both for the log.

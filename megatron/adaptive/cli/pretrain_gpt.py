@@ -58,9 +58,9 @@ by commas. Flags of Megatron-LM that this trainer refuses are at the end.
 
 
 _WAIT_S = 3.0
-"""Seconds that the first rank of a node waits for rank 0 before it prints an error.
+"""Seconds that a node's first rank waits before printing an error that rank 0 may print first.
 
-The other ranks of the node wait twice as long, so that one of them prints the error.
+The other ranks of the node wait twice as long, so that usually only one rank prints the error.
 """
 
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rank(argv: Sequence[str]) -> int:
-    """Runs one process of a training run, which is the command ``train rank``.
+    """Runs one process of a training run. This is the command ``train rank``.
 
     ``--help`` prints all flags.
     """
@@ -269,9 +269,9 @@ def run(
 ) -> int:
     """Runs a program as one process of a job, and reports expected errors in one line.
 
-    Wrong settings cause the same error on all ranks, so other ranks print it some seconds after
-    rank 0, if the launcher has not ended them. Until the program has installed its own signal
-    handlers, Ctrl-C kills the process without a traceback.
+    Wrong settings cause the same error on all ranks. So rank 0 prints its error first, and the
+    other ranks print theirs only if the launcher has not stopped them within some seconds. Until
+    the program has installed its own signal handlers, Ctrl-C kills the process without a traceback.
 
     Args:
         argv: Arguments for the program, or ``None`` to use the arguments of the process.
@@ -293,12 +293,13 @@ def run(
 
 
 def _wait_for_rank_0(error: AdaptiveError) -> None:
-    """Waits before this rank prints ``error``, unless it is rank 0 or lost a peer.
+    """Waits before ``error`` is printed, unless this is rank 0 or ``error`` is about a lost peer.
 
-    If rank 0 has the same error, it prints it and exits, and the launcher ends this rank during the
-    wait. Otherwise only this rank has the error, for example because its node lacks a file.
+    If rank 0 has the same error, rank 0 prints the error and exits, and the launcher stops this
+    rank during the wait. Otherwise, only this rank has the error, for example because its node
+    lacks a file.
     """
-    # An invalid number of a rank counts as 0, so this rank prints the error at once.
+    # An invalid rank number counts as 0, so that this rank prints the error immediately.
     names = ("RANK", "LOCAL_RANK")
     rank, local_rank = (natural(os.environ.get(name, "0").strip()) or 0 for name in names)
     if rank and not isinstance(error, TransportError):
@@ -317,7 +318,7 @@ def flags(argv: Sequence[str]) -> int:
 
 
 def flags_markdown() -> str:
-    """Returns tables of all flags by group, and of the refused flags, in Markdown."""
+    """Returns Markdown tables of all flags by group, and of flags that are refused or ignored."""
     parts = [_FLAGS_HEAD]
     for title, rows in flag_table().items():
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
-    """Fits a profile to traced runs, and merges it with an existing profile at ``--output``."""
+    """Returns a profile fitted to traced runs, merged with an existing profile at ``--output``."""
     if not options.model or options.cluster is None:
         raise ConfigError("--from-run requires --model and --cluster of the runs; add both")
     cluster = read_cluster(options.cluster)
@@ -127,7 +127,10 @@ def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(options: argparse.Namespace, environment: Environment) -> dict[str, Any] | None:
-    """Measures as one rank of a job. Returns the profile on rank 0, and ``None`` on other ranks."""
+    """Measures layers and links as one rank of a job, and returns the profile.
+
+    Returns ``None`` on all ranks except rank 0.
+    """
     sizes = parse_counts("--micro-batch-sizes", options.micro_batch_sizes)
     widths = parse_counts("--tp", options.tp)
     # Import torch only here, because other uses of this command, such as merging profiles, do not

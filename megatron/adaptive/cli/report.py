@@ -136,7 +136,11 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the name of the node on which each rank ran last, ordered by rank."""
+    """Returns the name of the node on which each rank ran last, ordered by rank.
+
+    ``folder`` contains the output of the nodes ``names``. ``processes`` contains the number of
+    processes of each node, ordered by node rank.
+    """
     latest: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
@@ -173,7 +177,7 @@ def _facts(
 
 
 def _account(job: str) -> dict[str, str]:
-    """Returns Slurm's accounting record of ``job``, or an empty record without accounting."""
+    """Returns Slurm's accounting record of ``job``, or an empty record if accounting is off."""
     command = ["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)]
     rows = slurm_rows(command) if job.isdigit() else []
     rows = [row for row in rows if len(row) == len(_ACCOUNT)]
@@ -185,7 +189,7 @@ def _account(job: str) -> dict[str, str]:
 
 
 def _settings(status: JobStatus) -> list[dict[str, Any]]:
-    """Lists each variable with its requested and its effective value, and whether these differ."""
+    """Returns the requested and the effective value of each variable, and whether they differ."""
     effective = status.effective
     differ = {name for name, _, _ in status.differences}
     names = [name for name in SETTINGS if name in status.requested or name in effective]
@@ -212,7 +216,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns the resource usage over time in the file ``path``, as a list per quantity."""
+    """Returns the resource usage in the file ``path``: a list of values over time per quantity."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]
@@ -239,7 +243,11 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns each node's distinct messages with their counts, and notes on omitted messages."""
+    """Returns each node's distinct messages with their counts, and notes on omitted messages.
+
+    ``folder`` contains the output of the nodes ``names``. ``batch`` is the path of the output of
+    the batch script.
+    """
     messages: list[dict[str, Any]] = []
     notes = []
     counts = {
@@ -314,7 +322,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns the time between the first and the last action of each rank in each iteration."""
+    """Returns the time in ms from the first to the last action of each rank in each iteration."""
     has_actions = figures.num_actions > 0
     ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))

@@ -258,7 +258,7 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
 
 
 def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
-    """Returns what to do with slow nodes. Raises an error if the diagnosis needed for this is off.
+    """Returns the reaction to slow nodes, and checks that slow nodes can be detected.
 
     Args:
         wished: Reaction that the user has chosen, or ``None`` for the default.
@@ -284,7 +284,7 @@ def _check_probes(wished: ProbePolicy, interval: int) -> None:
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
-    """Creates the object that chooses layouts.
+    """Creates and returns the object that chooses the layouts of a job.
 
     If the object has a planner, ``stack`` closes the planner.
     """

@@ -139,7 +139,7 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
     """Returns the folder of the run. With ``--resume``, this is the folder of the latest run.
 
-    For a new folder, the link ``latest`` is set to the folder.
+    A new folder is created in ``runs``, and the link ``latest`` is set to it.
     """
     latest = runs / "latest"
     if options.resume:
@@ -180,7 +180,7 @@ def _point(latest: Path, target: str) -> None:
 
 
 def _latest(runs: Path) -> str | None:
-    """Returns the target of the link ``latest``, or ``None`` if there was no run before."""
+    """Returns the target of the link ``latest`` in ``runs``, or ``None`` if the link is missing."""
     try:
         return os.readlink(runs / "latest")
     except OSError:
@@ -188,7 +188,10 @@ def _latest(runs: Path) -> str | None:
 
 
 def _forget_if_empty(run: Path, previous: str | None) -> None:
-    """Removes the folder ``run`` if it contains no files, and restores the link ``latest``."""
+    """Removes the folder ``run`` if it contains no files, and restores the link ``latest``.
+
+    ``previous`` is the former target of the link, or ``None`` if there was no link.
+    """
     if any(path.is_file() for path in run.rglob("*")):
         return
     latest = run.parent / "latest"
@@ -258,7 +261,7 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
 
 
 def _draw(options: argparse.Namespace, run_dir: Path) -> bool:
-    """Writes a text trace and a chart from the run's traces. Returns whether this succeeded."""
+    """Writes a text trace and a chart from the run's traces. Returns whether both were written."""
     from megatron.adaptive.trace.legacy_text import legacy_name, write_legacy
     from megatron.adaptive.trace.read import read_run
     from megatron.adaptive.trace.step_view import pipeline_step

@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     for name, reason in refused.items():
         show(f"left out: {name}: {reason}")
     if options.chart is not None:
-        # Import this only here, because importing it takes half a second, and only the chart needs
-        # it.
+        # Import this module only here, because the import takes half a second, and only the chart
+        # needs it.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
@@ -86,8 +86,8 @@ def _simulate(
     """Simulates each schedule in ``--schedules`` that supports the sizes in ``options``.
 
     Returns:
-        Outcomes in the order of the flag, and a dict from each schedule that does not support these
-        sizes to the reason.
+        Outcomes in the order of ``--schedules``, and the reason why a schedule does not support
+        these sizes, for each such schedule.
 
     Raises:
         ConfigError: The name of a schedule is unknown, or no schedule supports these sizes.
@@ -109,9 +109,9 @@ def _simulate(
         try:
             candidate = _candidate(options, name, num_slices)
             if num_slices > 1:
-                # "hinted" follows an order that it chooses by the relative durations of actions.
-                # With attention, backward passes are longer and weight gradients are shorter than
-                # forward passes.
+                # The schedule "hinted" orders actions by their relative durations. With attention,
+                # backward passes take longer than forward passes, and weight gradients take less
+                # time.
                 candidate = replace(candidate, pace=pace_of(profile, num_slices))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:
@@ -278,7 +278,10 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
 
 
 def _check_work(options: argparse.Namespace, draws: int) -> None:
-    """Raises an error if the simulation would take many minutes or too much memory."""
+    """Raises an error if the simulation would take many minutes or too much memory.
+
+    ``draws`` is the number of simulations per schedule, each with different random durations.
+    """
     most = max(options.sequence_slices)
     work = options.stages * options.chunks * options.microbatches * most
     if work > _MAX_ACTIONS or work * draws > _MAX_WORK:
@@ -322,7 +325,10 @@ def _candidate(options: argparse.Namespace, name: str, num_slices: int) -> Candi
 
 
 def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
-    """Prints step time, speed-up over the first schedule, bubble and memory of each schedule."""
+    """Prints step time, speed-up over the first schedule, bubble and memory of each schedule.
+
+    ``head`` is the text above the table.
+    """
     first = outcomes[0].mean_s
     slowest = max(outcome.mean_s for outcome in outcomes)
     if not first:

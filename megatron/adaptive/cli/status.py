@@ -183,7 +183,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if ``line`` reports one, otherwise an empty string."""
+    """Returns ``error`` or ``warning`` if ``line`` reports an error or a warning, or ``""``."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
@@ -304,7 +304,7 @@ class NodeStatus:
     """Summary of a node's log files.
 
     Attributes:
-        name: Name of the node, with which the names of its files begin.
+        name: Name of the node, which is the prefix of the names of its files.
         out: Last lines of the node's standard output.
         err: Last lines of the node's standard error.
         errors: Last distinct lines in both files that report an error.
@@ -398,8 +398,8 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     ended = progress.ended_ns >= since_ns and bool(progress.ended)
     nodes = _read_nodes(folder, record)
     lost = {} if ended else _lost(slurm_job, nodes)
-    # Show the output of the batch script like the output of a node, because Slurm reports in it
-    # which node failed.
+    # Show the output of the batch script like the output of a node, because it contains Slurm's
+    # message about the node that failed.
     if (logs / f"{job}.batch").is_file():
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
     latest = lines[-1] if lines else {}
@@ -433,7 +433,10 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
 
 
 def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ...]:
-    """Returns a summary of each node that has files in ``folder``, the log folder of a job."""
+    """Returns a summary of each node that has files in ``folder``, the log folder of a job.
+
+    ``record`` is the content of the job's ``run.json``.
+    """
     names = node_names(folder)
     ends = {name: (tail(folder / f"{name}.out"), tail(folder / f"{name}.err")) for name in names}
     nodes = [_node(folder, name, *ends[name]) for name in names]
@@ -443,7 +446,8 @@ def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ..
 def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
     """Returns whether a job has finished.
 
-    If Slurm does not know the job, the result depends on the last samples of its nodes.
+    If Slurm does not know the job, it has finished if ``has_ended`` is true, or if the last sample
+    of each node marks the end of the job.
     """
     if slurm_job.state:
         return slurm_job.state not in _GOES_ON
@@ -451,7 +455,10 @@ def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: b
 
 
 def slurm_rows(command: Sequence[str]) -> list[list[str]]:
-    """Runs a Slurm program, and returns the columns of each row, or no rows if it fails."""
+    """Runs the Slurm program ``command``, and returns the columns of each row of its output.
+
+    Returns no rows if the program fails.
+    """
     with contextlib.suppress(SetupError):
         return [line.split("|") for line in slurm(command).splitlines() if "|" in line]
     return []
@@ -576,7 +583,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sizes that a run has reported, keyed by the variable in ``conf.sh``."""
+    """Returns sizes that a run has reported, such as its batch size, by variable in ``conf.sh``."""
     sizes = {name: start.get(key) for name, key in _SIZES.items()}
     if latest:
         sizes["TRAIN_ITERS"] = start.get("total_iterations")

@@ -258,7 +258,7 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings for the nodes of a job as JSON, with the names of secrets only."""
+    """Returns the settings for the nodes of a job as JSON. Secrets are included only by name."""
     settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
     return json.dumps(settings, indent=2) + "\n"
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(run: LiveRun, console: Console, interval_s: float) -> None:
-    """Refreshes the display until Ctrl-C, and leaves the last frame on the terminal."""
+    """Updates the display every ``interval_s`` seconds until Ctrl-C, and leaves the last frame."""
     snapshot = run.refresh()
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -101,13 +101,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 WIDE = 96
-"""Minimum width of the terminal, in columns, for showing the column ``step`` in tables."""
+"""Minimum width of the terminal, in characters, for showing the column ``step`` in tables."""
 
 BAR = 14
-"""Length, in columns, of the bar that shows how a rank spends a step."""
+"""Length, in characters, of the bar that shows how a rank spends a step."""
 
 CURVE = 16
-"""Maximum number of points in the loss curve. Each point takes one column."""
+"""Maximum number of points in the loss curve. Each point takes one character."""
 
 _STATES = {
     "running": "bold green",
@@ -233,7 +233,10 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
 
 
 def _table(columns: str) -> Table:
-    """Creates an empty table with left-aligned text and right-aligned numbers."""
+    """Creates an empty table with the words of ``columns`` as headings.
+
+    Text is left-aligned, and numbers are right-aligned.
+    """
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
     for name in columns.split():
         is_text = name in ("now", "step", "waits", "slow")
@@ -332,7 +335,10 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the cause with the longest total wait, and the share of the step that it takes."""
+    """Returns the cause of the longest wait, and the fraction of the step that this wait takes.
+
+    ``waits`` contains the fraction of the step for each cause.
+    """
     cause = max(waits, key=lambda cause: waits[cause], default="")
     if waits.get(cause, 0.0) < 0.005:
         return Text()

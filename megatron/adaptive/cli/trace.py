@@ -138,7 +138,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
 
 
 def what_if_run(argv: Sequence[str]) -> int:
-    """Predicts and prints a run's speed with changed durations. Returns the exit status."""
+    """Predicts a run's speed with changed durations, prints it, and returns the exit status."""
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
@@ -288,8 +288,8 @@ def _show(
         argv: Arguments of the command line.
         formats: Default of ``--format``: names of file formats that are separated by commas, or
             ``all``.
-        report: Whether to print the report.
-        events: Additional view to write for the shown replica, or ``None``.
+        report: Whether to print a report on how the run spent its time.
+        events: Additional view to write for the shown replica, or ``None`` for no additional view.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
@@ -386,7 +386,7 @@ def _chosen_iterations(
 ) -> tuple[int, ...] | None:
     """Returns the iterations that the user chose with flags, or ``None`` without such a flag.
 
-    If some of the chosen iterations are complete, the result only contains these.
+    If some of the chosen iterations are complete, the result contains only the complete iterations.
 
     Args:
         run: Traced run.
@@ -544,7 +544,10 @@ def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
 
 
 def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[str]:
-    """Returns a table of collectives as lines of text, or no lines without collectives."""
+    """Returns a table of collectives as lines of text, or no lines if there are no collectives.
+
+    Times are also shown as fractions of the step, which takes ``step_ms`` milliseconds.
+    """
     if not figures:
         return []
     rows = [_COLLECTIVE_COLUMNS]
@@ -566,7 +569,10 @@ def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[
 
 
 def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
-    """Returns a table of layers as lines of text, or no lines if layers were not traced."""
+    """Returns a table of layers as lines of text, or no lines if layers were not traced.
+
+    Times are also shown as fractions of the step, which takes ``step_ms`` milliseconds.
+    """
     if not figures:
         return []
     rows = [_LAYER_COLUMNS]
@@ -586,7 +592,10 @@ def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
 
 
 def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
-    """Returns lines of text about the load of the experts and the exchange of tokens."""
+    """Returns lines of text about the load of the experts and the exchange of tokens.
+
+    Times are also shown as fractions of the step, which takes ``step_ms`` milliseconds.
+    """
     layers = []
     for layer, tokens in experts["tokens"].items():
         expert = max(tokens, key=tokens.__getitem__)
@@ -607,7 +616,7 @@ def _extremes(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
-    """Returns count, mean and standard deviation of the durations of each kind of action.
+    """Returns number, mean and standard deviation of the durations in ms, by kind of action.
 
     Args:
         row: Spans of one rank.
@@ -665,7 +674,10 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns the cells of the table of ``ranks``, row by row, starting with the headings."""
+    """Returns the cells of the table of ``ranks``, row by row, starting with the headings.
+
+    The table has a column for each kind of action in ``kinds``.
+    """
     show_bytes = any(rank["peak_in_flight_bytes"] for rank in ranks)
     head = ["", "actions", "busy ms", "wait ms", "bubble"]
     table = [[*head, *(f"{kind} ms" for kind in kinds), "peak in flight"]]

@@ -95,7 +95,7 @@ def otlp_requests(run: RunTrace) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _unix_offset_ns(run: RunTrace, trace: RankTrace) -> int:
-    """Returns the difference between Unix time and the run's common time, in nanoseconds."""
+    """Returns the number of nanoseconds to add to the run's common time to obtain Unix time."""
     header = trace.header
     if not run.alignment.clocks:
         return header.unix_ns - header.monotonic_ns
@@ -106,6 +106,8 @@ def _unix_offset_ns(run: RunTrace, trace: RankTrace) -> int:
 
 def _send(run: RunTrace, url: str, limit_s: float) -> int:
     """Sends the spans of ``run`` to the collector at ``url``, and returns the exit status.
+
+    ``limit_s`` is the timeout of a request in seconds.
 
     Raises:
         TraceError: The collector did not accept any span.

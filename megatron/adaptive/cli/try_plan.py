@@ -173,7 +173,10 @@ def _read(options: argparse.Namespace) -> _Trial:
 
 
 def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
-    """Returns the request for the rank's process, with the fields of ``try_rank.TrialRequest``."""
+    """Returns the request for the rank's process, with the fields of ``try_rank.TrialRequest``.
+
+    ``needed`` is the memory that the rank needs, in bytes.
+    """
     model = trial.model
     stages = []
     begin = 0
@@ -194,7 +197,7 @@ def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
 
 
 def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str, Any]]:
-    """Runs the rank in a separate process. Returns its measurements and its layers' profile."""
+    """Runs the rank in a separate process. Returns measurements of the rank and of its layers."""
     say(f"running rank {trial.rank} of {trial.world_size} alone for some steps")
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "request.json", Path(folder) / "result.json"
@@ -222,7 +225,7 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
 
     Returns:
         Entries of a profile file. They are empty if the plan has a single rank, if the machine has
-        a single GPU, or, after a warning, if the measurement failed.
+        a single GPU, or if the measurement failed, which is printed as a warning.
     """
     if trial.world_size == 1 or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) == 1:
         return {}

@@ -40,7 +40,7 @@ Check = Callable[[Arrays], str]
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-# The size is small, so that a piece is hashed while it is still in the CPU's cache.
+# A piece of this size is hashed while it is still in the CPU's cache.
 _PIECE_BYTES = 1 << 22
 
 
@@ -165,7 +165,7 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes each of ``arrays`` to its file in ``paths``, under a temporary name at first.
+    """Writes each array to its file in ``paths``, at first under a temporary name.
 
     The file gets its final name only when it is on the disk.
     """

@@ -87,7 +87,7 @@ class ChatTemplate:
         templates: Source text of each template, by name. Conversations with tools use the template
             ``tool_use`` if it exists. All other conversations use ``default``.
         tokens: Text of each special token, by its name in templates, such as ``eos_token``.
-        folder: Folder that contains the templates; error messages name it.
+        folder: Folder that contains the templates, for error messages.
     """
 
     def __init__(
@@ -221,7 +221,8 @@ class _Renderer:
     def _probed(self, number: int, text: str, *, plain: bool) -> Span | None:
         """Finds an answer's range by rendering two placeholder words instead of the answer.
 
-        The text that both renderings share is the text before and after the answer.
+        The text that both renderings share is the text before and after the answer. Returns
+        ``None`` if the range is not found.
 
         Args:
             number: Index of the assistant's message in the conversation, from 0.
@@ -394,7 +395,7 @@ class _Marks:
 
     @contextmanager
     def collected(self, blocks: list[str]) -> Iterator[list[Span]]:
-        """Records the spans of marked blocks while the caller renders a conversation.
+        """Yields a list that collects the spans of marked blocks while the caller renders text.
 
         Args:
             blocks: Parts of the text rendered so far. The caller must append each part as soon as
@@ -409,7 +410,7 @@ class _Marks:
             self._blocks = None
 
     def mark(self, caller: Callable[[], str]) -> str:
-        """Renders a marked block, records its span, and returns its text."""
+        """Renders a marked block with ``caller``, records its span, and returns its text."""
         text = caller()
         if self._blocks is not None:
             start = sum(map(len, self._blocks))
@@ -436,7 +437,7 @@ def _compiled(template: str) -> Any:
             return marked.set_lineno(line)
 
         def mark(self, caller: Callable[[], str]) -> str:
-            """Renders a marked block, records its span, and returns its text."""
+            """Renders a marked block with ``caller``, records its span, and returns its text."""
             marks: _Marks = getattr(self.environment, "marks")  # noqa: B009 jinja's class lacks it
             return marks.mark(caller)
 

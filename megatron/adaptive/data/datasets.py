@@ -43,7 +43,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
-_CHECK_WHOLE_BYTES = 64 << 20  # Index arrays above this size are only partly checked.
+_CHECK_WHOLE_BYTES = 64 << 20  # Index arrays with more bytes are checked only in part.
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
@@ -80,7 +80,7 @@ def build_datasets(
 
     Args:
         data: Settings of the data, from the command line.
-        tokenizer: Tokenizer that made the token files; its ``eod`` and vocabulary size affect the
+        tokenizer: Tokenizer that made the token files. Its ``eod`` and vocabulary size affect the
             samples.
         seq_length: Number of tokens per sample.
         seed: Seed that determines the order of the samples.
@@ -201,9 +201,9 @@ def _is_too_much(error: BaseException | None) -> bool:
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
-    """Returns the blend of each split of ``data``, and the settings that pass it to megatron-core.
+    """Returns the blend of each split, and the settings that pass the blends to megatron-core.
 
-    ``counts`` contains the number of samples of each split.
+    ``data`` contains the user's settings. ``counts`` contains the number of samples of each split.
     """
     if data.mock_data:
         return [], {}
@@ -271,9 +271,9 @@ def _index_cache(data: DataConfig, blends: Sequence[Blend | None]) -> str:
 
 
 def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Parses ``values``, a list of datasets such as ``a``, ``a b c`` or (weighted) ``0.3 a 0.7 b``.
+    """Parses datasets such as ``a``, ``a b c`` or, with weights, ``0.3 a 0.7 b``.
 
-    ``flag`` is the name of the flag.
+    ``values`` is the list of words. ``flag`` is the name of the flag, for error messages.
 
     Raises:
         ConfigError: Weights and prefixes do not alternate, or a weight is not positive.
@@ -358,7 +358,7 @@ class CachedGPTDataset(GPTDataset):
         tokens = self._get_num_tokens_per_epoch()
         epochs = max(1, -(-(samples * length + extra) // tokens))
         in_last = samples - ((epochs - 1) * tokens - extra) // length
-        # This is megatron-core's rule.
+        # megatron-core uses the same condition to shuffle the last epoch separately.
         is_separate = in_last < int(0.8 * ((tokens - extra) // length))
         return epochs, epochs > 1 and is_separate
 
@@ -410,10 +410,10 @@ class CachedGPTDataset(GPTDataset):
 
 
 def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
-    """Returns whether runs with ``now`` and with ``before`` samples read them in different orders.
+    """Returns whether runs with ``now`` and ``before`` samples read samples in different orders.
 
-    Orders can differ because the samples of several epochs are shuffled together, except for those
-    of a short last epoch.
+    The number of samples can change the order, because the samples of several epochs are shuffled
+    together, except for the samples of a short last epoch.
 
     Args:
         dataset: Training dataset from :func:`build_datasets` for ``now`` samples, or ``None``.
@@ -434,8 +434,8 @@ def has_other_epochs(dataset: Any, before: int, now: int) -> bool:
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
     """Yields a small ``array`` as a whole, or evenly spaced parts of a large ``array``.
 
-    The checksum has already excluded damaged bytes. But an index may still have been built from
-    other data, and a few parts are enough to detect this.
+    The checksum has already excluded damaged bytes. But the index may have been built from
+    different data, and a few parts are enough to detect this.
     """
     for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
         yield array[start:stop]

@@ -22,11 +22,11 @@ _FIRST_LINE_S = 60.0
 
 @contextmanager
 def locked(path: Path, *, wait_s: float = _WAIT_S) -> Iterator[None]:
-    """Locks the file ``path`` exclusively during the block.
+    """Locks the file ``path`` exclusively during the ``with`` block.
 
     The kernel unlocks the file if the process exits.
 
-    While another process holds the lock, this process waits. If the wait is long, it logs a
+    While a different process holds the lock, this function waits. If the wait is long, it logs a
     warning.
 
     Args:

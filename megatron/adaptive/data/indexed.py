@@ -1,10 +1,10 @@
 r"""Checks ``.bin/.idx`` token files before training uses them.
 
-megatron-core maps both files into memory without checking them. So an index of another format fails
-an assertion, a truncated index is read past its end, and an id outside the vocabulary crashes a
-later step in the embedding. The checks in this module run before training, and their error messages
-state the file and its fault. The module imports neither torch nor megatron-core. The index has this
-layout::
+megatron-core maps both files into memory without checking them. So an index in a different format
+fails an assertion, a truncated index is read past its end, and an id outside the vocabulary crashes
+a later step in the embedding. The checks in this module run before training, and their error
+messages state the file and its fault. The module imports neither torch nor megatron-core. The index
+has this layout::
 
     bytes  0..8    magic  MMIDIDX\\0\\0
            9..16   version, u64            always 1
@@ -73,8 +73,8 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         Integer type, number of tokens and number of sequences.
 
     Raises:
-        DataError: A file is missing, truncated, or of another format or version, or the two files
-            do not match. The message states the file and the fault.
+        DataError: A file is missing or truncated, has a different format or version, or the two
+            files do not match. The message states the file and the fault.
     """
     idx_path = Path(f"{prefix}.idx")
     bin_path = Path(f"{prefix}.bin")
@@ -173,7 +173,7 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
 
     A file of up to 256 MB is read completely. In a larger file, only 256 MB are read, in evenly
     spaced parts of 4 MB. This may miss a few wrong ids, but it detects data that was tokenized with
-    another vocabulary.
+    a different vocabulary.
 
     Args:
         info: Result of :func:`check_indexed` for the file.

@@ -24,7 +24,7 @@ from megatron.adaptive.errors import DataError
 
 _MOCK_DOCUMENTS = 100_000
 _MOCK_SIGMA = 0.8
-"""Standard deviation of the logarithm of mock documents' lengths; typical for web corpora."""
+"""Standard deviation of the logarithm of mock documents' lengths, as is typical for web corpora."""
 _MOCK_MEDIAN = 0.25
 """Median length of a mock document, as a fraction of ``--seq-length``."""
 _MOST_ORDERS = 2
@@ -114,7 +114,7 @@ def left_out(datasets: Sequence[Any]) -> str:
 
 
 class _MockDocuments:
-    """Generates mock documents with log-normal lengths, which are equal in every run."""
+    """Generates mock documents with log-normal lengths, which are the same in every run."""
 
     def __init__(self, tokenizer: Tokenizer, seq_length: int) -> None:
         self._tokenizer = tokenizer
@@ -155,7 +155,10 @@ class Conversations:
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns whether the first ``length`` tokens of conversation ``index`` are taught."""
+        """Returns for each of the first ``length`` tokens whether the loss is computed on it.
+
+        ``index`` is the index of the conversation.
+        """
         start = int(self._ends[index])
         return self._taught[start : start + length]
 
@@ -185,8 +188,9 @@ class Conversations:
         template; other fields are ignored.
 
         Returns:
-            Token ids, taught tokens and offsets, the arguments of :class:`Conversations`. A
-            conversation without a message from the assistant has no tokens.
+            Token ids, flags of taught tokens, and offsets, which are the arguments of
+            :class:`Conversations`. A conversation without a message from the assistant has no
+            tokens.
 
         Raises:
             DataError: A line is not a conversation, or the file cannot be read.

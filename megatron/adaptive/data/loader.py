@@ -23,7 +23,7 @@ agree on the number and sizes of the microbatches without exchanging messages::
 With ``--slice-tokens`` T, a packed row is divided into slices of T tokens. The number of slices of
 a row is the number that its longest sample needs, so most rows consist of one slice. If all rows of
 a step must have the same number of slices, this number depends on the longest sample of the step.
-It may be up to a quarter larger than that sample needs, if this reduces padding.
+The number may be up to a quarter larger than that sample needs, if this reduces padding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Deal = Callable[[Sequence[Size]], Sequence[Sequence[int]]]
 """Function that distributes a step's microbatches over data-parallel replicas. Given the sizes of
 the microbatches, it returns the indices of each replica's microbatches."""
 
-# Types in which data workers send a microbatch. Token ids need only 32 bits, which halves the size.
+# Data workers send microbatches in these types. Token ids need only 32 bits, which halves the size.
 _WIRE_DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "labels": np.int32,
@@ -84,8 +84,8 @@ class BatchSizes:
                      +-----------------------------> consumed samples
                      0                 SAMPLES
 
-    Source: ``RampupBatchsizeNumMicroBatchesCalculator`` of megatron-core 0.16, without its global
-    state.
+    This class corresponds to ``RampupBatchsizeNumMicroBatchesCalculator`` of megatron-core 0.16,
+    but has no global state.
 
     Args:
         config: Batch settings that ``config.flag_checks`` has already checked.
@@ -224,7 +224,7 @@ class MicrobatchLoader:
                     prefetch_factor=_PREFETCH,
                     collate_fn=_collate,
                     worker_init_fn=functools.partial(_start_worker, os.getpid()),
-                    # A forked worker inherits mapped files and indices. Any other worker would have
+                    # A forked worker inherits mapped files and indices. A spawned worker would have
                     # to read them again.
                     multiprocessing_context="fork",
                 )
@@ -283,8 +283,8 @@ class MicrobatchLoader:
         """Returns the indices of the samples in microbatch ``number``.
 
         Args:
-            number: Index of the microbatch over all ranks. Microbatch 0 begins with this loader's
-                first sample.
+            number: Index of the microbatch among the microbatches of all ranks. Microbatch 0 begins
+                with this loader's first sample.
         """
         size = self._batching.micro_batch_size
         start = self._first_sample + number * size
@@ -305,7 +305,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Returns this rank's part of ``block`` from ``read_ahead``, and skips earlier blocks."""
+        """Skips to ``block`` in ``read_ahead``, and returns this rank's part of this block."""
         try:
             while self._read_block < block:
                 next(read_ahead)
@@ -322,7 +322,7 @@ class MicrobatchLoader:
 
 
 class StepMicrobatches:
-    """Provides the microbatches of one step and rank. Each may be requested several times.
+    """Provides the microbatches of one step and rank. A microbatch can be requested several times.
 
     A request reads the requested microbatch and all earlier microbatches that have not been read
     yet. Each microbatch is read once and kept. It is a dict with ``tokens``, ``labels``,

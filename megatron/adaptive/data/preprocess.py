@@ -56,8 +56,8 @@ class PreprocessSpec(TokenizerConfig):
             same order.
         output_prefix: Prefix of the output files, ``<output_prefix>_<key>_document.bin`` and
             ``.idx``.
-        json_keys: Keys of a JSON object whose values become documents. Each key gets its own pair
-            of output files.
+        json_keys: Keys of a JSON object whose values become documents. Each key gets a separate
+            pair of output files.
         append_eod: Whether the end-of-document id is appended to each document.
         workers: Number of processes that tokenize in parallel. With 1, the calling process
             tokenizes.
@@ -236,7 +236,8 @@ class _Encoder:
     """Parses and tokenizes batches of lines, in a worker process or in the parent process."""
 
     def __init__(self, spec: PreprocessSpec) -> None:
-        # Disable the library's threads, because it would start one per core in each worker process.
+        # Disable the threads of the tokenizers library, because it would start one thread per core
+        # in each worker process.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = build_tokenizer(spec)
         self._keys = spec.json_keys
@@ -311,7 +312,7 @@ def _encode_in_worker(batch: _Batch) -> _Encoded:
 
 
 def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
-    """Yields tokenized batches of ``spec`` in order, and stops the workers when it is closed."""
+    """Yields tokenized batches of ``spec`` in order, and stops the workers at the end."""
     if spec.workers == 1:
         yield from map(_Encoder(spec), _batches(spec.inputs))
         return

@@ -46,7 +46,7 @@ The version is part of the key of cached tokens. Increase it when that code chan
 """
 _MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17
-"""Default size of a tiktoken vocabulary with its special tokens, as in Megatron-LM."""
+"""Default number of ids of a tiktoken vocabulary, including special tokens, as in Megatron-LM."""
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
@@ -99,8 +99,8 @@ class Tokenizer(ABC):
         the end-of-document id.
 
         Raises:
-            DataError: The chat template raises an error. Or, if there is no template, a message is
-                not text or its role is unknown.
+            DataError: The chat template raises an error. Without a template, a message is not text
+                or has an unknown role.
         """
         ids: list[int] = []
         taught: list[bool] = []
@@ -204,7 +204,7 @@ def _check_merges(
 ) -> None:
     """Checks that the vocabulary ``vocab`` and its rules ``merges`` belong together.
 
-    The texts of errors contain ``vocab_file`` or ``merge_file``.
+    Error messages contain ``vocab_file`` or ``merge_file``.
 
     Every token of several bytes is the result of a merge rule. So if a token or a rule was changed,
     some token has no rule. In most vocabularies, ids are in the order of the rules. For these
@@ -387,7 +387,7 @@ class TikTokenizer(Tokenizer):
         num_special: Number of special tokens.
         pattern: Name of the regular expression that splits text into words, ``v1`` or ``v2``.
         special: Special tokens in the order of their ids, or ``None`` for those of megatron-core.
-            Names such as ``<SPECIAL_7>`` fill up the number of special tokens.
+            Names such as ``<SPECIAL_7>`` are added if there are fewer than ``num_special`` tokens.
 
     Raises:
         ConfigError: The package tiktoken is missing, or ``special`` lacks a required token or
@@ -443,7 +443,10 @@ class TikTokenizer(Tokenizer):
 def _check_special_tokens(
     special: Sequence[str], required: Sequence[str], num_special: int
 ) -> None:
-    """Raises an error if the tokens ``special`` are not suitable for :class:`TikTokenizer`."""
+    """Raises an error if the tokens ``special`` are not suitable for :class:`TikTokenizer`.
+
+    ``special`` must contain the tokens ``required``, and at most ``num_special`` tokens.
+    """
     flag = "--tiktoken-special-tokens"
     if missing := [token for token in required if token not in special]:
         raise ConfigError(
@@ -569,15 +572,15 @@ def need_package(name: str, flag: str, extra: str) -> Any:
 
 
 def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_marked: bool) -> None:
-    """Marks all tokens in a range of characters as taught, including tokens that only overlap it.
+    """Marks all tokens that overlap a range of characters as taught.
 
     Args:
-        taught: Whether the loss is computed on each token; changed in place.
+        taught: Whether the loss is computed on each token. The list is changed in place.
         encoding: Tokens of the text with their offsets, from the ``tokenizers`` library.
         start: Offset of the first taught character in the text.
         stop: Offset after the last taught character.
         are_marked: Whether the chat template marks the taught text. If it does, and if the last
-            character consists of several tokens, only the first of them is taught, as with
+            character consists of several tokens, only the first of these tokens is taught, as with
             ``return_assistant_tokens_mask`` of ``transformers``.
     """
     if start == stop:

@@ -413,7 +413,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
     """Returns pairs of a peer and a text about how its GPU tensors are copied.
 
-    Members of ``peers`` that do not report this are left out.
+    Peers for which ``node`` has no information about GPU tensors are left out.
     """
     paths = []
     for peer in peers:
@@ -427,7 +427,7 @@ def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
 
 
 class CompositeTransport:
-    """Combines several transports. Each call is passed to the transport of its peer.
+    """Combines several transports. A call for a peer is passed to the transport of this peer.
 
     Args:
         parts: Transport to each peer, by global rank. All of these transports add received messages

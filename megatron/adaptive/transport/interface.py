@@ -82,7 +82,7 @@ class Transport(Protocol):
         """Returns the queue to which all channels add received messages and failures."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to send ``tensor`` with ``label`` to the global rank ``peer``. Returns at once.
+        """Starts to send ``tensor`` with ``label`` to global rank ``peer``. Returns immediately.
 
         The transport keeps the tensor's storage alive until the message has been sent. After the
         call, the caller may release the tensor or replace ``tensor.data``, but must not write to
@@ -109,7 +109,7 @@ class Transport(Protocol):
         """Waits until all messages have left this process, for at most ``timeout_s`` seconds.
 
         Raises:
-            DeadlineError: Some messages have not left the process when the time is up.
+            DeadlineError: Some messages have not left the process after ``timeout_s`` seconds.
         """
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived on another rank of a group that decides together.
+    """Reports that a message has arrived on a rank with which this rank agrees on the next action.
 
     Attributes:
         label: Step and action for which the message is the input.
@@ -261,14 +261,14 @@ HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
 """Kinds of actions that need a message as input. The index of a kind is its code in messages."""
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-"""Code of each kind of action in messages."""
+"""Number that represents each kind of action in messages."""
 
 MAX_DIMENSIONS = 7
 _MAGIC = 0x4D41_5031  # This number is "MAP1" in ASCII.
 _END = -1
 _VARIANT_SHIFT = 8
 
-# Keep the order of the enum ElementType in message.h, because the index is the code.
+# The order must match the enum ElementType in message.h, because a dtype's index is its code.
 _PLAIN = (
     "float32",
     "float16",
@@ -284,10 +284,10 @@ _PLAIN = (
     "complex128",
 )
 _FLOAT8 = len(_PLAIN)
-# These dtypes are sent as another dtype of the same size, for example 8-bit floats as bytes. The
-# receiver views the payload as the original dtype, which a positive number, the variant,
-# identifies. The numbers must never change, because other versions read them. Dtypes that the
-# installed torch does not have are skipped.
+# Each of these dtypes is sent as a different dtype of the same size, for example 8-bit floats as
+# bytes. A positive number, the variant, identifies the original dtype for the receiver. The numbers
+# must never change, because other versions read them. Dtypes that the installed torch does not have
+# are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -312,15 +312,14 @@ CODE_OF: dict[torch.dtype, tuple[int, int]] = {
 """Code and variant of each dtype that can be sent, as they appear in messages."""
 
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
-"""Dtype that each pair of code and variant in a message stands for."""
+"""Maps a pair of code and variant in a message to the dtype that they represent."""
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
     """Returns the code and the variant that represent ``dtype`` in messages.
 
     Raises:
-        TransportError: A message cannot have ``dtype``, or it cannot have ``dimensions``
-            dimensions.
+        TransportError: ``dtype`` is not supported in messages, or ``dimensions`` is too large.
     """
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:
@@ -335,7 +334,7 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
 def settled(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor`` as a contiguous tensor without lazy negation or conjugation.
 
-    The tensor is only copied if this is necessary.
+    The tensor is copied only if necessary.
     """
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -349,8 +348,8 @@ class Label:
     Attributes:
         step: Index of the step.
         action: Action for which the message is the input.
-        num_slices: Number of slices of each microbatch, for naming the action in errors. Only the
-            sender knows it, and comparisons ignore it.
+        num_slices: Number of slices of each microbatch, for the name of the action in error
+            messages. Only the sender knows this number, and comparisons ignore it.
     """
 
     step: int

@@ -2,8 +2,8 @@
 
 A transport is declared by a subclass of :class:`TransportKind`. From these classes, ``select.py``
 determines which pairs of ranks each transport connects, and ``connect.py`` opens the transports
-that were chosen. The transports of this package are listed in ``config/transport_specs.py``. The
-class of your own transport can be in any module: pass ``--transport package.module:Class``.
+that were chosen. The transports of this package are listed in ``config/transport_specs.py``. A
+user's class can be in any module, and is selected with ``--transport package.module:Class``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes a job's messages, as far as they are known in advance; equal on all ranks.
+    """Describes what is known in advance about a job's messages. Equal on all ranks.
 
     Attributes:
         shape: Shape of the largest message, or ``None`` if unknown.
@@ -140,8 +140,8 @@ class TransportKind:
 
         The two ranks are ``first`` and ``second``.
 
-        This is only called for ranks that can use the transport. If the two ranks are swapped, the
-        result must be ``None`` in the same cases.
+        This method is only called for ranks that can use the transport. Whether the result is
+        ``None`` must not depend on the order of the ranks.
         """
         return None
 
@@ -186,7 +186,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
     """Opens a user's transport, and checks that it has all members of the interface.
 
     All ranks of the job must call this function. An error on one rank is raised on all ranks,
-    except if other ranks are waiting for this rank outside of ``opening.gather``.
+    unless other ranks are waiting for this rank outside of ``opening.gather``.
 
     Args:
         kind: Declaration of the transport.
@@ -222,7 +222,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
     """Returns a text about the members that ``transport`` lacks, or ``None`` if it is complete.
 
-    A transport without ``peers`` may be ``None``.
+    If ``peers`` is empty, ``transport`` may be ``None``.
     """
     if transport is None and not peers:
         return None

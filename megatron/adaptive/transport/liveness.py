@@ -44,7 +44,7 @@ _PERIOD_S = 2.0
 # The states of this machine's ranks are read from /proc at intervals of this number of seconds.
 _LOOK_S = 1.0
 # A silent rank is only considered lost after this additional number of seconds. During this time, a
-# channel may notice the silence, and its error message is better.
+# channel may notice the silence, and raise an error with a better message.
 _MARGIN_S = 1.0
 # The store must reply within this number of seconds. If the limit is too short for a busy store, a
 # rank that left normally is considered lost. If it is too long, the launcher kills a surviving rank
@@ -118,8 +118,7 @@ class Watcher:
         is_launchers_store: Whether the launcher serves the store instead of rank 0.
 
     Attributes:
-        on_lost: Function that is called when a rank is lost. It can be set to another function at
-            any time.
+        on_lost: Function that is called when a rank is lost. It can be replaced at any time.
         position: Text about this rank's progress for error messages, such as ``iteration 7``.
     """
 
@@ -158,7 +157,7 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for a lost rank, and returns the error or ``None``.
+        """Waits up to ``timeout_s`` seconds until a rank is lost. Returns the error, or ``None``.
 
         When a connection breaks, the main thread calls this method to find out which rank was lost.
         The error message has already been written to stderr.
@@ -186,8 +185,8 @@ class Watcher:
     def leave(self) -> None:
         """Marks this rank as finished, so that it may exit. Must be called after all barriers.
 
-        The call returns when the store has recorded this. Rank 0, whose process may run the store,
-        also waits up to 5 s until all ranks have left.
+        The call returns when the store has recorded that this rank has finished. Rank 0, whose
+        process may run the store, also waits up to 5 s until all ranks have left.
         """
         if self._silence() and self._board is not None:
             self._board.leave(wait_for_all=self._rank == 0)
@@ -417,12 +416,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns for how many seconds the current call to the store has been waiting, or 0."""
+        """Returns the duration of the current call to the store in seconds, or 0 without a call."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which of ``ranks`` have left, and the notice of a loss or ``None``.
+        """Returns which of ``ranks`` have left, and the notice of a lost rank, if there is one.
 
         Returns ``None`` if the store does not reply.
         """
@@ -445,8 +444,8 @@ class _Board:
         """Marks this rank as finished. With ``wait_for_all``, waits until all ranks are marked."""
 
         def mark(store: dist.Store) -> None:
-            # Use add() instead of set(), because it only returns after the store has recorded the
-            # value.
+            # Use add() instead of set(), because add() only returns after the store has recorded
+            # the value.
             store.add(f"left/{self._rank}", 1)
             if wait_for_all:
                 keys = [f"left/{rank}" for rank in range(self._world_size)]

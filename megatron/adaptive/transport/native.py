@@ -94,7 +94,7 @@ class NativeTransport:
         least_free: Number of slots per channel that the receiver must keep free for the sender.
         make_staging: Function that creates the object that copies between GPU and host. Its
             argument is a function that sends host tensors. By default, a :class:`Staging` object is
-            created on a GPU, and none on a CPU.
+            created on a GPU, and no object on a CPU.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class NativeTransport:
     def _drain(self, end_s: float) -> None:
         """Sends all messages and releases arrivals.
 
-        Raises the error of :meth:`flush` if this takes until the time ``end_s``.
+        Raises the error of :meth:`flush` if this is not complete at the time ``end_s``.
 
         Arrivals must be released, because a peer that closes its channels waits for its slots.
         """
@@ -396,10 +396,11 @@ class NativeQueue:
     def wait(self, deadline_s: float) -> Item | None:
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
-        # Pass the deadline on unchanged, because reading the clock in Python may take as long as
-        # sending a message in a virtual machine.
+        # Pass the deadline to the node unchanged. In a virtual machine, reading the clock in Python
+        # may take as long as sending a message.
         item: Item | None = self._wait(deadline_s)
-        # Check the type here to save a call of _open(), which takes as long as all of this method.
+        # Check the type here to save a call of _open(), which takes as long as the rest of this
+        # method.
         return item if type(item) is self._ready else self._open(item)
 
     def stop(self) -> None:
@@ -414,7 +415,7 @@ class NativeQueue:
         """Converts ``item`` from the node for the executor, or raises it if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
-        # All other items were added to the queue by a Python thread.
+        # All other items were added to the queue in Python, and need no conversion.
         if isinstance(item, Exception):
             raise item
         other: Item | None = item

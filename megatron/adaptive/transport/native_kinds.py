@@ -44,7 +44,7 @@ class NativeChannels:
 
 
 class NativeKind(TransportKind):
-    """Declares a transport of the C++ extension. ``connect.py`` opens all of them together.
+    """Declares a transport of the C++ extension. ``connect.py`` opens these transports together.
 
     Attributes:
         link: Kind of socket over which two ranks set up their channel, ``unix`` or ``tcp``.

@@ -176,8 +176,8 @@ class NcclTransport(GlooTransport):
     def _deliver(self, peer: int, header: Header, payload: torch.Tensor, computed: Moment) -> None:
         """Sends a message to ``peer``, and blocks the channel's thread until the send has finished.
 
-        The message consists of ``header`` and ``payload``. Sending begins after the moment
-        ``computed``.
+        The message consists of ``header`` and ``payload``. Sending begins when the device has
+        reached the moment ``computed``.
         """
         if peer in self._failures:
             return

@@ -101,7 +101,7 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
 
 
 def _reason(kind: str, missed: list[str]) -> str:
-    """Returns the reason for ``kind``, and the reasons ``missed`` against better transports."""
+    """Returns why ``kind`` was chosen, and the reasons in ``missed`` against better transports."""
     reason = transport_kind(kind).reason
     return "; ".join([reason, *missed] if reason else missed)
 

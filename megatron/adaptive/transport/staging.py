@@ -153,7 +153,7 @@ class Staging:
             )
 
     def lend(self, native: Any) -> Any:
-        """Returns the payload of ``native`` in GPU memory, as a tensor in its slot.
+        """Returns the payload of the message ``native`` in GPU memory, as a tensor in its slot.
 
         The tensor is for use in the current stream.
 

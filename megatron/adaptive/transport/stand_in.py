@@ -169,7 +169,7 @@ class StandIn:
         return {}
 
     def flush(self, timeout_s: float) -> None:
-        """Returns immediately, because every send has finished when it returns."""
+        """Returns immediately, because :meth:`send` has already copied all messages."""
 
     def close(self) -> None:
         """Releases the slots."""

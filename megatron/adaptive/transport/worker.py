@@ -66,7 +66,7 @@ class Worker:
             return self._done == self._added
 
     def give_up(self) -> None:
-        """Ends every :meth:`flush`, because the jobs may never finish. Thread-safe."""
+        """Ends all calls of :meth:`flush`, because the jobs may never finish. Thread-safe."""
         with self._moved:
             self._is_given_up = True
             self._moved.notify_all()
