@@ -97,7 +97,7 @@ def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
 def live(
     transport: NativeTransport, rank: int, draw: random.Random, connection: Connection
 ) -> None:
-    """Exchanges random messages over ``transport`` until ``connection`` delivers an order to stop.
+    """Exchanges random messages over ``transport`` until ``connection`` tells this rank to stop.
 
     ``draw`` selects the messages that ``rank`` sends to its neighbours.
     """
@@ -225,7 +225,10 @@ def _open(fd: str) -> bool:
 
 
 def private() -> tuple[str, ...]:
-    """Returns a command prefix that hides other programs' objects, or ``()`` if not permitted."""
+    """Returns a command prefix that gives a program private shared memory and sockets.
+
+    Returns ``()`` if the system does not permit this.
+    """
     try:
         done = subprocess.run([*_PRIVATE, "true"], capture_output=True, check=False)
     except FileNotFoundError:

@@ -19,7 +19,8 @@ from tests.soak.tracing.cases import RANKS, Outcome, draw_fault, judge
 from tests.support.synthetic_trace import SyntheticRun
 
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")
-"""Faults of the runs, in rotation. Every seventh run has no fault."""
+"""Faults of successive runs, which are repeated. Every seventh run is ``quiet``: it has no fault.
+"""
 
 HALF_S = {"F 50 ms, B 100 ms": 0.025, "F 20 ms, B 40 ms": 0.010}
 """Time in seconds that each kind of pass takes for half of a rank's layers.
@@ -99,7 +100,7 @@ def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
 
     ``truths`` contains the true times of the actions of each rank, by iteration.
 
-    This is the median over iterations of the mean over ranks.
+    The difference is averaged over ranks. The result is the median over iterations.
     """
     figures = run_figures(read_run(folder))
     errors = []
