@@ -143,9 +143,7 @@ def morphs(folder: Path, *, quick: bool) -> Result:
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
-    """Changes the machines of ``job`` to ``names``, and waits until the job trains on these
-    machines.
-    """
+    """Changes the machines of ``job`` to ``names``, and waits until the job trains on them."""
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
     job.trained(epoch, 5)

@@ -48,7 +48,7 @@ class FeatureSet:
 
     @property
     def is_v(self) -> bool:
-        """Returns whether the stages form a V, in which the first rank has the first and the last
+        """Returns whether the stages form a V: the first rank has both the first and the last
         stage.
 
         A rank then holds different layers than in the reference run, so the terms of a norm are

@@ -142,9 +142,7 @@ class Soak:
         self._nodes.close()
 
     def run(self, events: int, limit_s: float) -> SoakResult:
-        """Causes up to ``events`` events within ``limit_s`` seconds, and returns the checked
-        results.
-        """
+        """Causes up to ``events`` events within ``limit_s`` seconds, and returns the results."""
         self._first_checkpoint()
         for node in self._nodes.all:
             self._boot(node)

@@ -208,9 +208,7 @@ class Crowd:
             connection.close()
 
     def _hold(self) -> None:
-        """Opens an idle connection. If there are enough of them, sends a byte on one of them
-        instead.
-        """
+        """Opens an idle connection. If there are enough, sends a byte on one of these instead."""
         if len(self._held) >= HELD:
             connection = self._held.pop(self._draw.randrange(HELD))
             with contextlib.suppress(OSError):

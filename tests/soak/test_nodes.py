@@ -43,8 +43,7 @@ def told(start: int, stop: int, second: int) -> Lines:
 
 
 def judged(folder: Path, *epochs: Lines, printed: list[Step] | None = None) -> list[str]:
-    """Checks a job that wrote the progress lines ``epochs``, and returns descriptions of its
-    faults.
+    """Checks a job that wrote the lines ``epochs``, and returns descriptions of its faults.
 
     Each element of ``epochs`` is from one start of the job. ``printed`` contains the steps that the
     job has printed to its log.
