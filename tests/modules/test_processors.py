@@ -28,7 +28,7 @@ WORKER = str(Path(__file__).with_name("image_worker.py"))
 
 
 def require_packages(name: str) -> None:
-    """Skips the test if a package that the processor of family ``name`` needs is missing."""
+    """Skips the test if a package is missing that the processor of the family ``name`` needs."""
     for package in IMAGE_FOLDERS[name].needs:
         pytest.importorskip(package, reason="bash prerequisite.sh --examples")
 
@@ -133,7 +133,7 @@ def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, text: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    # A single family is enough to test how ranks share samples with images.
+    # To test how ranks share samples with images, a single family is enough.
     [name if name == "internvl" else pytest.param(name, marks=LONG) for name in IMAGE_FOLDERS],
 )
 def test_a_family_is_tuned_with_images_on_two_processes(tmp_path: Path, name: str) -> None:

@@ -25,7 +25,7 @@ LIMIT_S = 60.0
 
 
 class Meeting:
-    """Gathers the values of several threads, each of which represents a rank of a job."""
+    """Gathers the values of several threads, each of which represents one rank of a job."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -50,8 +50,8 @@ class Meeting:
 def read_together(paths: list[Path], reader: Any = None, **options: Any) -> list[Any]:
     """Reads each of ``paths`` on a separate rank, and returns each rank's samples or error.
 
-    ``reader`` is a function that creates a reader. By default, a reader with ``options`` is
-    created.
+    ``reader`` is a function that creates a reader. By default, the reader is created with
+    ``options``.
     """
     meeting = Meeting(len(paths))
 

@@ -182,10 +182,10 @@ def observed(folder: Path, url: str) -> None:
 
 
 def predicted(folder: Path, schedule: str) -> None:
-    """Writes the step time of each run, and the step time that was predicted from the first trace.
+    """Writes the actual step time of each run, and the time that was predicted for it.
 
-    The predictions of rank 0 decide which settings are tried: each single change, and all changes
-    together.
+    The predictions come from the trace of the first run. Those of rank 0 decide which settings are
+    tried: each single change, and all changes together.
     """
     layout = LAYOUTS[schedule]
     base_s = _step_s(folder / "base", schedule, layout)

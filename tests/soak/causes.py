@@ -340,7 +340,7 @@ def run_case(name: str, seed: int, folder: Path) -> Answer | None:
 
 
 def _is_starved(run: RunTrace) -> bool:
-    """Returns whether a rank in ``run`` waited for processors for at least half of its steps' time."""
+    """Returns whether a rank in ``run`` waited for processors for at least half of its time."""
     for trace in run.ranks.values():
         counts = [trace.machine(iteration) for iteration in run.iterations[1:]]
         waited_ns = sum(of_step.get(PROCESSOR_WAIT, 0) for of_step in counts)

@@ -204,7 +204,7 @@ def reason_of(log: str) -> tuple[str, bool]:
 
 
 def compare(feature_set: FeatureSet, reference: Run, engine: Run) -> tuple[str, str]:
-    """Returns the result of ``feature_set`` as a word of the table, and the reason for the result."""
+    """Returns the word for the table that describes the result, and the reason for the result."""
     if reference.status != 0:
         return "own fails", reference.reason
     if engine.status != 0:
