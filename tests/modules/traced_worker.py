@@ -52,8 +52,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PREDICTED_STEPS = 3
 MEASURED = range(2, PREDICTED_STEPS + 1)
-"""Steps from which the fastest is used for comparisons. The first step is excluded, because it
-includes the warm-up.
+"""Steps of which the fastest is used for comparisons.
+
+The first step is excluded, because it includes the warm-up.
 """
 
 OBSERVED_STEPS = 4

@@ -40,7 +40,7 @@ def share_gloo_device() -> None:
 
     made, devices = ProcessGroupGloo.__init__, list[Any]()
     if made.__name__ == "connect":
-        # The method was already replaced in the server, because the server is itself such a fork.
+        # If the fork server itself was forked in this way, it has already replaced the method.
         return
 
     def connect(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:

@@ -61,7 +61,7 @@ def partition_in(saved: Path) -> list[int]:
 def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, traces = tmp_path / "saved", tmp_path / "traces"
     monkeypatch.setenv("LAYER_MS", "8")
-    # If ranks are equally fast, other programs cannot make a move of layers gain this much.
+    # Without a slow rank, no move can gain this much, even if other programs disturb the ranks.
     quiet, quiet_log = train(tmp_path / "quiet", "--repartition-gain", "0.5")
     assert "repartition:" not in quiet_log
     monkeypatch.setenv("SLOW_RANKS", "1")
@@ -130,7 +130,7 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     assert (header.layers, header.placement) == (layers, kind)
     placement = Placement(num_ranks=2, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     assert sum(layers[placement.stage_of(1, chunk)] for chunk in range(2)) < 4
-    # After the move, the trace and the progress file must continue in another folder.
+    # After the move, the trace and the progress file must continue in a new folder.
     assert read_run(f"{folder}-1").complete_iterations() == (1, 2, 3, 4)
     assert read_run(folder).complete_iterations() == (5, 6, 7, 8)
     before = losses_in(f"{folder}-1")
@@ -168,7 +168,7 @@ def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
 
 
 def numbers(log: str) -> list[str]:
-    """Returns the values that ``log`` contains for the iterations, except times."""
+    """Returns the values that ``log`` contains for all iterations, except durations."""
     pattern = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"
     return re.findall(pattern, log)
 
@@ -190,7 +190,7 @@ def test_expert_layers_are_not_taken_for_dense_ones(
     traced = ["--trace-dir", str(traces), "--diagnose-interval", "0"]
     moved, log = train(tmp_path / "moved", *experts, *traced, world_size=4)
     assert re.search("repartition: 3-3 -> [45]-[12]: ", log), log
-    # Layers that have moved must be measured on their new stage.
+    # In the last iteration, each layer with experts must be measured on its new stage.
     tokens: dict[int, Counter[int]] = {}
     for trace in read_run(traces).ranks.values():
         for layer, _, *counts in trace.experts[11].tokens:
