@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FAST_S, SLOW_S = 0.004, 0.008
-"""Duration of a layer's forward pass on each node type in seconds. Its backward pass is equal."""
+"""Seconds that a layer's forward pass takes on fast and on slow nodes, like its backward pass."""
 
 
 def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: Any) -> Path:

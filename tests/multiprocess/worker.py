@@ -155,7 +155,7 @@ class Meshes:
         return process_groups(), job
 
     def leave(self, job: TrainingJob, run: Run) -> None:
-        """Finishes the case of ``run`` in ``job``, and destroys the groups that the case created."""
+        """Finishes the case of ``run`` in ``job``, and destroys the groups that it created."""
         take_down(run)
         dist.barrier(group=job.control_group)
         destroy_rerun_state_machine()

@@ -109,7 +109,8 @@ def add_layers(folder: Path, rank: int, times_ms: Sequence[float], seed: int = 5
     Args:
         folder: Folder of the traces.
         rank: Global rank.
-        times_ms: Time that each layer takes in a step, in ms. A third of it is the forward pass.
+        times_ms: Time that each layer takes in a step, in ms. A third of this time is the forward
+            pass.
         seed: Seed of the random deviations.
     """
     numbers = random.Random(seed)
