@@ -31,7 +31,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def train_whole(model: torch.nn.Module, family: Family, batch: Batch, steps: int) -> list[float]:
     """Trains the whole model on microbatches of two samples, and returns the loss of each step.
 
-    All ``steps`` steps use the same ``batch``, which has the entries of ``family``.
+    Each step uses the same ``batch``, and the additional arguments of ``family``.
     """
     optimizer = sgd(model.parameters())
     losses = []

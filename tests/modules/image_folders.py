@@ -208,7 +208,7 @@ def write_folder(name: str, folder: Path) -> Path:
 
 
 def write_data(folder: Path, name: str, count: int = 12) -> Path:
-    """Writes ``count`` conversations and their images to ``folder``, and returns the file's path.
+    """Writes ``count`` conversations with images to a file in ``folder``, and returns its path.
 
     A conversation has up to two images of different sizes. One line contains text instead of a
     conversation. ``name`` is the model family, which determines the text that represents an image.

@@ -149,7 +149,7 @@ def batch_of(step: int, samples: int = 4) -> dict[str, torch.Tensor]:
 
 
 class Training:
-    """Trains :class:`Net` in this process with a scheduler, and records the losses."""
+    """Trains :class:`Net` in this process with a learning rate scheduler, and stores the losses."""
 
     def __init__(
         self, samples: int = 4, precision: Any = None, optimizer: Any = torch.optim.AdamW

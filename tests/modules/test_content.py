@@ -36,7 +36,7 @@ def opened() -> Iterator[list[Pipeline]]:
 def expected(
     model: torch.nn.Module, microbatches: list[dict[str, torch.Tensor]], weights: list[float]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Returns the loss and gradients of the whole model, with the weights of the microbatches."""
+    """Returns loss and gradients of the whole model for microbatches weighted by ``weights``."""
     loss = sum(
         weight / sum(weights) * model(**part)
         for part, weight in zip(microbatches, weights, strict=True)

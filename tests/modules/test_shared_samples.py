@@ -131,7 +131,7 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
 def test_long_samples_behind_short_ones_are_not_sent_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """Checks that an exchange uses limited memory if long samples follow short samples."""
+    """Checks that ranks exchange samples with limited memory if long samples follow short ones."""
     texts = [{"text": "ab"}] * 500 + [{"text": "a" * 2000}] * 500
     path = write(tmp_path / "train.jsonl", texts)
     expected = SampleReader(processor=make_tokenizer()).read(path)

@@ -212,11 +212,11 @@ def _least_disturbed(folder: Path) -> list[int]:
 
 
 def _predictions(folder: Path) -> list[tuple[dict[str, str], float]]:
-    """Returns pairs of settings that save time and the predicted step time in seconds.
+    """Returns settings that save time, each with the predicted step time in seconds.
 
     The prediction uses the trace in ``folder``.
 
-    Each pair contains a single changed setting, or all changed settings together.
+    There is an element for each single change, and an element for all changes together.
     """
     answer = what_if(read_run(folder), _least_disturbed(folder))
     chosen = []

@@ -100,7 +100,8 @@ class Case:
     """Cause of slowness that can be planted in a job, with the diagnosis that is expected.
 
     Attributes:
-        plant: Function that plants the cause. It yields ``None`` if this machine cannot plant it.
+        plant: Function that creates a context in which the cause is planted. The context yields
+            ``None`` if this machine cannot plant the cause.
         right: Pairs of a cause and the counter that explains the cause. A diagnosis is right if its
             findings contain at least one of these pairs.
         also: Additional pairs that do not count as wrong, because they follow from the planted
@@ -122,7 +123,7 @@ class Answer:
         name: Name of the planted cause.
         verdict: Constant :data:`RIGHT`, :data:`WRONG`, :data:`MISSED`, :data:`MASKED`, or
             :data:`FAILED`, which means that the job did not finish.
-        named: Pairs of the cause that a finding names and the counter that explains the cause.
+        named: Cause that each finding names, with the counter that explains the cause.
         text: Text of the diagnosis.
     """
 
@@ -143,7 +144,7 @@ def _nothing(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
 
 @contextlib.contextmanager
 def _beside_programs(number: int, *, is_pinned: bool) -> Iterator[Plant | None]:
-    """Runs busy programs until the context exits, and yields how the ranks must be started.
+    """Runs busy programs until the context exits, and yields the changes that the job needs.
 
     There are ``number`` programs for each processor. If ``is_pinned``, the slow rank is pinned to
     one processor, and only that processor gets programs.
@@ -225,11 +226,11 @@ def _slow_layer(folder: Path, draw: random.Random) -> Any:
 
 @contextlib.contextmanager
 def _lossy_link(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
-    """Creates a network namespace whose loopback device drops packets, and yields how to use it.
+    """Creates a network namespace for a job, whose loopback device drops packets.
 
     Packets are dropped by netem or, if netem is missing, by a short queue. The random number
-    generator ``draw`` chooses the loss rate or the speed of the queue. Yields ``None`` if this
-    machine cannot drop packets.
+    generator ``draw`` chooses the loss rate or the speed of the queue. Yields the changes that make
+    the job use the namespace, or ``None`` if this machine cannot drop packets.
     """
     name = f"causes{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
@@ -285,7 +286,7 @@ CASES: dict[str, Case] = {
 """Maps the name of each cause to the :class:`Case` that plants the cause."""
 
 _TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL, MEMORY_WAIT))
-"""Counters that other programs or machines may raise, whatever cause is planted."""
+"""Counters that may be high because of other programs or machines, whatever cause is planted."""
 
 _SYMPTOMS = frozenset((("spikes", ""),))
 """Findings that describe a symptom and do not state a cause."""
@@ -395,7 +396,7 @@ def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
     Args:
         names: Names of the causes.
         runs: Number of jobs with each cause.
-        seed: Seed of all draws.
+        seed: Seed of all random numbers.
     """
     judged = []
     for number in range(runs):
@@ -442,7 +443,10 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
 
 
 def of_causes(options: argparse.Namespace) -> Result:
-    """Returns the results of the part ``causes``. With ``--quick``, each cause is planted once."""
+    """Plants each cause in several jobs, and returns the results.
+
+    With ``options.quick``, each cause is planted once.
+    """
     names = options.only or list(CASES)
     judged = answers(names, 1 if options.quick else options.runs, options.seed)
     return Result(rows_of(judged, names), {"causes": [vars(answer) for answer in judged]})

@@ -41,7 +41,11 @@ def of_detection(options: argparse.Namespace) -> Result:
 
 
 def of_real(options: argparse.Namespace) -> Result:
-    """Does the same as :func:`of_detection` with processes that sleep instead of computing."""
+    """Diagnoses runs of processes that sleep instead of computing.
+
+    Returns the fraction of runs with a right diagnosis. ``options`` contains the seed, and whether
+    to make fewer runs.
+    """
     results = emulated.measure(7 if options.quick else 30, options.seed, limit_s=1800)
     facts = {"real": [vars(outcome) for outcome in results]}
     return Result(rows=_rates("real", results), facts=facts)
@@ -134,7 +138,7 @@ def of_aggregate(options: argparse.Namespace) -> Result:
 
 
 def of_repairs(options: argparse.Namespace) -> Result:
-    """Compares predicted with actual step times of repaired jobs. Ignores ``options``."""
+    """Compares the predicted step times of repaired jobs with real ones. Ignores ``options``."""
     done = list(repairs.measure())
     right, pairs = repairs.ordered_right(done)
     note = "; ".join(

@@ -138,8 +138,7 @@ class Tree:
 
     def _train(self, feature_set: FeatureSet, kind: str, flags: Sequence[str]) -> Run:
         folder = self.folder / feature_set.name / kind
-        # Remove the folder, because ranks would append their notes to the notes of the previous
-        # run.
+        # Otherwise, ranks would append their notes to the notes of the previous run.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         log = folder / "log.txt"

@@ -77,7 +77,7 @@ class Case:
 def cases(count: int, seed: int) -> list[Case]:
     """Returns ``count`` randomly drawn jobs that hang, cycling through all kinds of hangs.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random choices.
     """
     draw = random.Random(seed)
     hangs = []

@@ -51,7 +51,7 @@ AGAIN_LIMIT_S = 6.0
 """Time in seconds after which a job that continues despite a signal gets SIGTERM."""
 LEFT_LIMIT_S = 20.0
 HITS_OF_A_CHAIN = 8
-"""Maximum number of signals per chain.
+"""Maximum number of signals per chain of jobs.
 
 The undisturbed reference job repeats all steps of the chain, so more signals would take too long.
 """
@@ -358,7 +358,7 @@ def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Stops ``job``, the job ``number`` of ``chain``, with SIGTERM after some steps.
+    """Stops ``job`` with SIGTERM after some steps. It is job number ``number`` of ``chain``.
 
     Returns the job's outcome, and the latest time at which later jobs get a signal, in seconds.
     """
@@ -424,7 +424,7 @@ def _judge(
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines state a reason in {job.log}")
     is_ours = chain.kind != "torchrun" and "SIGKILL" not in description
-    # If a signal arrives before a program of this project runs, it stops the interpreter without a
+    # If a signal arrives before a program of this project runs, the interpreter exits without a
     # message.
     has_begun = bool(lines) or "to fork" in description
     if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours and has_begun:

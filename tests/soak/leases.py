@@ -39,7 +39,7 @@ _EXIT_EXPECTED = 2
 _STATUSES = threading.Lock()
 """Guards the exit statuses of child processes.
 
-Starting a process also collects the statuses of other children.
+Starting a process also collects the statuses of other children, so threads must take turns.
 """
 
 
@@ -186,7 +186,7 @@ def run_rank(
 
 
 def _state(number: int, step: int, rank: int) -> Any:
-    """Returns a small state whose values encode ``number`` of the job, ``step`` and ``rank``."""
+    """Returns a small state whose values encode the job's ``number``, ``step`` and ``rank``."""
     import torch
 
     from megatron.adaptive.checkpoint.writer import Piece, TakenState, pickled

@@ -36,7 +36,7 @@ BATCH, FIRST = 4, 10
 STEP_S = 0.4
 TOLERANCE = 1e-5
 DEADLINE_S, GONE_S = 450.0, 90.0
-"""Time limits in seconds.
+"""Time limits in seconds for the job to continue, and for the processes of a node to exit.
 
 The limits are three times the usual times, because other programs may run.
 """
@@ -67,8 +67,9 @@ class SoakResult:
         counts: Number of events by kind.
         ended: Reasons that the job stated when it exited.
         failures: Descriptions of all failures.
-        recoveries_s: Times until the job continued, in seconds, by kind of event. A time starts
-            when a lasting event ends. If several events overlap, only the last event is counted.
+        recoveries_s: Seconds until the job continued, by kind of event. If an event lasts for some
+            time, the seconds are counted from its end. If several events overlap, only the last
+            event is counted.
         figures: Values measured during the whole soak test, by name.
         tracebacks: Last lines of the tracebacks in the logs. Most of them are from ranks whose
             peers were killed.
@@ -325,7 +326,7 @@ class Soak:
         self._gone()
 
     def _judge(self) -> None:
-        """Checks the logs, progress files and checkpoints of the job, and adds any failures."""
+        """Checks the logs, progress files and checkpoints of the job, and stores any failures."""
         self._record.refresh()
         for node in self._nodes.all:
             node.off()
@@ -385,7 +386,7 @@ class Soak:
     def _first_checkpoint(self) -> None:
         """Trains some steps in a single process, and saves a checkpoint from which the job starts.
 
-        Without it, the initial weights would depend on the shape of the job.
+        Without this checkpoint, the initial weights would depend on the shape of the job.
         """
         arguments = ["--save", str(self._checkpoints), "--save-interval", "10"]
         arguments += ["--exit-interval", str(FIRST)]
@@ -393,9 +394,9 @@ class Soak:
         shutil.copytree(self._checkpoints, self._folder / "first")
 
     def _undisturbed(self, last: int) -> dict[int, float]:
-        """Returns the loss of each iteration of a process that is not disturbed, up to ``last``.
+        """Trains in a single undisturbed process until iteration ``last``, and returns the losses.
 
-        The process continues from the first checkpoint.
+        The process continues from the first checkpoint. The losses are keyed by iteration.
         """
         arguments = ["--load", str(self._folder / "first"), "--exit-interval", str(last)]
         arguments = [TRAINER, *self._alone, *arguments]
@@ -487,7 +488,7 @@ def end_in_order(number: int, frame: object) -> None:
 
 
 def _say(text: str) -> None:
-    """Prints ``text`` at once, because a soak test takes hours."""
+    """Prints ``text`` immediately, because a soak test takes hours."""
     print(text, flush=True)
 
 

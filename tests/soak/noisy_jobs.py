@@ -45,7 +45,7 @@ This is the time of two checks. With ``--pipeline-schedule auto``, the first che
 iterations apart.
 """
 MOST_MORE = 2
-"""Maximum difference between a replica's microbatches in the median step and an equal share."""
+"""Maximum deviation of a replica's median number of microbatches from an equal share."""
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --lr 1e-3 --mock-data --vocab-size 63 --tokenizer-type NullTokenizer "

@@ -34,7 +34,7 @@ COMMON = (
 ).split()
 TIMED = (
     f"--num-layers {LAYERS} --hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
-    # Without this flag, a move would change the order in which the gradient norm is summed.
+    # Disable clipping, because a move of layers changes the order in which the norm is summed.
     f"--global-batch-size {MICROBATCHES} --pipeline-schedule 1f1b --clip-grad 0"
 ).split()
 SMALL = (

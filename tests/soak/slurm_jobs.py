@@ -63,7 +63,8 @@ def started_lab() -> Iterator[Lab]:
 def until(holds: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
     """Waits until ``holds()`` is true, and returns the waiting time in seconds.
 
-    After ``limit_s`` seconds, raises a TimeoutError that says that there is no ``name``.
+    Raises a TimeoutError after ``limit_s`` seconds. ``name`` describes the condition in the
+    message.
     """
     begin_s = time.perf_counter()
     while not holds():
@@ -88,7 +89,7 @@ def conf_in(folder: Path) -> LaunchConf:
 def submitted(lab: Lab, conf: LaunchConf) -> int:
     """Submits a job with the configuration ``conf`` to ``lab``, and returns the job's ID.
 
-    The batch script is the same that ``job submit`` writes.
+    The batch script is the one that ``job submit`` would write.
     """
     settings = conf.folder / "settings.json"
     settings.write_text(settings_text(conf))

@@ -92,7 +92,7 @@ def start_pipeline(folder: Path) -> tuple[float, float]:
 
 
 def be_rank(kind: str, folder: str, output: str) -> None:
-    """Runs one process that loads the model in ``folder``, trains one step and measures this.
+    """Runs one process, which loads the model in ``folder`` and trains one step.
 
     ``kind`` selects ``transformers`` or a pipeline. The process writes the duration in seconds and
     the loss to the folder ``output``.
@@ -127,9 +127,10 @@ def start(kind: str, folder: Path, ranks: int) -> tuple[float, float]:
 
 
 def starts(quick: bool) -> Result:
-    """Starts the model in all ways, several times, and returns a table row for each process count.
+    """Starts the model several times with each library, and returns table rows about the durations.
 
-    If ``quick``, the model is small, and each way is measured once.
+    There is a row for each number of processes. If ``quick``, the model is small, and each start is
+    measured once.
     """
     rows: list[Row] = []
     seconds: dict[str, list[float]] = {}

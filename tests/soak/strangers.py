@@ -524,7 +524,7 @@ def _elastic(
 
 
 def _complaints(said: str, most: int) -> list[str]:
-    """Returns the tracebacks in ``said``, and a complaint if it has more than ``most`` warnings."""
+    """Returns complaints if ``said`` has a traceback, or more than ``most`` warnings."""
     warnings = [line for line in said.splitlines() if "does not belong to this job and" in line]
     complaints = ["a traceback"] if "Traceback" in said else []
     return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])

@@ -115,7 +115,7 @@ def test_a_set_that_runs_again_replaces_its_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that a set can be trained again with the same ``--logs`` folder."""
-    # Running a checkout changes these variables, so restore them after the test.
+    # Creating a :class:`Tree` changes these variables, so restore them after the test.
     for name in ("PATH", "MAKEFLAGS"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     helpers = tmp_path / "tree" / "megatron" / "core" / "datasets"

@@ -28,7 +28,7 @@ class Problem(PlanInputs):
 def random_problem(seed: int) -> Problem:
     """Returns a random problem with at most four nodes, three node types and seven layers.
 
-    ``seed`` is the seed of all draws.
+    ``seed`` is the seed of all random numbers.
     """
     rng, more = random.Random(seed), random.Random(-seed - 1)
     kinds = {

@@ -25,7 +25,7 @@ GROUPS: tuple[tuple[str, int], ...] = (
     ("spikes", 25),
     ("slow data", 25),
 )
-"""Pairs of a fault and the number of runs with this fault, if 200 runs have a fault."""
+"""Faults, each with the number of runs that have it, in a set of 200 runs with a fault."""
 
 WEAK = "rank x1.1"
 CAUSES = {"slow-rank": "slow rank", "slow-link": "slow link", "slow-data": "slow data"}

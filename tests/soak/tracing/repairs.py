@@ -152,7 +152,7 @@ def _run(run: SyntheticRun) -> tuple[float, Any]:
 
 
 def ordered_right(done: list[Done]) -> tuple[int, int]:
-    """Counts the pairs of repairs of the same job for which the prediction orders them correctly.
+    """Counts the pairs of repairs of the same job that the prediction orders correctly.
 
     Returns this number, and the number of all pairs. ``done`` contains the repairs of all jobs.
     """

@@ -19,7 +19,7 @@ from tests.soak.tracing.cases import RANKS, Outcome, draw_fault, judge
 from tests.support.synthetic_trace import SyntheticRun
 
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")
-"""Faults of successive runs, which are repeated. Every seventh run is ``quiet``: it has no fault.
+"""Faults of successive runs, in rotation. The name ``quiet`` stands for a run without a fault.
 """
 
 HALF_S = {"F 50 ms, B 100 ms": 0.025, "F 20 ms, B 40 ms": 0.010}
@@ -35,7 +35,7 @@ def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
     Args:
         runs: Number of jobs. Jobs have one or two replicas.
         seed: Seed of all draws.
-        limit_s: Timeout in seconds, after which all processes are killed.
+        seed: Seed of all random numbers.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.
@@ -56,7 +56,7 @@ def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
 
     Args:
         runs: Number of runs.
-        seed: Seed of all draws.
+        seed: Seed of all random numbers.
         half_s: Time in seconds that a forward pass, an input gradient and a weight gradient each
             take for half of a rank's layers.
 
