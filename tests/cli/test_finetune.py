@@ -61,7 +61,7 @@ def tuned(folder: Path, options: str) -> str:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
-    """Checks that losses on two processes equal those of transformers before and after."""
+    """Checks that losses on two processes equal transformers' losses before and after training."""
     write_image_model(tmp_path / "model")
     data = write_image_data(tmp_path / "data")
     options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"

@@ -71,7 +71,8 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
     The ranks of the job are forked from a process with the same imports as tried ranks. So the
     memory of these imports counts equally in both.
     """
-    # Only from the second step on, the optimizer's memory is completely allocated.
+    # The optimizer's memory is completely allocated only in the second step, so train several
+    # steps.
     flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 3 --eval-iters 0 --lr 1e-4"
     command = [str(ROOT / "pretrain_gpt.py"), "--plan", str(path), *model.split(), *flags.split()]
     log = path.with_name("log.txt")

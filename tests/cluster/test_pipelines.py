@@ -58,7 +58,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
-    """Waits until the incarnation ``incarnation`` has completed ``steps`` steps."""
+    """Waits until incarnation number ``incarnation`` of ``job`` has completed ``steps`` steps."""
 
     def done() -> bool:
         return (

@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def measure(repetitions: int) -> Result:
-    """Measures perftest and the RDMA transport in alternation on two nodes of the lab.
+    """Measures perftest and the RDMA transport ``repetitions`` times each, on two nodes of the lab.
 
     Raises:
         RuntimeError: The nodes have failed.

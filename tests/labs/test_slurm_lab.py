@@ -76,7 +76,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def queue(lab: Lab) -> Iterator[None]:
-    """Cancels the jobs that a test has left in the queue, after the test."""
+    """Cancels all jobs that are still in the queue after a test."""
     yield
     if jobs := lab.output("squeue", "-h", "-o", "%A").split():
         lab.output("scancel", *set(jobs))

@@ -592,7 +592,7 @@ UNCLIPPED = "--clip-grad 0"
 
 
 def every_cut() -> Iterator[tuple[Case, Case]]:
-    """Yields pairs of jobs with dropout: a job with unsplit layers, and a job to compare with it.
+    """Yields pairs of jobs with dropout. The layers of the first job are not divided into stages.
 
     Embeddings are untied, because the gradients of a single embedding matrix are summed in a
     different order than the gradients of two copies.

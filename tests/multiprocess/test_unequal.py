@@ -62,7 +62,7 @@ CASES: dict[int, dict[str, list[str]]] = {
         ]
     },
 }
-THREE = "--global-batch-size 6"  # Three replicas can divide this batch size.
+THREE = "--global-batch-size 6"  # This batch size can be divided among three replicas.
 CASES[4][THREE] = [unequal("1-3", "1f1b"), unequal("3-1", "adaptive")]
 
 # Each item contains the flags of a job and its last iteration. Each job resumes from the checkpoint

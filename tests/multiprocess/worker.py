@@ -326,7 +326,7 @@ def main() -> None:
         size = environment.world_size
         parsed = [parse(case["flags"], world_size=size, last_wins=True) for case in cases]
         store.set("configs", pickle.dumps(parsed))
-    # Parsing takes a second per dozen cases, and longer on a busy machine.
+    # Allow more time, because parsing takes a second per dozen cases, and longer on a busy machine.
     store.wait(["configs"], 5 * TIMEOUT)
     configs = pickle.loads(store.get("configs"))
     pairs = [*zip(cases, configs, strict=True)]

@@ -58,7 +58,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
 _ADDED = "backward" if "EACH_LAYER" in os.environ else ""
-"""Pass that sleeps for its layers' whole time after computing, or an empty string if none does."""
+"""Name of the pass that sleeps for the whole time of its layers after computing, or ``""``."""
 _PATIENCE = 20  # After this number of steps without a move, the job keeps the current partition.
 
 
@@ -83,7 +83,7 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Makes the forward pass of each layer take ``seconds`` times its :func:`factor_of`."""
+    """Makes each layer's forward pass take ``seconds``, multiplied by :func:`factor_of` the layer."""
     work = TransformerLayer.forward
 
     @functools.wraps(work)

@@ -33,7 +33,7 @@ CHANGES = (
     ("arch/um/Kconfig", "default 100\n", "default 1000\n"),
     ("arch/x86/um/user-offsets.c", _REGISTERS(2696), _REGISTERS(12288)),
 )
-"""Changes of the source code, each as a file, a text that occurs once in it, and a replacement.
+"""Changes of the source code, each as (file, text that occurs once in the file, replacement).
 """
 
 

@@ -96,7 +96,7 @@ def can_install() -> bool:
 
 
 def install(packages: list[str]) -> None:
-    """Installs the Debian packages ``packages``. See :func:`can_install`.
+    """Installs the Debian packages ``packages``, which requires that :func:`can_install` is true.
 
     Raises:
         LabError: The installation failed.

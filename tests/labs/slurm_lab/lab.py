@@ -177,7 +177,7 @@ class Lab:
         return done.stdout.strip()
 
     def crash(self, name: str) -> None:
-        """Kills all processes of the node ``name``, so that the kernel closes connections."""
+        """Kills all processes of the node ``name``, so that the kernel closes their connections."""
         os.kill(self._init(name), signal.SIGKILL)
         self._hosts.pop(name).wait()
 

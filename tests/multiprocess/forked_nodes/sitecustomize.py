@@ -150,7 +150,7 @@ def serve(path: str, *modules: str) -> None:
         importlib.import_module(module)
     # Without this call, garbage collection in a forked process would copy shared memory pages.
     gc.freeze()
-    # Each process has two keys: its pidfd and its socket.
+    # Each forked process has two keys in this dict: its pidfd and the socket of its request.
     forked: dict[Any, tuple[int, socket.socket]] = {}
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
