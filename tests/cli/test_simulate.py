@@ -25,8 +25,8 @@ def test_the_table_shows_every_schedule_against_the_first(
     assert lines[0].startswith("1 draw each")
     rows = {line.split()[0]: line for line in lines[3:]}
     assert list(rows) == ["1f1b", "interleaved", "zb-v", "adaptive"]
-    # With 1f1b, the step takes (microbatches + ranks - 1) * 3 = 33 s. With zb-v, it takes 8 * 3 + 3
-    # / 2 = 25.5 s.
+    # The step takes (microbatches + ranks - 1) * 3 = 33 s with 1f1b, and 8 * 3 + 3 / 2 = 25.5 s
+    # with zb-v.
     assert "33" in rows["1f1b"]
     assert "1.000x" in rows["1f1b"]
     assert "25.5" in rows["zb-v"]
@@ -196,8 +196,8 @@ def test_numbers_of_slices_are_compared_with_what_each_slice_adds(
     )
     assert set(free) == {("zb-v", 1), *((n, k) for n in ("adaptive", "hinted") for k in (1, 2, 8))}
     assert free["adaptive", 1] > free["adaptive", 2] > free["adaptive", 8]
-    # With this overhead per slice, eight slices are slower than two. Without slices, there is no
-    # overhead.
+    # Eight slices are slower than two slices because of the overhead per slice. A microbatch
+    # without slices has no overhead.
     assert dear["adaptive", 2] < dear["adaptive", 8]
     assert dear["adaptive", 1] == free["adaptive", 1]
     # The order of "hinted" accounts for backward passes that attention makes longer.

@@ -95,8 +95,8 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) -> None:
-    # With this batch size, the first stage stores the activations of two microbatches, which is its
-    # maximum.
+    # The first stage stores the activations of at most two microbatches, so this batch consists of
+    # two microbatches.
     path = write_plan(tmp_path, global_batch_size=4)
     peaks = peaks_of_job(path, LARGE)
     for rank in (0, 1):

@@ -85,7 +85,7 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         first = incarnations[0]
         assert sorted(first["nodes"]) == ["a", "b", "c", "d"]
         assert layers_of(first, "a") == layers_of(first, "b") > layers_of(first, "c")
-        # At first, the planner did not know how slow the node is.
+        # The planner did not know at first how slow the node is.
         before = incarnations[moved["epoch"] - 2]
         assert layers_of(moved, "a") < layers_of(before, "a")
         assert moved["predicted_step_s"] > before["predicted_step_s"]

@@ -159,7 +159,7 @@ class Training:
             Net(), batch_of(0, samples), micro_batch_size=2, mixed_precision=precision
         )
         self.optimizer = optimizer(self.pipeline.parameters(), lr=0.1)
-        # With this loss scale, the first steps overflow in fp16, so the optimizer has no state yet.
+        # This loss scale makes the first steps overflow in fp16, so the optimizer has no state yet.
         self.pipeline.set_optimizer(self.optimizer, initial_loss_scale=2.0**40)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
         self.state: dict[str, Any] = {"scheduler": self.scheduler}

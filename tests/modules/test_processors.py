@@ -133,7 +133,7 @@ def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, text: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    # To test how ranks share samples with images, a single family is enough.
+    # A single family is enough to test how ranks share samples with images.
     [name if name == "internvl" else pytest.param(name, marks=LONG) for name in IMAGE_FOLDERS],
 )
 def test_a_family_is_tuned_with_images_on_two_processes(tmp_path: Path, name: str) -> None:

@@ -766,7 +766,7 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
         last.write_bytes(bytes(last.stat().st_size))
     dist.barrier()
     go_on(6, **alike)  # Each rank must read from the disk of its own node.
-    # With these stages, ranks also need files that other ranks have saved.
+    # These stages make each rank read files that other ranks have saved.
     go_on(7, pipeline_size=2, partition="2-7")
     del os.environ["MEGATRON_ADAPTIVE_NODE"]
     with make(model=knotty(dropout=0.3), batch_size=8, seed=77) as pipeline:

@@ -152,8 +152,8 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
     predicts = "--mtp-num-layers" in case.model
     require_same_numbers(case, outcome, "predicted loss" if predicts and case.cp == 1 else "")
     if predicts and case.cp > 1:
-        # In this loss, all parts of a sequence have the same weight, although their numbers of
-        # tokens differ. So the losses are only approximately equal.
+        # This loss gives all parts of a sequence the same weight, although their numbers of tokens
+        # differ. So the losses are only approximately equal.
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=0.02, abs=0)

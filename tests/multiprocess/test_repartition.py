@@ -190,7 +190,7 @@ def test_expert_layers_are_not_taken_for_dense_ones(
     traced = ["--trace-dir", str(traces), "--diagnose-interval", "0"]
     moved, log = train(tmp_path / "moved", *experts, *traced, world_size=4)
     assert re.search("repartition: 3-3 -> [45]-[12]: ", log), log
-    # In the last iteration, each layer with experts must be measured on its new stage.
+    # Each layer with experts must be measured on its new stage in the last iteration.
     tokens: dict[int, Counter[int]] = {}
     for trace in read_run(traces).ranks.values():
         for layer, _, *counts in trace.experts[11].tokens:

@@ -96,8 +96,8 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
 ) -> None:
     longer = "--train-iters 10 --global-batch-size 2"
     ran = losses_of(tmp_path / "ran", f"{longer} --sequence-slices 2")
-    # With exact times, an action takes equally long for any number of tokens. So slices only
-    # increase the step time.
+    # Exact times make an action take equally long for any number of tokens. So slices only increase
+    # the step time.
     monkeypatch.setenv("LAYER_MS", "10")
     monkeypatch.setenv("EXACT_TIMES", "1")
     traces = tmp_path / "traces"

@@ -259,7 +259,7 @@ def manage(checkpoints: Path, nodes: int) -> None:
 
 
 class LightAgent(Agent):
-    """Agent of a node that only notes which ranks it was told to start, and does not run any."""
+    """Agent of a node that only notes which ranks the manager starts, and does not run any."""
 
     def __init__(
         self, *, name: str, owner: dict[str, Any], work: NodeWork, keeper: SnapshotKeeper

@@ -97,7 +97,7 @@ def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
 def live(
     transport: NativeTransport, rank: int, draw: random.Random, connection: Connection
 ) -> None:
-    """Exchanges random messages over ``transport`` until ``connection`` tells this rank to stop.
+    """Exchanges random messages over ``transport`` until ``connection`` delivers a stop command.
 
     ``draw`` selects the messages that ``rank`` sends to its neighbours.
     """

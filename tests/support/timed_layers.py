@@ -83,7 +83,10 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Makes each layer's forward pass take ``seconds``, multiplied by :func:`factor_of` the layer."""
+    """Makes each layer's forward pass take ``seconds``, multiplied by the layer's factor.
+
+    The factor is the result of :func:`factor_of`.
+    """
     work = TransformerLayer.forward
 
     @functools.wraps(work)
