@@ -47,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[Launch]:
 
     The function takes the text of a script and the number of ranks. With ``is_forked=True``, the
     launcher is forked from a process that has imported torch. Tests that inspect the launcher's
-    process or send signals to it cannot use this.
+    process or send signals to it cannot use this option.
     """
     processes: list[subprocess.Popen[str]] = []
 

@@ -1,4 +1,4 @@
-"""Measures perftest and the RDMA transport in alternation, on one node of the RDMA lab.
+"""Measures perftest and the RDMA transport in turn, on one node of the RDMA lab.
 
 ``rdma_speed.py`` starts this program on both nodes. Node 1 sends and node 0 receives, as with
 ``ib_write_bw``. Node 1 also writes the samples to ``LAB_SHARE``.

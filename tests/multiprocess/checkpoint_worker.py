@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints in jobs of many shapes; tests start this program as ranks.
+"""Saves and loads checkpoints in jobs of many shapes. Tests start this program as ranks.
 
 Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that detects an error raises an exception,
 and the test prints the output of the rank. A shape consists of the parallel sizes and the

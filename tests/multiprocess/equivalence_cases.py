@@ -323,8 +323,8 @@ TRANSPORTED = tuple(
     )
     if kind != "shm" or case.extra
 )
-# The first rank of a V with two chunks has the first and the last stage. If there are three chunks,
-# the last stage is on the last rank.
+# The first rank of a V placement with two chunks has the first and the last stage. If there are
+# three chunks, the last stage is on the last rank.
 PLACED = (
     Case("adaptive", pp=2, chunks=2, extra=V),
     Case("adaptive", pp=2, chunks=2, extra=V, model=MODERN),
@@ -373,8 +373,8 @@ DEALT = (
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 EACH = "--expert-tensor-parallel-size 1"
 # TODAY combines pairs of features of modern models: latent attention, multi-token prediction,
-# layouts and context parallelism. Backward passes are split or unsplit, and placements are a loop
-# or a V.
+# layouts and context parallelism. Backward passes are split or unsplit, and stages are placed in a
+# loop or in a V.
 TODAY = (
     Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP),
     Case("megatron", pp=2, chunks=2, model=TIED_MTP),
@@ -540,8 +540,8 @@ SPREAD_ANEW += (
     ),
 )
 SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
-# This run starts with a V, resumes with one stage per rank and another partition, and then resumes
-# with a V.
+# This run starts with a V placement, resumes with one stage per rank and a different partition, and
+# then resumes with the V placement.
 _BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
 _MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
 RESUMED = (
@@ -621,11 +621,13 @@ def every_cut() -> Iterator[tuple[Case, Case]]:
 
 
 def every_placement() -> tuple[Case, ...]:
-    """Returns jobs with dropout whose stages are placed in a loop or in a V.
+    """Returns jobs with dropout that have a loop placement or a V placement of the stages.
 
-    The jobs are a loop, a V, the same V again, and three jobs of a run that changes its placement.
+    The first job has a loop placement, and the next two have the same V placement. The other three
+    jobs are parts of a run that changes its placement.
 
-    This run uses a V, then a loop with another partition, and then a V again.
+    This run has a V placement, then a loop placement with a different partition, and then the V
+    placement again.
     """
     vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} {UNCLIPPED}", until=STEPS)
     loop = dataclasses.replace(vee, extra=f"{LOOP} {UNCLIPPED}")

@@ -1,4 +1,4 @@
-"""Runs ``python PROGRAM`` in a process forked by a fork server; see ``launch.py``.
+"""Runs ``python PROGRAM`` in a process that was forked by a fork server of ``launch.py``.
 
 Usage: ``forked_rank.py JSON PROGRAM [ARGUMENT ...]`` or ``forked_rank.py JSON -m MODULE ...``. The
 JSON object contains the paths of the output files, and the names of the environment variables to

@@ -325,7 +325,7 @@ def run_ranks(
         limit_s: Timeout in seconds, which is also passed to ranks as ``WATCHDOG_S``. Ranks are
             killed five seconds later.
         python_path: Folders that are searched before the environment's import path.
-        modules: Modules that ranks have imported when they start; see :func:`forkserver`.
+        modules: Modules that ranks have imported when they start, as for :func:`forkserver`.
 
     Returns:
         Exit status of the first rank that failed, 0 if no rank failed, or ``None`` if ranks were

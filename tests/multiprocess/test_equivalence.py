@@ -271,7 +271,8 @@ def test_stages_compute_the_same_wherever_they_are(
     assert losses_of(vee, outcome(vee)) == losses_of(again, outcome(again)) == losses
     assert norms_of(outcome(vee)) == norms_of(outcome(again))
     assert norms_of(outcome(vee)) == pytest.approx(sizes, rel=REL, abs=0)
-    # The run uses a V, then a loop with another partition, and then a V again.
+    # The parts of the run have a V placement, then a loop placement with a different partition, and
+    # then the V placement again.
     assert [loss for part in parts for loss in losses_of(part, outcome(part))] == losses
 
 

@@ -83,8 +83,8 @@ def test_work_around_the_pipeline_is_told(run: RunTrace) -> None:
 
 def test_messages_arrive_after_they_were_sent(run: RunTrace) -> None:
     matches = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    # The two middle stages of a V with four stages are on the same rank, so they exchange no
-    # messages.
+    # The two middle stages of a V placement with four stages are on the same rank, so they exchange
+    # no messages.
     assert len(matches) == 3 * MICROBATCHES * 2 * 2
     assert (matches.arrived_ns > matches.sent_ns).all()
     assert (matches.taken_ns >= matches.arrived_ns).all()

@@ -1,4 +1,4 @@
-"""Trains a small GPT in jobs of many shapes; tests start this program as ranks.
+"""Trains a small GPT in jobs of many shapes. Tests start this program as ranks.
 
 Usage: ``worker.py CASES RESULTS``. All cases read the same tokens from ``tokens`` in the folder of
 ``RESULTS``. ``CASES`` is the path of a JSON list of objects::

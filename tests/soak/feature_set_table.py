@@ -48,7 +48,7 @@ class FeatureSet:
 
     @property
     def is_v(self) -> bool:
-        """Returns whether the first rank has both the first and the last stage (a V).
+        """Returns whether the first rank has both the first and the last stage (a V placement).
 
         A rank then holds different layers than in the reference run, so the terms of a norm are
         summed in a different order.

@@ -60,7 +60,7 @@ QUICK = (
 PLUGIN = ROOT / "tests" / "plugin"
 LIMIT_S = 180.0
 REL = 1e-6
-"""Maximum relative difference between the losses and norms of two runs, if the stages form a V."""
+"""Maximum relative difference between the losses and norms of two runs with a V placement."""
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "

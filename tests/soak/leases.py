@@ -213,7 +213,7 @@ def _stamp(number: int, step: int, rank: int) -> int:
 
 
 def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
-    """Checks that each checkpoint in ``folder`` is from one job, and that none is missing.
+    """Checks that each checkpoint in ``folder`` is from one job, and that no checkpoint is missing.
 
     ``jobs`` are the jobs that saved checkpoints. Faults are added to ``seen``.
     """

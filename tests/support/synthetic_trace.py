@@ -64,7 +64,7 @@ class Fault:
         rank: Global rank that has the fault.
         to: Global rank that receives on a slow link.
         factor: Factor by which durations are multiplied, at least 1.
-        seconds: Time in seconds that is added to a duration; non-negative.
+        seconds: Non-negative time in seconds that is added to a duration.
         probability: Probability that an action is slow if the kind is ``spikes``.
         first: First iteration that has the fault.
         last: Last iteration that has the fault. If it is ``None``, the fault lasts until the end.
@@ -136,7 +136,7 @@ class SyntheticRun:
             seconds.
         clock_drift_ppm: Maximum drift of a clock, in parts per million.
         faults: Faults of the run.
-        is_dealt: Whether microbatches are distributed over replicas by cost; used only in real
+        is_dealt: Whether microbatches are distributed over replicas by cost. Used only in real
             runs.
         num_slices: Number of equal-cost slices of each microbatch.
         seed: Seed of all random numbers.

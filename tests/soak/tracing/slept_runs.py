@@ -34,7 +34,7 @@ def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
 
     Args:
         runs: Number of jobs. Jobs have one or two replicas.
-        seed: Seed of all draws.
+        seed: Seed of all random numbers.
         seed: Seed of all random numbers.
 
     Raises:
