@@ -122,8 +122,7 @@ def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
 def test_no_microbatch_is_smaller_than_the_smallest_measured(tmp_path: Path) -> None:
     whole = profile()
     assert planned(tmp_path, 2, 2, whole=whole).micro_batch == 1
-    # If no single sample was measured, the planner assumes that the model cannot run a single
-    # sample.
+    # The planner must not choose microbatches of a single sample if these were not measured.
     whole["layers"] = [row for row in whole["layers"] if row["micro_batch"] == 2]
     assert planned(tmp_path, 2, 2, whole=whole).micro_batch == 2
 
