@@ -100,7 +100,7 @@ def gaps() -> Batch:
 
 
 def translations() -> Batch:
-    """Returns a batch of four sentences, with four different sentences as labels."""
+    """Returns a batch of four sentences, whose labels are four other sentences."""
     return {**text(), "labels": random_ids(8, 4)}
 
 

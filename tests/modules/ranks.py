@@ -165,7 +165,7 @@ class Case:
 
 
 def gradients_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns a dict from name to gradient, for all tensors whose gradient is not zero."""
+    """Returns the gradients that are not zero, keyed by the name of the tensor."""
     return {
         name: tensor.grad.clone()
         for name, tensor in tensors.items()

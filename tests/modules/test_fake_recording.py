@@ -45,7 +45,7 @@ def on_meta(model: torch.nn.Module, *, buffers_too: bool = False) -> torch.nn.Mo
 
 
 def ids_in(model: torch.nn.Module) -> dict[str, int]:
-    """Returns a dict from the name of each tensor of ``model`` to its ``id()``."""
+    """Returns the ``id()`` of each tensor of ``model``, keyed by the tensor's name."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: id(tensor) for name, tensor in named}
 

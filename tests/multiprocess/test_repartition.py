@@ -37,7 +37,7 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
 
     The progress file is in ``folder``.
 
-    The losses are a dict from iteration to loss.
+    The losses are keyed by iteration.
     """
     log = folder.with_suffix(".txt")
     arguments = [*FLAGS.split(), "--progress-dir", str(folder), *extra]
@@ -46,7 +46,7 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
 
 
 def losses_in(folder: Path | str) -> dict[int, float]:
-    """Returns a dict from iteration to loss from the progress file in ``folder``."""
+    """Returns the losses in the progress file in ``folder``, keyed by iteration."""
     lines = map(json.loads, Path(folder, PROGRESS_NAME).read_text().splitlines())
     return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 

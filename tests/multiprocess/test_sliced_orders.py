@@ -44,7 +44,7 @@ def losses_of(folder: Path, flags: str) -> list[float]:
 
 
 def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Returns a dict from each step in the file ``record`` to the recorded orders of both ranks."""
+    """Returns the recorded orders of both ranks for each step in the file ``record``."""
     loaded = ScheduleRecord.load(record)
     return {
         # Each step has 3 microbatches.

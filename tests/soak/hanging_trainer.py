@@ -141,7 +141,7 @@ class Pauses:
     def begins(self, iteration: int) -> None:
         """Pauses for a random time before step ``iteration``.
 
-        The pause before the first step is long, like a compilation of kernels.
+        The pause before the first step is as long as a compilation of kernels.
         """
         time.sleep(min(4.0, self.draw.expovariate(0.6)))
         kinds = ["none", "slow action", "rest", "computes", "writes"]

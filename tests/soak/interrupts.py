@@ -204,7 +204,7 @@ class RunningJob:
         self._forks = variables.get("TESTS_NODE_FORKSERVERS")
 
     def processes(self) -> dict[int, str]:
-        """Returns a dict from the ID of each live process to the role of the process.
+        """Returns the role of each live process, keyed by the ID of the process.
 
         Skips stand-ins, which only wait for a process that a fork server has forked.
         """
@@ -408,7 +408,9 @@ def _judge(
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
-        bad = []  # The errors come from a library, and a user's script does not catch them.
+        # These errors are allowed: they come from a library, and a user's script does not catch
+        # them.
+        bad = []
     is_early = not chain.losses(number) and any("KeyboardInterrupt" in line for line in lines)
     if chain.kind == "pipeline" and is_early and "SIGINT" in description:
         bad = []  # Python prints a traceback for SIGINT before the user's script trains.

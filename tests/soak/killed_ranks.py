@@ -48,7 +48,7 @@ SLOT_BYTES, SLOTS = 256 << 10, 6
 SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
 MOST_S = 5.0
-"""Maximum time in seconds until a neighbour must detect that a rank was killed."""
+"""Time in seconds within which a neighbour must detect that a rank was killed."""
 # A rank sends about a hundred messages before the latest kill. Machines with RDMA need more time
 # for this.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}

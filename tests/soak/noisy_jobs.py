@@ -236,7 +236,7 @@ def run_jobs(names: list[str], minutes: float, seed: int) -> list[NoisyJob]:
 
 
 def of_noise(options: argparse.Namespace) -> Result:
-    """Runs jobs beside other programs, and returns the rows of the table.
+    """Runs jobs at the same time as other programs, and returns the rows of the table.
 
     With ``options.quick``, runs one job of each kind.
     """

@@ -35,7 +35,7 @@ def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
     Args:
         runs: Number of jobs. Jobs have one or two replicas.
         seed: Seed of all random numbers.
-        seed: Seed of all random numbers.
+        limit_s: Timeout in seconds, after which all processes are killed.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.
