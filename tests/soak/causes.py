@@ -279,7 +279,8 @@ CASES: dict[str, Case] = {
         _both("slow link"),
         ranks=(),
     ),
-    # Both ranks of the group take longer for the layer, because one rank waits for the slow rank.
+    # Both ranks of the tensor-parallel group take longer for the layer, because one rank waits for
+    # the slow rank.
     "slow member": Case(_slow_member, _both("slow collective member"), _SLOW_STAGE),
     "slow layer": Case(_slow_layer, _both("slow layer"), _SLOW_STAGE),
 }

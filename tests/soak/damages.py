@@ -211,7 +211,7 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
 
     Args:
         path: Path of the file, which is not empty.
-        kind: Kind of corruption: ``bit``, ``byte``, ``zeros`` (another byte if the bytes are
+        kind: Kind of corruption: ``bit``, ``byte``, ``zeros`` (or a different byte if the bytes are
             already zero), ``truncated`` or ``missing``.
         draw: Random number generator.
 

@@ -64,7 +64,7 @@ class Scanner:
 
     If this process runs as root, the searching process drops all privileges. Otherwise, the
     searching process skips files that other users cannot read. The process is forked immediately,
-    so create the scanner before any threads.
+    so create the scanner before you start any threads.
 
     Args:
         secrets: Texts to search for.

@@ -259,7 +259,7 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
 
     Returns a list for each node with the sockets of its links. ``stack`` closes the sockets.
 
-    For each other node, one socket belongs to node 0, and one belongs to the other node.
+    Each link is a pair of sockets, one of which belongs to node 0.
     """
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []

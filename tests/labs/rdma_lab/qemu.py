@@ -106,8 +106,8 @@ def _fetch(work: Path, tree: Path) -> None:
 def _copy_modules(tree: Path, version: str, target: Path) -> None:
     """Copies kernel modules to ``target``, with numbered names in the order of loading.
 
-    Modules on which they depend are also copied. ``tree`` is the unpacked package of the kernel
-    ``version``.
+    Modules that are required by these modules are also copied. ``tree`` is the unpacked package of
+    the kernel ``version``.
     """
     files: dict[str, None] = {}
     for module in MODULES:

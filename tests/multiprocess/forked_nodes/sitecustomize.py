@@ -212,10 +212,10 @@ def _fork(listener: socket.socket) -> tuple[int, socket.socket]:
 
 
 def _enter(peer: int) -> None:
-    """Moves this process into the namespaces of the process ``peer`` that are different.
+    """Makes this process enter all namespaces of the process ``peer``.
 
-    A new PID namespace applies only to children of this process. This function then returns in a
-    child, and this process exits with the status of the child.
+    A new PID namespace applies only to children of this process. If it differs, this function
+    returns in a child, and this process exits with the status of the child.
     """
     import ctypes
 
