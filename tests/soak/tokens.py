@@ -32,7 +32,7 @@ Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
 def compare(megabytes: float) -> Result:
     """Tokenizes ``megabytes`` of text with each tokenizer of this project and with its library.
 
-    Returns a row with the number of different documents for each tokenizer.
+    Returns a row for each tokenizer, with the number of documents whose tokens differ.
     """
     texts = mixed_text(megabytes)
     nbytes = sum(len(text.encode()) for text in texts)
